@@ -44,7 +44,7 @@ from gridtrain.pipeline.stage_link import ExpectedPayloads, RoundStageLink
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState
 from gridtrain.pipeline.validation import check_batch
 from gridtrain.runtime.activation_buffers import StageSummary, StageSummaryBuffer
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, update_of
+from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
@@ -325,7 +325,7 @@ class Pipeline:
         digest = _NO_DIGEST if skip else self._update_digest(buffers, round_)
         norm_squared = 0.0
         if self._options.clip_norm is not None and not skip:
-            norm_squared = l2_norm(state.without_tied_copies(update_of(update))) ** 2
+            norm_squared = l2_norm(state.without_tied_copies(update.update)) ** 2
         summary = StageSummary(
             digest,
             hyperparameters.hyperparameter_digest(state.inner),

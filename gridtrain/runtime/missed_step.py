@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, update_of
-from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
+from gridtrain.runtime.buffers.buckets import UpdateBuffer
 from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 
 
@@ -25,14 +24,13 @@ class MissedStep:
     step: int
     settings: bytes
     update: FloatArray | SparseVector | None
-    truncated: tuple[TruncatedEntries, ...] = ()
+    truncated: Sequence[TruncatedEntries] = ()
     rest_N: FloatArray | None = None
 
     @classmethod
-    def of(cls, step: int, settings: bytes, buffer: CollectiveBuffer | BucketedBuffer) -> MissedStep:
+    def of(cls, step: int, settings: bytes, buffer: UpdateBuffer) -> MissedStep:
         """Return the missed step whose complete update is in `buffer`."""
-        rest_N = buffer.rest_N if isinstance(buffer, DenseRingBuffer | BucketedBuffer) else None
-        return cls(step, settings, update_of(buffer), truncated_entries(buffer), rest_N)
+        return cls(step, settings, buffer.update, buffer.truncated, buffer.rest_N)
 
     @property
     def nbytes(self) -> int:
@@ -47,15 +45,3 @@ class MissedStep:
             case dense_N:
                 arrays.append(dense_N)
         return sum(int(array.nbytes) for array in arrays)
-
-
-def truncated_entries(buffer: CollectiveBuffer | BucketedBuffer) -> tuple[TruncatedEntries, ...]:
-    """Return the entries that this worker's merges truncated, indexed by position in the whole vector."""
-    parts: Sequence[object] = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
-    starts = buffer.starts if isinstance(buffer, BucketedBuffer) else (0,)
-    return tuple(
-        (indices + start, values)
-        for part, start in zip(parts, starts, strict=True)
-        if isinstance(part, ButterflyBuffer)
-        for indices, values in part.truncated
-    )

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import BufferEffect
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, buffers_by_channel
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer, buffers_by_channel
 from gridtrain.runtime.buffers.collective_buffers import (
-    AllGatherBuffer,
-    ButterflyBuffer,
     CollectiveBuffer,
     DenseRingBuffer,
     PayloadBuffer,
@@ -105,7 +105,7 @@ class StepRounds:
             return  # `submit` will say that the round is over
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
-            if self._missed or (self.current is not None and self.current.is_absent):
+            if self._missed or self.is_absent:
                 return
             if self.current is None or self.current.id != round_id:
                 self.current = OpenRound(round_id, {})
@@ -146,7 +146,7 @@ class StepRounds:
             for channel, buffer in rest.items()
         }
         with self._mailbox.condition:
-            if self._missed or (self.current is not None and self.current.is_absent):
+            if self._missed or self.is_absent:
                 return None
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
@@ -259,7 +259,8 @@ class StepRounds:
             return
         missed = MissedStep(ended.id.step, ended.settings, None)
         if not is_skipped(flags):
-            missed = MissedStep.of(ended.id.step, ended.settings, ended.voted_buffers[0])
+            update_buffer = cast(UpdateBuffer, ended.voted_buffers[0])
+            missed = MissedStep.of(ended.id.step, ended.settings, update_buffer)
         self._missed.append(missed)
         self._count_missed_step()
 
@@ -365,15 +366,13 @@ class StepRounds:
     def _record_update(self, mine: OpenRound, flags: int) -> None:
         """Record a sparse update for workers that catch up; dense updates are too large."""
         buffer = mine.voted_buffers[0]
-        if isinstance(buffer, BucketedBuffer) and not buffer.is_sparse:
-            return
-        if isinstance(buffer, AllGatherBuffer | ButterflyBuffer | BucketedBuffer):
+        if isinstance(buffer, UpdateBuffer) and buffer.is_sparse:
             skipped = is_skipped(flags)
             step_update = StepUpdate(
                 mine.id.step,
                 mine.settings,
                 flags,
-                None if skipped else buffer.update,
+                None if skipped else cast(SparseVector, buffer.update),
                 () if skipped else mine.digests[1:],
             )
             self._record_step(step_update, buffer.n)

@@ -64,9 +64,6 @@ class ThresholdHint:
         self.misses = 0
         self._slack = _SLACK_START
 
-    def start(self, floor_bits: int) -> int:
-        return max(self.bits, floor_bits)
-
     def mark_missed(self) -> None:
         """Record that the threshold was too high, because fewer than k elements reached it."""
         self.misses += 1
@@ -97,13 +94,7 @@ class CpuSelection:
         self._magnitudes = np.empty(0, np.uint32)
         self._reached = np.empty(0, np.bool_)
 
-    def select(
-        self,
-        acc_N: FloatArray,
-        k: int,
-        fill: Fill | None = None,
-        floor: float = 0.0,
-    ) -> IndexArray:
+    def select(self, acc_N: FloatArray, k: int, fill: Fill | None = None) -> IndexArray:
         """Select the k largest |acc_N|; ties go to the lowest index, and zeros are not selected.
 
         Args:
@@ -111,11 +102,9 @@ class CpuSelection:
             k: the number of entries to select, 1 <= k <= n.
             fill: computes acc_N; called once for each block in ascending order, and first for a sample if k
                 is large.  None if acc_N has already been computed.
-            floor: the smallest magnitude to select.
 
         Returns:
-            The indices, (K,) int64, ascending.  K is k, or less if acc_N has fewer than k non-zero elements
-            whose magnitude is at least `floor`.
+            The indices, (K,) int64, ascending.  K is k, or less if acc_N has fewer than k non-zero elements.
 
         Raises:
             LocalProtocolError: k is out of range.
@@ -126,33 +115,32 @@ class CpuSelection:
         if self._reached.size < min(n, BLOCK):  # allocated for n, because a vector may have many small parts
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
-        floor_bits = max(_LOWEST_BITS, value_bits(floor))
-        found = self._candidates(acc_N.view(np.uint32), k, floor_bits, fill)
+        found = self._candidates(acc_N.view(np.uint32), k, fill)
         seen = found.seen_count
         indices_K, bits_K = found.prune()
         if bits_K.size == k:
             self.hint.update(int(bits_K.min()), seen, k)
         return indices_K
 
-    def _candidates(self, bits_N: BitsArray, k: int, floor_bits: int, fill: Fill | None) -> _Candidates:
-        start_bits = self.hint.start(floor_bits)
+    def _candidates(self, bits_N: BitsArray, k: int, fill: Fill | None) -> _Candidates:
+        start_bits = self.hint.bits
         stride = k // _SAMPLED_ENTRIES | 1  # odd, so that the sample has all columns of most matrices
         if fill is not None and stride > _SAMPLE_STRIDE:
             fill(0, bits_N.size, stride)
-            start_bits = max(floor_bits, _sampled_threshold(bits_N, k, stride))
+            start_bits = _sampled_threshold(bits_N, k, stride)
         if start_bits > _LOWEST_BITS:
             found = self._visit(bits_N, k, start_bits, fill)
-            if found.seen_count >= k or start_bits == floor_bits:
+            if found.seen_count >= k:
                 return found
             self.hint.mark_missed()
         elif fill is not None:  # compute acc first, because the threshold comes from a sample of acc
             for start in range(0, bits_N.size, BLOCK):
                 fill(start, min(start + BLOCK, bits_N.size))
-        sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k, _SAMPLE_STRIDE))
+        sampled_bits = max(_LOWEST_BITS, _sampled_threshold(bits_N, k, _SAMPLE_STRIDE))
         found = self._visit(bits_N, k, sampled_bits, None)
-        if found.seen_count >= k or sampled_bits == floor_bits:
+        if found.seen_count >= k or sampled_bits == _LOWEST_BITS:
             return found
-        return self._visit(bits_N, k, floor_bits, None)
+        return self._visit(bits_N, k, _LOWEST_BITS, None)
 
     def _visit(self, bits_N: BitsArray, k: int, threshold_bits: int, fill: Fill | None) -> _Candidates:
         found = _Candidates(k)

@@ -21,16 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import ThresholdHint, value_bits
+from gridtrain.sparsify.cpu_selection import ThresholdHint
 from gridtrain.sparsify.selection import (
     AccumulationTerms,
-    ChunkedSelection,
     HostSelection,
     SelectedEntries,
     Selection,
     TensorSelection,
     check_k,
-    key_indices,
 )
 
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
@@ -38,17 +36,16 @@ _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # times k keys
 _MIN_CAPACITY = 1 << 14
+_INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32; a key is (bits of |acc|) << 32 | (_INDEX_MASK - index)
 
 
 def make_selection(device: torch.device, chunk: int = 0) -> Selection:
     """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
-    if chunk:
-        return ChunkedSelection(chunk)
-    if device.type == "cpu":
+    if chunk == 0 and device.type == "cpu":
         return HostSelection()
-    if device.type == "cuda" and are_kernels_correct(device):
+    if chunk == 0 and device.type == "cuda" and are_kernels_correct(device):
         return CudaSelection()
-    return TensorSelection()
+    return TensorSelection(chunk)
 
 
 class CudaSelection:
@@ -59,28 +56,26 @@ class CudaSelection:
 
         self.hint = ThresholdHint()
         self._kernels: Any = triton_kernels
-        self._wide = TensorSelection()
         self._keys_C: Tensor | None = None
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         """Compute acc, and select its k largest magnitudes.  See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
-        floor_bits = max(1, value_bits(floor))
-        start_bits = self.hint.start(floor_bits)
+        start_bits = self.hint.bits
         with _current(terms.acc_N.device):
             keys_C, threshold, count = self._scratch(terms.acc_N.device, k)
             if start_bits > 1:
                 self._accumulate(terms, keys_C, threshold.fill_(start_bits), count)
             else:
-                self._find(terms, k, floor_bits, keys_C, threshold, count, sum_first=True)
+                self._find(terms, k, keys_C, threshold, count, sum_first=True)
             seen, selected = _fetch(terms.acc_N, k, keys_C, count)
-            if seen < k and start_bits > floor_bits:
+            if seen < k and start_bits > 1:
                 self.hint.mark_missed()
                 keys_C.zero_()
-                self._find(terms, k, floor_bits, keys_C, threshold, count.zero_(), sum_first=False)
+                self._find(terms, k, keys_C, threshold, count.zero_(), sum_first=False)
                 seen, selected = _fetch(terms.acc_N, k, keys_C, count)
         if seen > keys_C.numel():
-            selected = self._select_wide(terms.acc_N, k, floor)
+            selected = TensorSelection().largest(terms.acc_N, k)
         if selected.indices_K.size == k:
             self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
         return selected
@@ -112,7 +107,6 @@ class CudaSelection:
         self,
         terms: AccumulationTerms,
         k: int,
-        floor_bits: int,
         keys_C: Tensor,
         threshold: Tensor,
         count: Tensor,
@@ -141,7 +135,7 @@ class CudaSelection:
         # The highest bin for which this bin and all higher bins together have at least k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
-        threshold.copy_(bits.clamp_(min=floor_bits).view(1))
+        threshold.copy_(bits.clamp_(min=1).view(1))
         kernels.compact[(blocks,)](
             acc_N,
             threshold,
@@ -153,10 +147,6 @@ class CudaSelection:
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-
-    def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> SelectedEntries:
-        where_K = self._wide.indices(acc_N, k, floor)
-        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
 
 
 def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
@@ -183,7 +173,7 @@ def _variant(terms: AccumulationTerms) -> dict[str, bool]:
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
     """Return the number of keys, and the entries with the k largest keys, after one copy to the host."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
-    where_K = key_indices(keys_K).sort().values  # keys of 0 come last
+    where_K = (_INDEX_MASK - (keys_K & _INDEX_MASK)).sort().values  # of keys of 0 last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
     packed = torch.cat((count, where_K.to(torch.int32), values_K.view(torch.int32)))
     host = _copy_to_host(packed).numpy()

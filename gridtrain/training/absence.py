@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 from gridtrain.config import Auto, Exchange, LocalSteps, round_exchange
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer, is_resumable
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.step_plan import StepPlan
@@ -41,16 +41,14 @@ class AbsentOptimizer(Protocol):
     exchange_config: Exchange | LocalSteps | Auto
     wait: str
     residual: WorkerResidual
+    backwards_per_step: int
 
     @property
     def calls_per_turn(self) -> int: ...
 
-    @property
-    def backwards_per_step(self) -> int: ...
-
     def is_state_needed(self, step: int) -> bool: ...
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None: ...
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None: ...
 
     def load_settings(self, settings: bytes) -> None: ...
 
@@ -142,7 +140,7 @@ class Absence:
         if plan.compare_after:
             self._comparisons.add(plan.step)
         main: CollectiveBuffer | BucketedBuffer | None = previous[0] if previous else None
-        if main is None or not is_resumable(main):
+        if not (isinstance(main, UpdateBuffer) and main.is_resumable):
             main = optimizer.make_empty_buffer(plan)
         if main is None:
             return None

@@ -67,7 +67,7 @@ class BufferAveraging:
         """Load the contributors' average of float buffers and rank 0's integer buffers, after the commit."""
         buffers = model_buffers.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
-        sums_N, members, heads, words_M = np.split(buffer.update_N, (n, n + 1, n + 1 + _HEAD * len(buffers)))
+        sums_N, members, heads, words_M = np.split(buffer.update, (n, n + 1, n + 1 + _HEAD * len(buffers)))
         pieces = np.split(sums_N, np.cumsum([buffer.numel() for buffer in buffers])[:-1]) if buffers else []
         for own, sum_N, head in zip(buffers, pieces, heads.reshape(-1, _HEAD), strict=True):
             contributors, ones = head[0], head[1:]

@@ -9,10 +9,11 @@ Committed state changes only in `commit`, so an aborted attempt need not be undo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,13 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring, star,
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, is_resumable
+from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
-from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
+from gridtrain.sparsify.merge import largest_summable
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
@@ -63,7 +64,7 @@ class ExchangeAttempt:
         parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.
     """
 
-    buffer: BucketBuffer | BucketedBuffer
+    buffer: UpdateBuffer
     skip: bool
     prepared: PreparedState | None = None
     sent_residual_B: Tensor | None = None
@@ -73,39 +74,30 @@ class ExchangeAttempt:
     def buckets(self) -> tuple[ExchangeAttempt, ...]:
         return self.parts or (self,)
 
-    @property
-    def is_resumable(self) -> bool:
-        """Whether a retry can continue with this attempt and the data that it has received."""
-        return is_resumable(self.buffer)
 
-
-class Exchanger(Protocol):
+class Exchanger(ABC):
     """One worker's side of an exchange.
 
     Attributes:
         bounds: the buckets' bounds (0, ..., n) in the flat gradient.
+        feedback: the error feedback; None if there is currently no residual.
+        keeps_residual: whether the exchange keeps a residual, now or in a later step.
     """
 
     bounds: Bounds
-
-    @property
-    def feedback(self) -> ErrorFeedback | None:
-        """The error feedback; None if there is currently no residual."""
-        ...
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the exchange keeps a residual, now or in a later step."""
-        ...
+    feedback: ErrorFeedback | None
+    keeps_residual: bool
 
     def open_feedback(self) -> ErrorFeedback | None:
         """Return the error feedback, creating it if necessary; None if the exchange keeps no residual."""
-        ...
+        return self.feedback
 
     def clear_residual(self) -> None:
         """Set the residual to zero."""
-        ...
+        if self.feedback is not None:
+            self.feedback.clear()
 
+    @abstractmethod
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
@@ -115,19 +107,18 @@ class Exchanger(Protocol):
             gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.
             usable: whether the gradient may be finite; if not, this worker votes to skip the step.
         """
-        ...
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+    @abstractmethod
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """Return the buffer of a worker that contributes nothing.
 
         Reads no state that `prepare_bucket` or `commit` changes, so another thread may call it.  Returns None
         if the exchange needs this worker's contribution.
         """
-        ...
 
+    @abstractmethod
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """Commit `attempt`, whose round was committed and not skipped, and return the update."""
-        ...
 
 
 def make_exchanger(
@@ -151,12 +142,12 @@ def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> Exchan
     return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
 
 
-def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> BucketBuffer | BucketedBuffer:
+def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> UpdateBuffer:
     """Join the buffers of all buckets, given in order, into one buffer."""
     return parts[0] if len(parts) == 1 else BucketedBuffer(bounds, parts)
 
 
-class DenseExchanger:
+class DenseExchanger(Exchanger):
     """`Dense`: sends the whole gradient, and the residual if there is one.
 
     With values other than fp32, it keeps the rounding errors as a residual on the CPU.
@@ -173,13 +164,6 @@ class DenseExchanger:
             feedback = ErrorFeedback(bounds[-1], "cpu")
         self.feedback = feedback
 
-    def open_feedback(self) -> ErrorFeedback | None:
-        return self.feedback
-
-    def clear_residual(self) -> None:
-        if self.feedback is not None:
-            self.feedback.clear()
-
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
@@ -195,7 +179,7 @@ class DenseExchanger:
         buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
         return ExchangeAttempt(buffer, not usable, sent_residual_B=sent_B)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         sizes = [stop - start for start, stop in pairwise(self.bounds)]
         parts = [self._make_buffer(np.zeros(size, np.float32), plan) for size in sizes]
         return join_buffers(self.bounds, parts)
@@ -207,21 +191,21 @@ class DenseExchanger:
         return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
-        assert not isinstance(attempt.buffer, AllGatherBuffer | ButterflyBuffer)
         rests = [
-            (part.sent_residual_B, cast(DenseRingBuffer, part.buffer).rest_N)
+            (part.sent_residual_B, part.buffer.rest_N)
             for part in attempt.buckets
             if part.sent_residual_B is not None
         ]
         if self.feedback is not None and rests:
             self.feedback.commit_rests(rests)
-        return attempt.buffer.update_N
+        return cast(npt.NDArray[np.float32], attempt.buffer.update)
 
 
-class SparseExchanger:
+class SparseExchanger(Exchanger):
     """`TopK` and `GTopK`: both use the same selection and error feedback, but different collective
     buffers."""
 
+    feedback: ErrorFeedback
     keeps_residual = True
 
     def __init__(
@@ -238,12 +222,6 @@ class SparseExchanger:
             bounds[-1], device, exchange.momentum, exchange.chunk, exchange.residual_decay
         )
 
-    def open_feedback(self) -> ErrorFeedback:
-        return self.feedback
-
-    def clear_residual(self) -> None:
-        self.feedback.clear()
-
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
@@ -257,7 +235,7 @@ class SparseExchanger:
         buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
         return ExchangeAttempt(buffer, prepared.skip, prepared)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         none = np.empty(0, np.int64), np.empty(0, np.float32)
         parts: list[BucketBuffer] = []
         for start, stop in pairwise(self.bounds):
@@ -275,13 +253,9 @@ class SparseExchanger:
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:
         self.feedback.commit_parts(
-            [(cast(PreparedState, part.prepared), _truncated(part)) for part in attempt.buckets]
+            [(cast(PreparedState, part.prepared), part.buffer.truncated) for part in attempt.buckets]
         )
-        return cast(AllGatherBuffer | ButterflyBuffer | BucketedBuffer, attempt.buffer).update
-
-
-def _truncated(attempt: ExchangeAttempt) -> list[TruncatedEntries]:
-    return attempt.buffer.truncated if isinstance(attempt.buffer, ButterflyBuffer) else []
+        return cast(SparseVector, attempt.buffer.update)
 
 
 def largest_magnitude(values_N: Tensor) -> float:

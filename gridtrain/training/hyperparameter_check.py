@@ -66,7 +66,7 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
 
     Raises `ConfigError` if this worker's settings differ from the settings of the largest agreeing group.
     """
-    read = [_read_row(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
+    read = [_read_row(row) for row in sums.update.reshape(plan.world_size, ROW_BYTES)]
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
         return  # the exchange failed for a reason other than different settings

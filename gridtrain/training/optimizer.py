@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gridtrain.config import WAITS, Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
@@ -165,7 +165,7 @@ class GridOptimizer(WrappingOptimizer):
         self._compare_next = False
         self._has_exchanged = False
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
-        self._backwards = 1
+        self.backwards_per_step = 1
         self._turn_start: TurnStartState | None = None  # of the turn in progress
         self._round_start: TurnStartState | None = (
             None  # the same, while a round may send this worker's state
@@ -195,14 +195,9 @@ class GridOptimizer(WrappingOptimizer):
     def set_backwards_per_step(self, count: int) -> None:
         """Set the number of backward passes in a step; with overlap, gradients are complete after the last
         pass."""
-        self._backwards = count
+        self.backwards_per_step = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
-
-    @property
-    def backwards_per_step(self) -> int:
-        """The number of backward passes in a step."""
-        return self._backwards
 
     @property
     def is_overlapping(self) -> bool:
@@ -246,7 +241,7 @@ class GridOptimizer(WrappingOptimizer):
         batches."""
         self.weights.begin_turn()
         self._statistics.save()
-        if self._backwards > 1:  # a loop may step its scheduler after each of these passes
+        if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
     @property
@@ -258,7 +253,7 @@ class GridOptimizer(WrappingOptimizer):
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
         `Grid.weigh`."""
         number = self.weights.add(count)
-        if number == self._backwards and self.local_calls + 1 == self.calls_per_turn:
+        if number == self.backwards_per_step and self.local_calls + 1 == self.calls_per_turn:
             self.weights.announce()
 
     # -- the group's step ------------------------------------------------------------------------
@@ -269,7 +264,7 @@ class GridOptimizer(WrappingOptimizer):
         Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
         With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
-        self._session.disable_replay("its script may change updates between exchange() and step()")
+        self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
         self.absence.set_obstacle("its script may change updates between exchange() and step()")
         return self._exchange()
 
@@ -330,7 +325,7 @@ class GridOptimizer(WrappingOptimizer):
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
-            if attempt is None or fresh or not attempt.is_resumable:
+            if attempt is None or fresh or not attempt.buffer.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
                 weighed = self.weights.plan_by_counts(plan)
@@ -530,7 +525,7 @@ class GridOptimizer(WrappingOptimizer):
         """Whether this worker's state is averaged in this step."""
         return self.buffer_averaging.is_due(step)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """See `Exchanger.make_empty_buffer`."""
         if self._overlapper is not None:
             return self._overlapper.make_empty_buffer(plan)

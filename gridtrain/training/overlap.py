@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gridtrain.config import Exchange, Overlap
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer, bucket_bounds
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer, bucket_bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.step_plan import StepPlan
@@ -168,7 +168,7 @@ class Overlapper:
         self._current_plan = plan
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """See `Exchanger.make_empty_buffer`.  None during a trial, which needs this worker's times."""
         is_overlapped = self._trial.is_overlapped_outside_trials(plan)
         if is_overlapped is None:
@@ -182,7 +182,7 @@ class Overlapper:
 
     def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
         """Apply a table of durations after its round was committed; log the decision if it has changed."""
-        text = self._trial.apply_table(plan, table.update_N)
+        text = self._trial.apply_table(plan, table.update)
         if text:
             log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", text)
 

@@ -34,8 +34,8 @@ from gridtrain.core.collectives.collective import (
 )
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
-from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ValueKind
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.sparsify.merge import FloatArray
 
@@ -235,7 +235,7 @@ class DenseInputs:
         float32 additions: each half a unit in the last place of the largest partial sum."""
         terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.vectors)]
         rests = [buffer.rest_N for buffer in buffers if buffer.rest_N is not None]
-        found_N = np.sum([buffers[0].update_N, *rests], axis=0, dtype=np.float64)
+        found_N = np.sum([buffers[0].update, *rests], axis=0, dtype=np.float64)
         error_N = np.abs(found_N - np.sum(terms, axis=0, dtype=np.float64))
         bound_N = (np.log2(len(terms)) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0, dtype=np.float64)
         if rests:  # a rounding may add half a step of its block, so a partial sum may be as large as others

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.network.wire.sparse_payload import ValueKind
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
 from gridtrain.runtime.buffers.rounded_buffers import (
@@ -73,7 +73,7 @@ def make_buffer(
 def update_of(buffer: Any, n: int) -> np.ndarray:
     """The sum that a complete exchange has computed, as a vector of `n` elements."""
     if isinstance(buffer, DenseRingBuffer | DenseStarBuffer):
-        return buffer.update_N
+        return buffer.update
     dense_N = np.zeros(n, np.float32)
     dense_N[buffer.update.indices] = buffer.update.values
     return dense_N

@@ -32,8 +32,9 @@ from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.codec import MAX_PAYLOAD_BYTES, decode
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_REQUESTS, BlobReceiver, BlobSender, split_blocks
 from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
@@ -162,13 +163,13 @@ def a_slice_of_one_value() -> Any:
     """Broadcast over the segment: one value is added to all."""
     work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
     work.apply(AddSlice(0, 0, floats(9).tobytes(), Provenance(1, 1, 2, 1)))
-    return work.update_N.tolist() != [1, 2, 3, 4] or None
+    return work.update.tolist() != [1, 2, 3, 4] or None
 
 
 def a_nan_in_the_sum() -> Any:
     work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
     work.apply(AddSlice(0, 0, floats(np.nan, 0).tobytes(), Provenance(1, 1, 2, 1)))
-    return np.isnan(work.update_N).any() or None
+    return np.isnan(work.update).any() or None
 
 
 def a_payload_of_another_rank() -> Any:
@@ -321,7 +322,7 @@ def means_for_steps_that_never_begin() -> Any:
 
 def transferred(payload: bytes, total: int = 1) -> Any:
     recipient = IncomingResiduals()
-    recipient.set_length(N)
+    recipient.n = N
     accepted = recipient.receive_piece(C, m.ResidualBlock(1, 5, 6, b"", 0, total, payload), 3)
     return accepted or recipient._incoming or None
 

@@ -38,7 +38,8 @@ from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.dense_payload import encode_slice, slice_bytes
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
     ButterflyBuffer,
@@ -116,7 +117,7 @@ def state_of(buffer: CollectiveBuffer) -> Any:
     match buffer:
         case DenseRingBuffer() | DenseStarBuffer():
             return (
-                buffer.update_N.tobytes(),
+                buffer.update.tobytes(),
                 None if buffer.rest_N is None else buffer.rest_N.tobytes(),
             )
         case AllGatherBuffer():

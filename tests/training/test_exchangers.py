@@ -162,7 +162,7 @@ def test_no_gradient_is_lost_through_steps_retries_and_skips(
                 gradients[-1], samples[-1] = gradients[-1] * np.nan, 1
             parts: list[ExchangeAttempt] = []
             for attempt in range(int(rng.integers(1, 4))):
-                if not parts or not parts[0].is_resumable:
+                if not parts or not parts[0].buffer.is_resumable:
                     plans = [plan(r, world_size, step, attempt, samples[r]) for r in range(world_size)]
                     parts = [
                         each.prepare_bucket(0, gradient, one, usable=True)

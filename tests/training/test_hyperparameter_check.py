@@ -28,7 +28,7 @@ def summed(optimizers, skipping=()):
     ]
     for rank, part in enumerate(parts):
         part.make_collective(rank, len(parts), SKIP if rank in skipping else 0)
-    return sum(part.update_N for part in parts)
+    return sum(part.update for part in parts)
 
 
 def answers_of(sums_N, world_size):

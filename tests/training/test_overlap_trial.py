@@ -50,7 +50,7 @@ class Members:
         assert len({table is None for table in tables}) == 1
         self.history += "E" if early else "w" if tables[0] is None else "W"
         if tables[0] is not None and not skip:
-            sums = np.sum([table.update_N for table in tables], axis=0, dtype=np.float32)
+            sums = np.sum([table.update for table in tables], axis=0, dtype=np.float32)
             decided = [trial.apply_table(each, sums) for trial, each in zip(self.trials, plans, strict=True)]
             self.decided += [text for text in decided[:1] if text]
             assert len(set(decided)) == 1

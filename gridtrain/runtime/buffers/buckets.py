@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
     sparse_digest,
 )
-from gridtrain.sparsify.merge import FloatArray
+from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 
 BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
@@ -43,52 +44,46 @@ class BucketedBuffer:
     def __init__(self, bounds: Bounds, parts: Sequence[BucketBuffer]) -> None:
         self.parts = tuple(parts)
         self.n = bounds[-1]
-        self.starts = bounds[:-1]
+        self._starts = bounds[:-1]
+        self.is_sparse, self.is_resumable = parts[0].is_sparse, parts[0].is_resumable
 
     @property
-    def is_sparse(self) -> bool:
-        return isinstance(self.parts[0], AllGatherBuffer | ButterflyBuffer)
-
-    @property
-    def update(self) -> SparseVector:
-        """The update of a complete sparse exchange; its indices refer to the whole vector and ascend."""
-        updates = [part.update for part in self.parts if isinstance(part, AllGatherBuffer | ButterflyBuffer)]
-        moved = [update.indices + start for update, start in zip(updates, self.starts, strict=True)]
+    def update(self) -> FloatArray | SparseVector:
+        """The update of a complete exchange: a new array of shape (n,); or the entries of a sparse exchange,
+        whose indices refer to the whole vector and ascend."""
+        dense = [part.update for part in self.parts if isinstance(part, DenseRingBuffer)]
+        if dense:
+            return np.concatenate(dense)
+        updates = [cast(SparseVector, part.update) for part in self.parts]
+        moved = [update.indices + start for update, start in zip(updates, self._starts, strict=True)]
         return SparseVector(np.concatenate(moved), np.concatenate([update.values for update in updates]))
-
-    @property
-    def update_N(self) -> FloatArray:
-        """The update of a complete dense exchange: a new array of shape (n,)."""
-        return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseRingBuffer)])
 
     @property
     def rest_N(self) -> FloatArray | None:
         """This member's rounding errors in a dense exchange: a new array of shape (n,); None if the exchange
         does not round."""
-        rests = [part.rest_N for part in self.parts if isinstance(part, DenseRingBuffer)]
-        known = [rest_B for rest_B in rests if rest_B is not None]
-        return np.concatenate(known) if len(known) == len(self.parts) else None
+        known = [part.rest_N for part in self.parts if part.rest_N is not None]
+        return np.concatenate(known) if known else None
+
+    @property
+    def truncated(self) -> Sequence[TruncatedEntries]:
+        """The entries that this member's merges truncated, indexed by position in the whole vector."""
+        return [
+            (indices + start, values)
+            for part, start in zip(self.parts, self._starts, strict=True)
+            for indices, values in part.truncated
+        ]
 
     def compute_digest(self) -> bytes:
         """Return the digest of the whole update.  See `CollectiveBuffer.compute_digest`."""
         digests = [part.compute_digest() for part in self.parts]
         if self.is_sparse:
-            return sparse_digest(self.update)
+            return sparse_digest(cast(SparseVector, self.update))
         return blake2b(b"".join(digests), digest_size=32).digest()
 
 
-def update_of(buffer: CollectiveBuffer | BucketedBuffer) -> FloatArray | SparseVector:
-    """Return the update in the buffer of a complete exchange."""
-    is_sparse = isinstance(buffer, AllGatherBuffer | ButterflyBuffer)
-    if is_sparse or (isinstance(buffer, BucketedBuffer) and buffer.is_sparse):
-        return buffer.update  # type: ignore[union-attr]
-    return buffer.update_N  # type: ignore[union-attr]
-
-
-def is_resumable(buffer: CollectiveBuffer | BucketedBuffer) -> bool:
-    """Return whether a retry in the same generation reuses the buffer and the data that it has received."""
-    first = buffer.parts[0] if isinstance(buffer, BucketedBuffer) else buffer  # all parts are of one kind
-    return isinstance(first, DenseRingBuffer) and first.is_resumable
+UpdateBuffer = BucketBuffer | BucketedBuffer
+"""The buffer of a round's update."""
 
 
 def buffers_by_channel(

@@ -23,6 +23,7 @@ A member with flags contributes zeros or a payload without entries; see `make_co
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b, sha256
 from typing import Protocol
 
@@ -43,8 +44,8 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce, count_slices
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
-from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray, ValueKind
 from gridtrain.sparsify.merge import (
     FloatArray,
     MergeResult,
@@ -101,7 +102,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
 class DenseRingBuffer:
     """One flat vector, divided into the segments and slices of a ring.
 
-    The buffer takes ownership of `contribution_N` ((n,) float32), and computes the sums in place.  `update_N`
+    The buffer takes ownership of `contribution_N` ((n,) float32), and computes the sums in place.  `update`
     is the whole sum once the collective is complete.  A retry in the same generation uses the same buffer,
     and continues with the data that have already arrived.
 
@@ -121,6 +122,8 @@ class DenseRingBuffer:
             derive from the vector's length and the world size.
     """
 
+    is_sparse = False
+
     is_one_segment = False
     """Whether the whole vector is one segment; otherwise each rank has a segment."""
 
@@ -132,9 +135,12 @@ class DenseRingBuffer:
     rest_N: FloatArray | None = None
     """This member's rounding errors, which it adds to its residual (`rounded_buffers`)."""
 
+    truncated: Sequence[TruncatedEntries] = ()
+    """As of a `ButterflyBuffer`."""
+
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         _check_contribution(contribution_N)
-        self.update_N = contribution_N
+        self.update, self.n = contribution_N, contribution_N.size
         self._ring: RingAllReduce | None = None
         self._world_size = world_size
         self._segments = 1 if self.is_one_segment else world_size
@@ -154,7 +160,7 @@ class DenseRingBuffer:
             self._ring = self._ring.next_attempt()
             return self._ring
         if flags:
-            self.update_N[:] = 0
+            self.update[:] = 0
         return self._new_collective(rank, flags)
 
     def _new_collective(self, rank: int, flags: int) -> Collective:
@@ -235,11 +241,11 @@ class DenseRingBuffer:
         view = self._views.get((segment, slice_))
         if view is None:
             start, stop = self._slice_bounds(segment, slice_)
-            view = self._views[segment, slice_] = self.update_N[start:stop]
+            view = self._views[segment, slice_] = self.update[start:stop]
         return view
 
     def _slice_bounds(self, segment: int, slice_: int) -> tuple[int, int]:
-        start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
+        start, stop = _part_bounds(0, self.update.size, segment, self._segments)
         return _part_bounds(start, stop, slice_, self.slices)
 
     def _payload_bytes(self, elements: int) -> int:
@@ -269,6 +275,11 @@ class SparseBuffer:
         k: the maximum number of entries in a payload.
         kind: the encoding of the values.
     """
+
+    is_sparse = True
+    is_resumable = False
+    rest_N: FloatArray | None = None
+    truncated: Sequence[TruncatedEntries] = ()
 
     def __init__(self, *, n: int, k: int, kind: ValueKind) -> None:
         self.n, self._k, self._kind = n, k, kind

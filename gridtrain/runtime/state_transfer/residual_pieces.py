@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 
 from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_RESIDUAL_BLOCKS, PeerId, ResidualBlock
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode, encoded_bytes
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode, encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.merge import largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
@@ -71,14 +73,8 @@ def select_entries(
 
 def _max_entries(available: int, n: int, budget_bytes: int) -> int:
     """Return the largest number of entries, at most `available`, whose payload fits into the budget."""
-    low, high = 0, available
-    while low < high:
-        middle = (low + high + 1) // 2
-        if encoded_bytes(middle, n, _KIND) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    counts = range(1, available + 1)
+    return bisect_right(counts, budget_bytes, key=lambda k: encoded_bytes(k, n, _KIND))
 
 
 def split_pieces(payload: bytes) -> tuple[memoryview, ...]:
@@ -97,19 +93,16 @@ class IncomingResiduals:
     """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
+        n: the length of this worker's residual; 0 if this worker has no residual.
         confirmed: the confirmed residuals, which the trainer has to add to its own residual, with the names
             of the workers that sent them.
     """
 
     def __init__(self) -> None:
-        self._n = 0
+        self.n = 0
         self._incoming: dict[PeerId, _IncomingResidual] = {}
         self._complete: dict[PeerId, SparseVector] = {}
         self.confirmed: list[tuple[str, SparseVector]] = []
-
-    def set_length(self, n: int) -> None:
-        """Set the length of this worker's residual; 0 if this worker has no residual."""
-        self._n = n
 
     def receive_piece(self, peer: PeerId, piece: ResidualBlock, world_size: int) -> bool:
         """Store a piece; return whether the residual is now complete.
@@ -117,7 +110,7 @@ class IncomingResiduals:
         Pieces after a gap are dropped, because a broken connection may have lost pieces.  Raises
         `RemoteProtocolError` if the residual is not valid for this model.
         """
-        _check_total(piece.total, self._n)
+        _check_total(piece.total, self.n)
         if piece.index == 0:
             self._incoming[peer] = _IncomingResidual(piece.total)
         incoming = self._incoming.get(peer)
@@ -128,7 +121,7 @@ class IncomingResiduals:
             return False
         del self._incoming[peer]
         payload = b"".join(incoming.pieces)
-        entries = decode(payload, n=self._n, max_entries=self._n, kind=_KIND)
+        entries = decode(payload, n=self.n, max_entries=self.n, kind=_KIND)
         _check_values(entries.values, world_size)
         self._complete[peer] = entries
         return True

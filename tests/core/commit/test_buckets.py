@@ -20,7 +20,8 @@ from gridtrain.core.commit.attempts import Attempts, EarlyViolation, StepCommitt
 from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, ComputeDigest, ResolveRound, Send, SendPayload
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
 
 N, K = 24, 6
@@ -145,7 +146,7 @@ def check(seed: int, breaks: bool) -> int:
         assert len({buffer.compute_digest() for buffer in updates}) == 1, seed
         if workers[0].dense:
             total_N = sum(worker.gradients[bucket] for worker in workers)
-            assert (updates[0].update_N == total_N).all(), seed  # type: ignore[attr-defined]
+            assert (updates[0].update == total_N).all(), seed  # type: ignore[attr-defined]
     return sum(worker.aborts for worker in workers)
 
 

@@ -21,7 +21,8 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire import elias_fano
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer
@@ -74,14 +75,14 @@ def test_slices_are_added_and_stored_in_place():
     buffer = DenseRingBuffer(contribution, 2)
     buffer.apply(AddSlice(0, 0, floats(10, 20).tobytes(), FROM_1))
     buffer.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes()), FROM_1))
-    assert buffer.update_N is contribution
+    assert buffer.update is contribution
     assert contribution.tolist() == [11, 22, 7, 8]
 
 
 def test_payloads_are_read_only_views():
     buffer = DenseRingBuffer(floats(1, 2), 1)
     view = buffer.payload(PayloadSlot(CollectivePhase.REDUCE))
-    buffer.update_N[0] = 5
+    buffer.update[0] = 5
     assert np.frombuffer(view, np.float32).tolist() == [5, 2] and view.readonly
 
 
@@ -90,7 +91,7 @@ def test_more_ranks_than_elements_leave_empty_segments():
     lengths = [len(buffer.payload(PayloadSlot(CollectivePhase.REDUCE, 0, s))) for s in range(5)]
     assert sorted(lengths) == [0, 0, 0, 4, 4]
     buffer.apply(AddSlice(lengths.index(0), 0, b"", FROM_1))
-    assert buffer.update_N.tolist() == [1, 2]
+    assert buffer.update.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("nbytes", [0, 4, 7, 12])
@@ -110,7 +111,7 @@ def test_values_that_no_honest_member_sends_are_refused_on_arrival(dense, bad, e
     payload = np.resize(floats(bad, 0), len(buffer.payload(PayloadSlot(CollectivePhase.REDUCE))) // 4)
     with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most 8\.5"):
         buffer.apply(effect(0, 0, payload.tobytes(), FROM_1))
-    assert buffer.update_N.tolist() == [1, 2, 3, 4]
+    assert buffer.update.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 16, 1000])
@@ -122,7 +123,7 @@ def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
     for members in range(1, world_size):
         buffer = DenseRingBuffer(floats(largest), 1)
         buffer.apply(AddSlice(0, 0, partial.tobytes(), Provenance(0, members, world_size, members)))
-        partial = buffer.update_N.copy()
+        partial = buffer.update.copy()
     whole = Provenance(0, world_size, world_size, world_size)
     buffer.apply(StoreSlice(0, 0, partial.tobytes(), whole))
     assert len(buffer.compute_digest()) == 32
@@ -172,7 +173,7 @@ def test_slices_and_digest_of_a_star_are_as_in_the_protocol(n):
     slices = max(1, -(-4 * n // longest))
     digest = blake2b(digest_size=32)
     for i in range(slices):
-        part = buffer.update_N[i * n // slices : (i + 1) * n // slices]
+        part = buffer.update[i * n // slices : (i + 1) * n // slices]
         assert bytes(buffer.payload(PayloadSlot(CollectivePhase.TO_ROOT, 0, 1, i))) == part.tobytes()
         digest.update(sha256(part.tobytes()).digest())
     assert buffer.slices == slices == slice_count(Workload(ExchangeKind.STAR, n), 4)
@@ -207,7 +208,7 @@ def test_the_digest_is_that_of_the_slices_in_their_order():
 def test_a_skipping_rank_contributes_zeros():
     buffer = DenseRingBuffer(floats(np.nan, 1), 2)
     assert isinstance(buffer.make_collective(0, 2, flags=SKIP), RingAllReduce)
-    assert buffer.update_N.tolist() == [0, 0]
+    assert buffer.update.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])

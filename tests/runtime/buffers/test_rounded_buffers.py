@@ -54,11 +54,11 @@ def test_contributions_equal_the_update_plus_the_remainders_exactly(topology, ki
         buffers = [make_dense_buffer(topology, v.copy(), world_size, kind) for v in vectors]
         group = CollectiveGroup(buffers, seed=seed)
         group.run()
-        assert len({buffer.update_N.tobytes() for buffer in buffers}) == 1, f"seed {seed}"
-        after = exact_sum([buffers[0].update_N, *(buffer.rest_N for buffer in buffers)])
+        assert len({buffer.update.tobytes() for buffer in buffers}) == 1, f"seed {seed}"
+        after = exact_sum([buffers[0].update, *(buffer.rest_N for buffer in buffers)])
         assert after == exact_sum(vectors), f"seed {seed}"
         if world_size == 1:
-            assert buffers[0].update_N.tobytes() == vectors[0].tobytes() and not buffers[0].rest_N.any()
+            assert buffers[0].update.tobytes() == vectors[0].tobytes() and not buffers[0].rest_N.any()
 
 
 @every_kind
@@ -70,7 +70,7 @@ def test_each_member_of_a_ring_rounds_each_element_once(kind):
     group.run()
     _, sent = encode_slice(own[0][:1], kind)  # segment 0 has one element
     _, update = encode_slice(sent + own[1][:1], kind)
-    assert buffers[0].update_N[:1] == update
+    assert buffers[0].update[:1] == update
     assert buffers[0].rest_N[:1] == own[0][:1] - sent
     assert buffers[1].rest_N[:1] == sent + own[1][:1] - update
 
@@ -92,7 +92,7 @@ def test_a_slice_of_another_length_is_refused(topology, kind, effect, extra):
     nbytes = slice_bytes(elements, kind)
     with pytest.raises(RemoteProtocolError, match=f"is {nbytes + extra} bytes long; it must be {nbytes}"):
         buffer.apply(effect(0, 0, bytes(nbytes + extra), FROM_1))
-    assert (buffer.update_N == 1).all() and not buffer.rest_N.any()
+    assert (buffer.update == 1).all() and not buffer.rest_N.any()
 
 
 @pytest.mark.parametrize("effect", [AddSlice, StoreSlice])
@@ -113,7 +113,7 @@ def test_values_that_no_honest_member_sends_are_refused_on_arrival(kind, payload
     buffer = RoundedRingBuffer(floats(1, 2), 2, kind)
     with pytest.raises(RemoteProtocolError, match=match):
         buffer.apply(effect(0, 0, payload, FROM_1))
-    assert buffer.update_N.tolist() == [1, 2] and not buffer.rest_N.any()
+    assert buffer.update.tolist() == [1, 2] and not buffer.rest_N.any()
 
 
 @every_kind
@@ -128,10 +128,10 @@ def test_the_largest_honest_sum_passes_each_hop_of_a_ring(kind, world_size):
         at = 0 if buffer._slice_view(0, 0).size else world_size - 1  # the segment of the only element
         source = Provenance(0, members, world_size, members)
         buffer.apply(AddSlice(at, 0, encoded(partial_sum, kind), source))
-        partial_sum = buffer.update_N.copy()
+        partial_sum = buffer.update.copy()
     whole = Provenance(0, world_size, world_size, world_size)
     buffer.apply(StoreSlice(at, 0, encoded(partial_sum, kind), whole))
-    assert np.isfinite(buffer.update_N).all() and np.isfinite(buffer.rest_N).all()
+    assert np.isfinite(buffer.update).all() and np.isfinite(buffer.rest_N).all()
     assert largest < largest_summable(world_size)
 
 

@@ -35,13 +35,13 @@ def run(data: bytes) -> bool:
     try:
         buffer.apply(effect if stores else AddSlice(0, 0, payload, Provenance(1, 1, 2, 1)))
     except RemoteProtocolError:
-        must(buffer.update_N.tobytes() == own_N.tobytes(), "a refused payload has changed the vector")
+        must(buffer.update.tobytes() == own_N.tobytes(), "a refused payload has changed the vector")
         must(not buffer.rest_N.any(), "a refused payload has left a rest")
         return False
     theirs_B = decode_slice(np.frombuffer(payload, np.uint8), elements, kind)
-    found_B, rest_B = buffer.update_N[:elements], buffer.rest_N[:elements]
+    found_B, rest_B = buffer.update[:elements], buffer.rest_N[:elements]
     sent = bytes(buffer.payload(_SLOT))
-    must(bool(np.isfinite(buffer.update_N).all() and np.isfinite(buffer.rest_N).all()), "not finite")
+    must(bool(np.isfinite(buffer.update).all() and np.isfinite(buffer.rest_N).all()), "not finite")
     must(encode_slice(found_B, kind)[0] == sent, "the update is not what is sent")
     if stores:
         must(sent == payload and not rest_B.any(), "a stored sum is not forwarded as it is")
