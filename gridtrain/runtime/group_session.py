@@ -78,8 +78,8 @@ class GroupSession:
             the group.
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
-        is_state_unchanged: a function that returns whether this worker's parameters are those of the last step,
-            although the script has the next batch.
+        is_state_unchanged: a function that returns whether this worker's parameters are those of the last
+            step, although the script has the next batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
