@@ -114,6 +114,7 @@ class _Session:
         self.network, self.rank = network, rank
         self.notes = []
         self.plans = []
+        self.tasks = SimpleNamespace(disable_replay=lambda reason: None)
 
     def begin(self):
         network = self.network
@@ -134,9 +135,6 @@ class _Session:
         return None
 
     def announce_weight(self, weight):
-        pass
-
-    def disable_replay(self, reason):
         pass
 
     def report_digest(self, step, digest):
