@@ -37,7 +37,8 @@ class BundleServer:
                     peer, m.Refused("no-bundle", "this run has no bundle", "ask its owner for the script")
                 )
             ]
-        if self._digest() != request.digest or request.index >= len(self._blocks):
+        digest = bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
+        if digest != request.digest or request.index >= len(self._blocks):
             text = f"the run's bundle is {self._bundle.digest}, which differs from the requested bundle"
             return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
         if not self._requests.allow(peer, now_s, MAX_BUNDLES_PER_WORKER * len(self._blocks)):
@@ -53,7 +54,3 @@ class BundleServer:
             return None
         size = len(self._bundle.archive)
         return {"digest": self._bundle.digest, "bytes": size, "script": self._bundle.run.script}
-
-    def _digest(self) -> bytes:
-        assert self._bundle is not None
-        return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))

@@ -116,6 +116,7 @@ class _Session:
         self.network, self.rank = network, rank
         self.notes = []
         self.plans = []
+        self.tasks = SimpleNamespace(disable_replay=lambda reason: None)
 
     def begin(self):
         network = self.network
@@ -136,9 +137,6 @@ class _Session:
         return None
 
     def announce_weight(self, weight):
-        pass
-
-    def disable_replay(self, reason):
         pass
 
     def report_digest(self, step, digest):

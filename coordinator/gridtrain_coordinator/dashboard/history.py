@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 RECENT_POINTS = 600
 WHOLE_POINTS = 1440  # even, because neighbours are merged in pairs
@@ -79,7 +80,8 @@ def mean(points: Sequence[Point]) -> Point:
         known = [value for point in points if (value := getattr(point, name)) is not None]
         return sum(known) / len(known) if known else None
 
-    return replace(points[-1], **{name: of(name) for name in _AVERAGED})
+    averages: dict[str, Any] = {name: of(name) for name in _AVERAGED}
+    return replace(points[-1], **averages)
 
 
 def shortened(value: float | None) -> float | None:

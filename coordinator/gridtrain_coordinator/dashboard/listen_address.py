@@ -86,7 +86,7 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address.  Unless the owner specified it, try the next ports as well.
+    """Return a socket bound to the address.
 
     Unless the owner specified the address, the ports that follow it are tried as well.  Raises `ConfigError`
     if no port is free.

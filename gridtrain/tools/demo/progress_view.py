@@ -10,7 +10,7 @@ This module decides only how records are displayed.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from rich.console import Console
 from rich.live import Live
@@ -41,9 +41,7 @@ class _ProgressRow:
 
 def ms_per_step(record: StepRecord) -> tuple[float, float, float, float]:
     """Return the mean milliseconds per step of computing, selecting, communicating and waiting so far."""
-    times, steps = record.times, max(1, record.step)
-    seconds = (times.compute, times.select, times.communicate, times.wait)
-    compute, select, communicate, wait = (1e3 * value / steps for value in seconds)
+    compute, select, communicate, wait = (1e3 * s / max(1, record.step) for s in astuple(record.times))
     return compute, select, communicate, wait
 
 
