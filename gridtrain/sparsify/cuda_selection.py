@@ -24,11 +24,13 @@ from torch import Tensor
 from gridtrain.sparsify.cpu_selection import ThresholdHint
 from gridtrain.sparsify.selection import (
     AccumulationTerms,
+    ChunkedSelection,
     HostSelection,
     SelectedEntries,
     Selection,
     TensorSelection,
     check_k,
+    key_indices,
 )
 
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
@@ -36,16 +38,17 @@ _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # times k keys
 _MIN_CAPACITY = 1 << 14
-_INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32; a key is (bits of |acc|) << 32 | (_INDEX_MASK - index)
 
 
 def make_selection(device: torch.device, chunk: int = 0) -> Selection:
     """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
-    if chunk == 0 and device.type == "cpu":
+    if chunk:
+        return ChunkedSelection(chunk)
+    if device.type == "cpu":
         return HostSelection()
-    if chunk == 0 and device.type == "cuda" and are_kernels_correct(device):
+    if device.type == "cuda" and are_kernels_correct(device):
         return CudaSelection()
-    return TensorSelection(chunk)
+    return TensorSelection()
 
 
 class CudaSelection:
@@ -56,6 +59,7 @@ class CudaSelection:
 
         self.hint = ThresholdHint()
         self._kernels: Any = triton_kernels
+        self._wide = TensorSelection()
         self._keys_C: Tensor | None = None
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
@@ -75,7 +79,7 @@ class CudaSelection:
                 self._find(terms, k, keys_C, threshold, count.zero_(), sum_first=False)
                 seen, selected = _fetch(terms.acc_N, k, keys_C, count)
         if seen > keys_C.numel():
-            selected = TensorSelection().largest(terms.acc_N, k)
+            selected = self._select_wide(terms.acc_N, k)
         if selected.indices_K.size == k:
             self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
         return selected
@@ -148,6 +152,10 @@ class CudaSelection:
             enable_fp_fusion=False,
         )
 
+    def _select_wide(self, acc_N: Tensor, k: int) -> SelectedEntries:
+        where_K = self._wide.indices(acc_N, k)
+        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
+
 
 def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
     nothing = terms.acc_N  # a placeholder, because the kernel without momentum does not access u
@@ -173,7 +181,7 @@ def _variant(terms: AccumulationTerms) -> dict[str, bool]:
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
     """Return the number of keys, and the entries with the k largest keys, after one copy to the host."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
-    where_K = (_INDEX_MASK - (keys_K & _INDEX_MASK)).sort().values  # of keys of 0 last
+    where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
     packed = torch.cat((count, where_K.to(torch.int32), values_K.view(torch.int32)))
     host = _copy_to_host(packed).numpy()

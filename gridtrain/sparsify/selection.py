@@ -9,8 +9,10 @@
 All implementations select the same entries for the same bits:
 
     HostSelection     vectors in host memory          one pass, block by block (`cpu_selection`)
-    TensorSelection   any device, only torch          torch.topk, then the ties; also of each chunk
+    TensorSelection   any device, only torch          compare and nonzero; a histogram of the leading bits
     CudaSelection     CUDA with Triton                one fused kernel (`cuda_selection`)
+
+`ChunkedSelection` selects the largest magnitudes of each chunk, on any device.
 
 torch.topk alone is not sufficient, because it breaks ties differently on each device.
 """
@@ -30,7 +32,13 @@ from gridtrain.sparsify.cpu_selection import (
     MAGNITUDE_MASK,
     BlockwiseSum,
     CpuSelection,
+    ThresholdHint,
 )
+
+_INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
+_FEW = 1 << 20
+"""Maximum number of candidates to sort at once, or 4 k if that is larger.  If there are more candidates, the
+exact threshold is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,10 @@ class HostSelection:
     def __init__(self) -> None:
         self._blocked = CpuSelection()
 
+    @property
+    def hint(self) -> ThresholdHint:
+        return self._blocked.hint
+
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         acc_N = terms.acc_N.numpy()
         fill = BlockwiseSum(
@@ -113,38 +125,84 @@ class HostSelection:
 
 
 class TensorSelection:
-    """Selection on any device with torch's operations, from the whole vector or from each of its chunks
-    (SparseLoCo, arXiv 2508.15706).
+    """Selection on any device with torch's operations.  A selection waits for the device two to six times."""
 
-    With `chunk`, the vector is divided into chunks of so many elements; the last one has up to twice as many.
-    The chunk start .. stop selects floor(k stop / n) - floor(k start / n) entries, which are k in total; ties
-    go to the lowest index.
+    def __init__(self) -> None:
+        self.hint = ThresholdHint()
+
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
+        where_K = self.indices(_sum(terms), k)
+        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
+
+    def indices(self, acc_N: Tensor, k: int) -> Tensor:
+        """Return the indices of the selected entries: (K,) int64 on the device, ascending.
+
+        See `Selection.select` for the other arguments and the errors.
+        """
+        check_k(acc_N.numel(), k)
+        bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK
+        start_bits = self.hint.bits
+        many = max(_FEW, 4 * k)
+        candidates = None
+        if start_bits > 1:
+            candidates = self._reaching(bits_N, start_bits, k, many)
+        if candidates is None:
+            start_bits = max(1, _lower_bound(bits_N, k, many))
+            candidates = self._reaching(bits_N, start_bits, 0, many)
+        if candidates is None:  # too many candidates to sort; start_bits is then the k-th magnitude
+            where_K = _select_by_threshold(bits_N, k, start_bits)
+            seen = where_K.numel()
+        else:
+            seen = candidates.numel()
+            keys = sort_keys(bits_N[candidates], candidates)
+            where_K = key_indices(torch.topk(keys, min(k, seen), sorted=False).values).sort().values
+        if where_K.numel() == k:
+            self.hint.update(int(bits_N[where_K].min()), seen, k)
+        return where_K
+
+    def _reaching(self, bits_N: Tensor, threshold_bits: int, at_least: int, at_most: int) -> Tensor | None:
+        """Return the indices of the elements that reach the threshold.
+
+        Returns None if the number of these elements is not in at_least .. at_most.
+        """
+        reached = bits_N >= threshold_bits
+        count = int(torch.count_nonzero(reached))
+        if count < at_least:
+            self.hint.mark_missed()
+            return None
+        return None if count > at_most else torch.nonzero(reached).squeeze(1)
+
+
+class ChunkedSelection:
+    """Selection of the largest magnitudes of each chunk (SparseLoCo, arXiv 2508.15706), with torch's
+    operations.
+
+    The vector is divided into chunks of `chunk` elements; the last one has up to twice as many.  The chunk
+    start .. stop selects floor(k stop / n) - floor(k start / n) entries, which are k in total; ties go to the
+    lowest index.
     """
 
-    def __init__(self, chunk: int = 0) -> None:
+    def __init__(self, chunk: int) -> None:
         self._chunk = chunk
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        return self.largest(_sum(terms), k)
-
-    def largest(self, acc_N: Tensor, k: int) -> SelectedEntries:
-        """Select entries of an acc that has been computed.  See `Selection.select`."""
-        n, chunk = acc_N.numel(), self._chunk or acc_N.numel()
+        """Compute acc, and select the largest magnitudes of its chunks.  See `Selection.select`."""
+        n = terms.acc_N.numel()
         check_k(n, k)
-        bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK
-        rows = max(1, n // chunk) - 1  # excluding the last chunk
-        start = rows * chunk
-        ends = torch.arange(rows + 1) * chunk * k // n
+        bits_N = _sum(terms).view(torch.int32) & MAGNITUDE_MASK
+        rows = max(1, n // self._chunk) - 1  # excluding the last chunk
+        start = rows * self._chunk
+        ends = torch.arange(rows + 1) * self._chunk * k // n
         selected_N = torch.empty(n, dtype=torch.bool, device=bits_N.device)
         for part, shape, quotas in (
-            (slice(0, start), (rows, chunk), ends.diff()),
+            (slice(0, start), (rows, self._chunk), ends.diff()),
             (slice(start, n), (1, n - start), k - ends[-1:]),
         ):
             if shape[0]:
                 part_RC = _largest_of_rows(bits_N[part].view(shape), quotas.to(bits_N.device))
                 selected_N[part] = part_RC.view(-1)
         where_K = torch.nonzero(selected_N).squeeze(1)
-        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
+        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
 
 
 def _largest_of_rows(bits_RC: Tensor, quotas_R: Tensor) -> Tensor:
@@ -168,6 +226,20 @@ def check_k(n: int, k: int) -> None:
         raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
 
 
+def sort_keys(bits_C: Tensor, indices_C: Tensor) -> Tensor:
+    """Return the sort keys of candidates, (C,) int64.
+
+    A larger |acc| has a larger key; on a tie, the lower index has the larger key.  The key is never 0 if
+    |acc| > 0.
+    """
+    return (bits_C.to(torch.int64) << 32) | (_INDEX_MASK - indices_C)
+
+
+def key_indices(keys_C: Tensor) -> Tensor:
+    """Return the indices that `sort_keys` has encoded in the keys; 2**32 - 1 for a key of 0."""
+    return _INDEX_MASK - (keys_C & _INDEX_MASK)
+
+
 def _sum(terms: AccumulationTerms) -> Tensor:
     """Compute and return acc_N, with one pass per operation.
 
@@ -182,3 +254,38 @@ def _sum(terms: AccumulationTerms) -> Tensor:
     if terms.u_N is not None and terms.new_u_N is not None:
         added = torch.mul(terms.u_N, terms.momentum, out=terms.new_u_N).add_(added)
     return torch.add(terms.residual_N, added, out=terms.acc_N)
+
+
+_DIGITS = ((20, 11), (9, 11), (0, 9))
+"""(shift, width) of each level's digit in bits.  The digits are the exponent with 3 bits of the mantissa, the
+next 11 bits, and the remaining 9 bits."""
+
+
+def _lower_bound(bits_N: Tensor, k: int, many: int) -> int:
+    """Return the bits of a threshold that between k and `many` elements reach.
+
+    If there is no such threshold, return the bits of the k-th largest magnitude.  The method is a radix
+    selection with histograms (Alabi et al. 2012, "Fast k-selection algorithms for graphics processing
+    units"): the elements are counted by their leading bits, and the search continues within the bin that
+    contains the k-th largest element.  The result is 0 if there are fewer than k non-zero elements.
+    """
+    prefix, wanted, within = 0, k, bits_N
+    for level, (shift, width) in enumerate(_DIGITS):
+        if level:
+            within = within[(within >> (shift + width)) == prefix]
+        digits = (within >> shift) & ((1 << width) - 1)
+        counts = torch.bincount(digits, minlength=1 << width).cpu()
+        reach = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(reach, wanted))
+        prefix = (prefix << width) | ((1 << width) - 1 - place)
+        total = k - wanted + int(reach[place])
+        if total <= many:
+            return prefix << shift
+        wanted -= int(reach[place - 1]) if place else 0
+    return prefix
+
+
+def _select_by_threshold(bits_N: Tensor, k: int, kth_bits: int) -> Tensor:
+    above = torch.nonzero(bits_N > kth_bits).squeeze(1)
+    ties = torch.nonzero(bits_N == kth_bits).squeeze(1)[: k - above.numel()]
+    return torch.cat((above, ties)).sort().values

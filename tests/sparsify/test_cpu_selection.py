@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gridtrain.errors import LocalProtocolError
-from gridtrain.sparsify import cpu_selection
+from gridtrain.sparsify import cpu_selection, selection
 from gridtrain.sparsify.cpu_selection import (
     BlockwiseSum,
     CpuSelection,
@@ -33,7 +33,9 @@ def by_blocks(acc, k, hint):
 
 
 def by_tensors(acc, k, hint):
-    return TensorSelection().largest(torch.from_numpy(acc), k).indices_K
+    selector = TensorSelection()
+    selector.hint.bits = hint
+    return selector.indices(torch.from_numpy(acc), k).numpy()
 
 
 WAYS = {"blocks": by_blocks, "tensors": by_tensors}
@@ -41,8 +43,9 @@ WAYS = {"blocks": by_blocks, "tensors": by_tensors}
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Small enough blocks that 300 elements take every branch."""
+    """Small enough blocks and bounds that 300 elements take every branch."""
     monkeypatch.setattr(cpu_selection, "BLOCK", 32)
+    monkeypatch.setattr(selection, "_FEW", 20)
     return WAYS[request.param]
 
 

@@ -9,14 +9,14 @@ import torch
 from gridtrain.config import TopK
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify.cpu_selection import CpuSelection
-from gridtrain.sparsify.selection import AccumulationTerms, TensorSelection
+from gridtrain.sparsify.selection import AccumulationTerms, ChunkedSelection, TensorSelection, _lower_bound
 
 
 def select_topk(acc_N, k):
     """By the implementation for the vector's device."""
     if acc_N.device.type == "cpu":
         return torch.from_numpy(CpuSelection().select(acc_N.numpy(), k))
-    return TensorSelection().largest(acc_N, k).where_K
+    return TensorSelection().indices(acc_N, k)
 
 
 def by_sorting(values, k):
@@ -54,6 +54,27 @@ def test_agrees_with_a_sort(seed):
     assert select_topk(torch.tensor(values), k).tolist() == by_sorting(values, k), f"{seed=} {n=} {k=}"
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bound_by_histograms_is_reached_by_k_and_not_by_many(seed):
+    """Values that differ in their last bits only, so that all three histograms are needed."""
+    rng = random.Random(seed)
+    n, spread = rng.randint(100, 5000), rng.choice([3, 600, 300_000])
+    tens = [rng.choice([0.001, 1.0, 1.0, 64.0]) for _ in range(n)]
+    bits_N = torch.tensor(tens).view(torch.int32) + torch.tensor([rng.randrange(spread) for _ in range(n)])
+    k = rng.randint(1, n)
+    many = rng.randint(k, 2 * k)
+    bound = _lower_bound(bits_N, k, many)
+    kth = int(bits_N.sort(descending=True).values[k - 1])
+    reached = int((bits_N >= bound).sum())
+    assert bound <= kth and reached >= k
+    assert reached <= many or bound == kth
+
+
+def test_a_bound_is_zero_where_fewer_than_k_are_not():
+    bits_N = torch.tensor([0.0, 5.0, 0.0, 7.0]).view(torch.int32)
+    assert _lower_bound(bits_N, 3, 3) == 0 and _lower_bound(bits_N, 2, 2) > 0
+
+
 @pytest.mark.parametrize("k", [0, 4, -1])
 def test_k_out_of_range_is_our_own_bug(k):
     with pytest.raises(LocalProtocolError, match="must be between 1 and 3"):
@@ -73,7 +94,7 @@ def test_a_gpu_selects_what_the_cpu_selects():
 def select_in_chunks(values, k, chunk):
     acc_N = torch.empty(len(values))
     terms = AccumulationTerms(torch.zeros(len(values)), torch.tensor(values, dtype=torch.float32), acc_N)
-    selected = TensorSelection(chunk).select(terms, k)
+    selected = ChunkedSelection(chunk).select(terms, k)
     assert selected.where_K.tolist() == selected.indices_K.tolist()
     assert selected.values_K.tobytes() == acc_N[selected.where_K].numpy().tobytes()
     return selected.indices_K.tolist()
