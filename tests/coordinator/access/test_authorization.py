@@ -140,6 +140,7 @@ def test_a_refusal_says_how_an_invitation_ended() -> None:
             unknown: ("stranger", "this coordinator has no such invitation"),
         }
         assert {(answer.reply.code, answer.entries) for _, answer in answers.values()} == {("invitation", ())}
+        assert answers[KEY][1].reply.remedy.startswith("start a worker that it admitted before, under the same")
 
 
 def test_an_ended_invitation_is_remembered_for_thirty_days_and_its_digest_grants_no_access() -> None:
