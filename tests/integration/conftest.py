@@ -7,9 +7,9 @@
         group.wait("a step", lambda: ...)             until a line of output makes it true
         ended = group.finish()                        until all have exited
 
-Nothing here sleeps: the next line, or the end of an output, wakes a waiting test (`look_every_s` is for
-conditions that no output announces).  Every wait ends at the group's deadline, or when a program fails, with
-the ends of all logs.  Leaving the `with` ends the started processes, by their ids.
+Nothing here sleeps: the next line, or the end of an output, wakes a waiting test.  Every wait ends at the
+group's deadline, or when a program fails, with the ends of all logs.  Leaving the `with` ends the started
+processes, by their ids.
 """
 
 from __future__ import annotations
@@ -153,7 +153,6 @@ class Group:
     Attributes:
         codes: exit codes that workers may end with.
         flags: further flags of the coordinator.
-        state: the coordinator's state folder, if it is not the group's.
         more_s: extends the deadline, for tests that wait long by design.
     """
 
@@ -164,7 +163,6 @@ class Group:
         min_workers: int,
         codes: frozenset[int] = frozenset({0}),
         flags: tuple[str, ...] = (),
-        state: Path | None = None,
         more_s: float = 0.0,
     ) -> None:
         self.folder = folder
@@ -177,8 +175,7 @@ class Group:
         self._ends = ("--min-workers", str(min_workers), "--exit-when-finished")
         self._away = False  # whether the test has killed the coordinator
         self.former: list[Program] = []  # coordinators that were killed
-        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state or folder), *flags)
-        self.state = state or folder
+        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(folder), *flags)
         self.coordinator = Program(
             "coordinator", (*CLI, "coordinator", *place, *self._ends), self._changed, state=folder
         )
@@ -203,14 +200,11 @@ class Group:
         self._away = True
         self.wait("the coordinator's death", lambda: self.coordinator.code is not None)
 
-    def start_coordinator(
-        self, *flags: str, program: tuple[str, ...] = CLI, state: Path | None = None
-    ) -> None:
+    def start_coordinator(self, program: tuple[str, ...] = CLI) -> None:
         """Start a coordinator at the address of the previous one."""
         address = self.address()
         self.former.append(self.coordinator)
-        self.state = state or self.state
-        place = ("--listen", address, "--state", str(self.state), *self._ends, *flags)
+        place = ("--listen", address, "--state", str(self.folder), *self._ends)
         self.coordinator = Program(
             "coordinator", (*program, "coordinator", *place), self._changed, state=self.folder
         )
@@ -247,7 +241,7 @@ class Group:
 
     def operator(self, *command: str) -> str:
         """Run a command of the run's owner; return its output."""
-        argv = (*CLI, *command, "--state", str(self.state))
+        argv = (*CLI, *command, "--state", str(self.folder))
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, env=environment())
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -270,11 +264,8 @@ class Group:
         lines = [line for program in (*self.former, self.coordinator) for line in program.lines]
         return [line["fields"] for line in lines if line.get("event") == event]
 
-    def wait(self, what: str, true: Callable[[], bool], *, look_every_s: float = DEADLINE_S) -> None:
-        """Wait until `true()`; fail at the deadline, or when a program failed.
-
-        Checked at each line of output; `look_every_s` is for conditions without one, such as a file.
-        """
+    def wait(self, what: str, true: Callable[[], bool]) -> None:
+        """Wait until `true()`, checked at each line; fail at the deadline, or if a program failed."""
         with self._changed:
             while not true():
                 failed = [p.name for p in self.workers.values() if p.code not in {None, *self._codes}]
@@ -285,7 +276,7 @@ class Group:
                 left_s = self._until_s - time.monotonic()
                 if left_s <= 0:
                     self.fail(f"waiting for {what}: not within {DEADLINE_S:.0f} s")
-                self._changed.wait(min(left_s, look_every_s))
+                self._changed.wait(left_s)
 
     def finish(self) -> list[Line]:
         """Wait until all processes have exited, the coordinator with 0; the "end" lines of the workers."""
@@ -315,6 +306,10 @@ class Group:
                 if (name := tuple(line["round"])) in taken:
                     taken[name] += line["samples"]
         return taken
+
+    def assert_each_once(self, samples: int) -> None:
+        taken = sorted(itertools.chain(*self.samples_by_round().values()))
+        assert taken == list(range(samples)), "each sample in exactly one committed step"
 
     def stalls_s(self, at_s: float) -> dict[str, float]:
         """Of each surviving worker: seconds from its last commit before `at_s` to its next one."""

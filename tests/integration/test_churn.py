@@ -6,7 +6,6 @@ A process kills itself by SIGKILL at an exact point of the exchange, which the t
 from __future__ import annotations
 
 import signal
-from itertools import chain
 
 import pytest
 
@@ -52,7 +51,7 @@ def test_sigkill_in_a_round_leaves_no_worker_hanging(
         assert len(tries) == 1 if verdict == "COMMIT" else len(tries) > 1
         assert all(line["samples"] == tries[0]["samples"] for line in tries), "the same gradient"
         assert all(line["residual"] == tries[0]["residual"] for line in tries), "to the bit"
-    assert_every_sample_once(group)
+    group.assert_each_once(SAMPLES)
 
     stalls_s = group.stalls_s(victim.marked("dying")[0]["at_s"])
     print(f"{victim.name} was killed in step {STEP}; from commit to commit the others took {stalls_s} s")
@@ -74,7 +73,7 @@ def test_sigkill_before_ready_leaves_no_worker_hanging(new_group) -> None:
     assert [fields["workers"] for fields in group.events("generation")] == [3, 2]
     assert [fields["generation"] for fields in group.events("training")] == [2]
     assert len(ends) == 2 and one_digest(ends)
-    assert_every_sample_once(group)
+    group.assert_each_once(SAMPLES)
 
 
 def test_sigkill_of_the_only_worker_with_the_state_starts_over(new_group) -> None:
@@ -95,33 +94,7 @@ def test_sigkill_of_the_only_worker_with_the_state_starts_over(new_group) -> Non
     assert [(fields["workers"], fields["step"]) for fields in group.events("generation")] == [(3, 0), (3, 0)]
     assert [fields["generation"] for fields in group.events("training")] == [2]
     assert len(ends) == 3 and one_digest(ends)
-    assert_every_sample_once(group)
-
-
-def test_after_sigkill_of_a_source_no_block_is_sent_twice(new_group) -> None:
-    """The source dies before block 15 of 19; the newcomer requests only missing blocks from the next one.
-
-    Their batch norm statistics differ, so the newcomer takes those of the second source.
-    """
-    width = 1500
-    job = {"exchange": "dense", "batch_size": 8, "steps": 6, "width": width, "batch_norm": True}
-    with new_group(min_workers=2, codes=frozenset({0, KILLED})) as group:
-        step, join = group.gate(), group.gate()
-        anna = group.add("anna", **job, gated_step=3, step_gate=step.path, die="block", die_block=15)
-        group.wait("the first worker", lambda: len(group.events("joined")) == 1)
-        bert = group.add("bert", **job)
-        clara = group.add("clara", **job, join_gate=join.path)
-        group.wait("step 3 at anna", lambda: bool(anna.marked("at gate") and clara.marked("loaded")))
-        join.open()
-        group.wait("a change of members", lambda: bool(group.events("freeze")))
-        step.open()
-        ends = group.finish()
-
-        assert anna.code == KILLED and anna.marked("dying")
-        (sender,) = bert.marked("end")
-    assert len(ends) == 2 and one_digest(ends)
-    state_bytes = 2 * 4 * width * width  # of the middle layer, with its momentum
-    assert 2**20 < sender["sent_bytes"]["StateBlock"] < 0.8 * state_bytes
+    group.assert_each_once(SAMPLES)
 
 
 def test_sigterm_makes_a_worker_leave_and_the_others_go_on(new_group) -> None:
@@ -146,7 +119,7 @@ def test_sigterm_makes_a_worker_leave_and_the_others_go_on(new_group) -> None:
     assert leaver["name"] == "clara" and len(others) == 2, "the others leave when the run is finished"
     assert not group.events("lost")
     assert len(ends) == 2 and one_digest(ends)
-    assert_every_sample_once(group)
+    group.assert_each_once(SAMPLES)
 
 
 def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
@@ -175,8 +148,3 @@ def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
 def one_digest(ends: list[dict]) -> bool:
     """Parameters, optimizer state and settings are bit-identical, after the same number of steps."""
     return len({(end["digest"], end["step"]) for end in ends}) == 1
-
-
-def assert_every_sample_once(group) -> None:
-    taken = sorted(chain(*group.samples_by_round().values()))
-    assert taken == list(range(SAMPLES)), "each sample in exactly one committed step"

@@ -82,17 +82,6 @@ def test_every_sample_counts_once_in_each_pass(group) -> None:
     assert tail == {0: 1, 1: 1, 2: 0, 3: 0}
 
 
-def test_the_ledger_ends_the_run_and_the_first_worker_exports_the_model(group, script) -> None:
-    """`group.finish` waited for the coordinator's exit code 0."""
-    (finished,) = group.events("finished")
-    assert finished == {"reason": f"{WORKERS} workers reached the end of the run"}
-    exported = load_file(group.folder / "final.safetensors")
-    model = script["build_model"](seed=2)
-    model.load_state_dict(exported)
-    ends = [program.marked("end")[0] for program in group.workers.values()]
-    assert {end["parameters"] for end in ends} == {script["digest_of"](model.parameters())}
-
-
 def rounds_of(group) -> list[list[dict]]:
     """The "round" lines of each committed attempt, in order."""
     lines = [line for program in group.workers.values() for line in program.marked("round")]

@@ -101,11 +101,3 @@ def test_data_bytes_are_those_of_the_role(trained: dict[str, Trained], exchange:
             f"{role}   {data:6.0f} {data / theory - 1:+6.1%}   {votes:5.0f}   {heartbeats:5.0f}   {rest:8.0f}"
         )
         assert data == pytest.approx(theory, rel=0.10), f"rank {end['rank']}"
-
-
-def test_the_run_ends_by_its_ledger(trained: dict[str, Trained]) -> None:
-    """`finish` has checked that all exit codes are 0, the coordinators' too."""
-    for exchange in EXCHANGES:
-        group = trained[exchange].group
-        assert len(group.events("finished")) == 1
-        assert len(group.events("left")) == len(trained[exchange].ends) and not group.events("lost")

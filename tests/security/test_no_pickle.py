@@ -56,7 +56,6 @@ BY_NAME = {
     "gridtrain/__init__.py": "the facade's own table",
     "gridtrain/cli/main.py": "the command line's own table",
     "gridtrain/pipeline/__init__.py": "the package's own table",
-    "tests/common/defences.py": "the table of defences",
 }
 """Files that may call `importlib.import_module`, and the origin of the name, which is never data."""
 

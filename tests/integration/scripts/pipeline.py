@@ -1,10 +1,8 @@
-"""One worker of a model in two stages: a small net on numbered samples.  Prints, as JSON, what it did.
+"""One worker of a model in stages: a small net on numbered samples.  Prints, as JSON, what it did.
 
-    python pipeline.py '{"batch_size": 4, "epochs": 1, "dies_at": 8, "stage": 1}'
+    python pipeline.py '{"stages": 3, "batch_size": 4, "epochs": 1, "dies_at": 8, "stage": 1}'
 
-`dies_at`: the worker of the last replica of `stage` kills itself as it begins this step.
-`gated_step`: it waits before this step, once, until there is a byte in the FIFO `step_gate`.
-`steps` in the place of `epochs`; `step_s`: the duration of a step's "computing".
+`dies_at`: the worker of `stage` kills itself as it begins this step.
 """
 
 from __future__ import annotations
@@ -46,26 +44,18 @@ def say(mark: str, **fields: Any) -> None:
 
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    exchange = gridtrain.Dense() if options["exchange"] == "dense" else gridtrain.GTopK(density=0.5)
     grid = gridtrain.join()
     pipe = grid.pipeline(
         layers,
         lambda p: torch.optim.SGD(p, lr=0.05),
-        stages=options.get("stages", 2),
+        stages=options["stages"],
         loss_fn=nn.functional.mse_loss,
         micro_batches=2,
-        exchange=exchange,
+        exchange=gridtrain.Dense(),
     )
-    until = {name: options[name] for name in ("epochs", "steps") if name in options}
-    for x, y, ids in grid.batches(Numbered(), batch_size=options["batch_size"], **until):
+    for x, y, ids in grid.batches(Numbered(), batch_size=options["batch_size"], epochs=options["epochs"]):
         step = grid.step
-        if step == options.get("gated_step") and (gate_path := options.pop("step_gate", None)):
-            with grid.evaluation(), open(gate_path, "rb", buffering=0) as gate:
-                say("at gate", step=step)
-                gate.read(1)
-        replicas = grid.world_size // options.get("stages", 2)
-        last = grid.rank == (pipe.stage + 1) * replicas - 1 if pipe.stage is not None else False
-        if step == options.get("dies_at") and pipe.stage == options["stage"] and last and grid.world_size > 2:
+        if step == options["dies_at"] and pipe.stage == options["stage"] and grid.world_size > 2:
             say("dies", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
         loss = pipe.step(x, y)
@@ -73,7 +63,6 @@ def main(options: dict[str, Any]) -> None:
             say("aborted", step=step)
         else:
             say("step", step=step, loss=loss, stage=pipe.stage, samples=ids.tolist())
-            time.sleep(options.get("step_s", 0.0))
     state = serialization.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
     say("end", stage=pipe.stage, digest=state)
 

@@ -50,9 +50,8 @@ class Options:
             step from `gated_from` on.
         die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
             others have voted YES on it; "restore", "capture": when the worker is to load the group's state,
-            or to send it; "block": when `StateBlock` number `die_block` is to be sent.
+            or to send it.
         die_rank, die_of: the rank that dies, in the first group of `die_of` workers.
-        width: of the model's middle layer.
         frozen: whether the middle layer is frozen, with the same values in each process.
     """
 
@@ -74,8 +73,6 @@ class Options:
     die_step: int = -1
     die_rank: int = -1
     die_of: int = 0
-    die_block: int = -1
-    width: int = WIDTH
     frozen: bool = False
 
 
@@ -113,10 +110,10 @@ class Points:
         return self._x[index], self._y[index], index
 
 
-def build_model(seed: int, batch_norm: bool = False, width: int = WIDTH) -> nn.Module:
+def build_model(seed: int, batch_norm: bool = False) -> nn.Module:
     torch.manual_seed(seed)
-    norm = [nn.BatchNorm1d(width)] if batch_norm else []
-    first, middle, last = nn.Linear(FEATURES, width), nn.Linear(width, width), nn.Linear(width, CLASSES)
+    norm = [nn.BatchNorm1d(WIDTH)] if batch_norm else []
+    first, middle, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
     return nn.Sequential(first, *norm, nn.ReLU(), middle, nn.ReLU(), last)
 
 
@@ -148,16 +145,6 @@ class AttemptRecorder:
             self._session.tasks._restore = lambda blobs: die()
         elif options.die == "capture":
             self._session.tasks._capture = lambda snapshot, whole: die()
-        elif options.die == "block":
-            transport = self._session.connection.loop._transport
-            send = transport.send
-
-            def send_or_die(peer, message):
-                if isinstance(message, m.StateBlock) and message.index == options.die_block:
-                    die()
-                send(peer, message)
-
-            transport.send = send_or_die
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round
@@ -214,9 +201,9 @@ def train(options: Options) -> None:
         wait_for_gate(options.join_gate)
     grid = gridtrain.join(options.invitation)
     seed = os.getpid() if options.seed is None else options.seed
-    model = build_model(seed, options.batch_norm, options.width)
+    model = build_model(seed, options.batch_norm)
     if options.frozen:
-        model[-3].load_state_dict(build_model(11, options.batch_norm, options.width)[-3].state_dict())
+        model[-3].load_state_dict(build_model(11, options.batch_norm)[-3].state_dict())
         model[-3].requires_grad_(False)
     optimizer = grid.optimizer(
         build_optimizer(model, options.exchange),

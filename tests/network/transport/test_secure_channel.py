@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
-from defences import disable_defences
 
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport import secure_channel
@@ -394,38 +392,3 @@ def test_a_key_that_is_nobodys_is_refused():
     for key in (bytes(32), b"short"):
         with pytest.raises(TransportError, match="is not a public key"):
             SecureChannel(Identity.generate(), key, b"")
-
-
-# -- the defences can be switched off ----------------------------------------------------------------
-
-
-def tamper(path: PacketPath) -> None:
-    (packet,) = path.anna.seal(b"header", b"pay 5")
-    path.bert.take(packet[:-1] + bytes([packet[-1] ^ 3]))
-
-
-def repeat(path: PacketPath) -> None:
-    for packet in path.anna.seal(b"pay 5") * 2:
-        path.bert.take(packet)
-
-
-@pytest.mark.parametrize(
-    ("name", "attack", "defended", "undefended"),
-    [
-        ("seal", tamper, [], [[b"header", b"pay 6"]]),
-        ("replay", repeat, [[b"pay 5"]], [[b"pay 5"]] * 2),
-    ],
-)
-def test_the_attack_succeeds_only_without_the_defence(
-    name: str,
-    attack: Callable[[PacketPath], None],
-    defended: list[list[bytes]],
-    undefended: list[list[bytes]],
-) -> None:
-    path = PacketPath().open()
-    attack(path)
-    assert path.bert.got == defended
-    with disable_defences(name):
-        path = PacketPath().open()
-        attack(path)
-    assert path.bert.got == undefended
