@@ -29,14 +29,10 @@ def backward(model, seed):
     backward_on(model, batch(seed))
 
 
-def train_step_on(model, optimizer, data):
-    backward_on(model, data)
+def train_step(model, optimizer, seed):
+    backward(model, seed)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def train_step(model, optimizer, seed):
-    train_step_on(model, optimizer, batch(seed))
 
 
 def adamw(model):
