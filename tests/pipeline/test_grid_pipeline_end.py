@@ -28,7 +28,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
 ) -> None:
     url = f"file://{tmp_path}/storage"
     _, calm = undisturbed(tmp_path / "calm", steps=17)
-    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
+    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5, cuts=(0, 2, 4)) as workers:
         workers.add("anna", "bert", url=url)
         workers.finish("anna", "bert")
         whole = workers.assembled()
@@ -48,7 +48,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
     assert export_model(tmp_path / "anna", tmp_path / "exported.safetensors").step == 10
     assert "a later checkpoint is ignored: the checkpoints of step 12 do not contain all" in caplog.text
     assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
-    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
+    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5, cuts=(0, 2, 4)) as workers:
         workers.add("carl", url=url)
         workers.add("dora")  # it receives its stage from carl
         workers.finish("carl", "dora")

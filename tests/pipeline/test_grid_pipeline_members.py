@@ -107,7 +107,7 @@ def test_a_stage_survives_a_lost_disk_by_the_neighbours_copy(tmp_path: Path) -> 
             group.kill(seen.name)
             dead.set()
 
-    with Workers(tmp_path, 2, data=Numbered(), checkpoint_every=5, epochs=1) as group:
+    with Workers(tmp_path, 2, data=Numbered(), checkpoint_every=5, epochs=1, cuts=(0, 2, 4)) as group:
         group.before = before
         group.add("anna", "bert")
         assert dead.wait(WITHIN_S), "the first stage's disk has no copy"
