@@ -326,19 +326,6 @@ def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
 # -- hyper-parameters -----------------------------------------------------------------------------
 
 
-def test_a_step_with_different_learning_rates_never_commits(network):
-    def worker(session):
-        model = small_model()
-        train_step(model, GridOptimizer(sgd(model, lr=0.1 + session.rank), model, Dense(), session), 0)
-
-    group = network(2)
-    with pytest.raises(
-        ConfigError, match=r"step 1 .*: rank 1 has lr=1\.1, but 1 of 2 .* have lr=0\.1; .* -> "
-    ):
-        group.train(worker)
-    assert group.updates == []
-
-
 def test_the_settings_digest_depends_on_every_plain_field():
     def of(**options):
         return hyperparameter_digest(sgd(small_model(), **options))

@@ -262,22 +262,23 @@ NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") 
 READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 
 
-def endless(net, mallory: bytes, monkeypatch, seconds):
-    """Send 8 MiB of one message that never ends, in raw ZMTP, where 2 MiB may be unread."""
+def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatch):
+    """8 MiB of one message, in raw ZMTP, where 2 MiB may be unread."""
+    mallory = identity_of("mallory").public
     monkeypatch.setattr(dialer, "MAX_UNREAD_BYTES", 2 * 2**20)
     monkeypatch.setattr(zeromq_transport, "CHECK_INTERVAL_S", 0.02)
-    bert = net.add("bert")
+    bert = plain_net.add("bert")
     port = int(bert.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2])
     (greeting,) = hello(mallory)
     frame = b"\x03" + (2**20).to_bytes(8, "big") + bytes(2**20)
     said = b"\x04" + bytes([len(READY)]) + READY
     said += b"\0" + bytes([len(greeting)]) + greeting + frame * 8
-    end_s = time.monotonic() + seconds
+    end_s = time.monotonic() + 5.0
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(NULL_GREETING)
         line.setblocking(False)
-        net.until(lambda: select.select([line], [], [], 0)[0], bert)  # it has greeted, too
-        net.until(lambda: len(line.recv(256, socket.MSG_PEEK)) > len(NULL_GREETING), bert)
+        plain_net.until(lambda: select.select([line], [], [], 0)[0], bert)  # it has greeted, too
+        plain_net.until(lambda: len(line.recv(256, socket.MSG_PEEK)) > len(NULL_GREETING), bert)
 
         def over() -> bool:
             nonlocal said
@@ -285,13 +286,7 @@ def endless(net, mallory: bytes, monkeypatch, seconds):
                 said = said[line.send(said) :]
             return bool(bert.of(PeerDown)) or time.monotonic() > end_s
 
-        net.until(over, bert)
-    return bert
-
-
-def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatch):
-    mallory = identity_of("mallory").public
-    bert = endless(plain_net, mallory, monkeypatch, seconds=5.0)
+        plain_net.until(over, bert)
     (violation,) = bert.of(TransportViolation)
     assert violation.peer == mallory and "never completes a message" in violation.reason
     assert [down.reason for down in bert.of(PeerDown)] == ["the peer is filling this process's memory"]

@@ -115,15 +115,6 @@ def test_fp16_by_shifts_is_numpys(drawn: list[float], exponent: int) -> None:
 # -- by eye --------------------------------------------------------------------------------------
 
 
-def test_small_integers_survive_fp16() -> None:
-    assert there_and_back([3, 10, 11, 40], [1, -2, 0.5, 2047], 64, FP16) == [
-        (3, 1),
-        (10, -2),
-        (11, 0.5),
-        (40, 2047),
-    ]
-
-
 @pytest.mark.parametrize("kind", ValueKind)
 @pytest.mark.parametrize(
     ("n", "indices"),
