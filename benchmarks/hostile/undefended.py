@@ -1,20 +1,22 @@
-"""Runs a module as `python -m` does, without some of its defences, which `defences` names and removes.
+"""Runs a module as `python -m` does; some functions by which it defends itself always return False.
 
-python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
+python -m hostile.undefended MODULE.FUNCTION,MODULE.FUNCTION gridtrain.cli coordinator --listen ...
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
-
-from defences import disable_defences
+from contextlib import ExitStack
+from unittest import mock
 
 
 def main() -> None:
-    names, module, *arguments = sys.argv[1:]
+    functions, module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
-    with disable_defences(*names.split(",")):
+    with ExitStack() as stack:
+        for function in functions.split(","):
+            stack.enter_context(mock.patch(function, lambda *_: False))
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

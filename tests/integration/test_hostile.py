@@ -5,16 +5,14 @@ mallory, key 1          joins, 2 correct steps, attack 1, out, joins again ... k
 mallory, key 2                                                                       joins, ... kicked
 
 One run for all attacks, each with its own key; the output of the honest workers shows what each attack cost.
-The second run lacks some defences: there the same attacks succeed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,38 +205,14 @@ def test_the_memory_of_the_others_stays_bounded(defended: RunResult) -> None:
     assert len(defended.memory_mib) == 4 and max(defended.memory_mib.values()) <= MEMORY_MIB
 
 
-# -- without some defences ---------------------------------------------------------------------------
-
-HUB_LACKS = ("three-strikes", "hoard")
-LIVES, VICTIM = 4, "coordinator"
-ENDLESS_S = 25.0
-"""Enough for `MEMORY_MIB` on a machine whose two cores are busy; `Endless` ends after 1 GiB."""
-
-
-@pytest.fixture(scope="module")
-def undefended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
-    with HostileGroup(tmp_path_factory.mktemp("undefended"), workers=3, without=HUB_LACKS) as group:
-        orders = {"memberships": {"twice": LIVES}, "seconds": {"endless": ENDLESS_S}, "victim": VICTIM}
-        yield run(group, ["twice", "endless"], orders)
-
-
-def test_without_a_limit_of_violations_a_hostile_member_rejoins_for_ever(undefended: RunResult) -> None:
-    result = undefended.attacks["twice"]
-    assert [membership.code for membership in result.memberships] == ["offence"] * LIVES and not result.kicked
-
-
-def test_without_a_bound_on_unread_messages_memory_grows(undefended: RunResult) -> None:
-    assert undefended.memory_mib["coordinator"] > MEMORY_MIB
-
-
 # -- one burst ---------------------------------------------------------------------------------------
 
 BURSTS = 20
 
 
-def coordinator_after_bursts(folder: Path, without: Sequence[str]) -> int | None:
-    """A peer with only an invitation sends bursts and resets; returns the coordinator's exit code, if any."""
-    with HostileGroup(folder, workers=1, without=without) as group:
+def test_a_burst_and_a_reset_do_not_end_the_coordinator(tmp_path: Path) -> None:
+    """A peer with only an invitation sends bursts and resets; the coordinator still answers."""
+    with HostileGroup(tmp_path, workers=1) as group:
         invitation = parse(group.invitation())
         host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
         pending = Identity.from_secret(invitation.token)
@@ -249,13 +223,5 @@ def coordinator_after_bursts(folder: Path, without: Sequence[str]) -> int | None
                 connection.send(hello)
                 connection.burst_and_reset(encode(m.Ping(1)), 100)
         with suppress(subprocess.TimeoutExpired):
-            return group.coordinator.process.wait(1.0)
-        return group.members()["run"] and None  # it answers
-
-
-def test_a_burst_and_a_reset_do_not_end_the_coordinator(tmp_path: Path) -> None:
-    assert coordinator_after_bursts(tmp_path, ()) is None
-
-
-def test_with_a_bounded_receive_queue_they_do(tmp_path: Path) -> None:
-    assert coordinator_after_bursts(tmp_path, ("receive-queue",)) == -signal.SIGABRT
+            assert group.coordinator.process.wait(1.0) is None
+        assert group.members()["run"]

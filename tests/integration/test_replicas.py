@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.network.wire.sparse_payload import encoded_bytes
-from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 
 pytestmark = pytest.mark.integration
 STEPS = 100

@@ -2,7 +2,7 @@
 
 with Workers(tmp_path, 2, checkpoint_every=5) as workers:
     workers.before = lambda seen, grid, pipe: ...      before each step, in the worker's thread
-    workers.add("anna"); workers.add("bert")
+    workers.add("anna", "bert")
     workers.wait(lambda: ...)                          until this is true
     workers.finish("anna", "bert")
 """
@@ -102,7 +102,6 @@ class Workers:
         self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
-        self.urls: dict[str, str] = {}  # URLs of the workers' checkpoints, by name
         self.changed = threading.Condition()
         self.made: Callable[[Seen, gridtrain.Grid, Pipeline], None] = lambda seen, grid, pipe: None
         self.before: Callable[[Seen, gridtrain.Grid, Pipeline], Any] = lambda seen, grid, pipe: None
@@ -115,10 +114,12 @@ class Workers:
     def __exit__(self, *exc_info: object) -> None:
         self.group.__exit__(*exc_info)
 
-    def add(self, name: str) -> None:
-        self.seen[name] = Seen(name)
-        self.threads[name] = threading.Thread(target=self._work, args=(name,), daemon=True)
-        self.threads[name].start()
+    def add(self, *names: str, url: str = "") -> None:
+        """Start these workers; `url` is that of their checkpoints."""
+        for name in names:
+            self.seen[name] = Seen(name)
+            self.threads[name] = threading.Thread(target=self._work, args=(name, url), daemon=True)
+            self.threads[name].start()
 
     def kill(self, name: str) -> None:
         self.group.hub.kill(self.group.keys[name])
@@ -132,6 +133,12 @@ class Workers:
                 assert time.monotonic() < until_s, f"not within the limit: {ends}"
 
     def finish(self, *names: str) -> None:
+        """Wait until these workers have reached the end of the run."""
+        self.join(*names)
+        assert [self.seen[name].end for name in names] == ["finished"] * len(names)
+
+    def join(self, *names: str) -> None:
+        """Wait until these workers have ended in any way."""
         for name in names:
             self.threads[name].join(WITHIN_S)
             assert not self.threads[name].is_alive(), f"{name} hangs at step {self.seen[name].step}"
@@ -145,7 +152,7 @@ class Workers:
         """The model, assembled from all stages."""
         return {name: value for seen in self.seen.values() for name, value in seen.state.items()}
 
-    def _work(self, name: str) -> None:
+    def _work(self, name: str, url: str) -> None:
         seen = self.seen[name]
         try:
             with self.group.join(
@@ -153,7 +160,7 @@ class Workers:
                 export_dir=str(self.folder),
                 checkpoint_every=self.every,
                 state_dir=str(self.folder / name),
-                checkpoints=self.urls.get(name, ""),
+                checkpoints=url,
                 owner=seen.owner,
             ) as grid:
                 self._train(seen, grid)
@@ -186,7 +193,6 @@ class Workers:
 def undisturbed(folder: Path, **options: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Losses by step and the final model of two workers without faults."""
     with Workers(folder, 2, **options) as workers:
-        workers.add("anna")
-        workers.add("bert")
+        workers.add("anna", "bert")
         workers.finish("anna", "bert")
         return workers.seen["anna"].losses, workers.assembled()

@@ -164,12 +164,11 @@ def test_a_killed_stage_is_continued_with_adapters_from_checkpoints(
     limits = LOSING if is_replaced else replace(LOSING, recut_s=0.5)
     with Adapters(tmp_path, base, 2 if is_replaced else 3, deadlines=limits) as workers:
         workers.kill_at = 11
-        for name in ("anna", "bert", "clara")[: 2 if is_replaced else 3]:
-            workers.add(name)
+        workers.add(*("anna", "bert", "clara")[: 2 if is_replaced else 3])
         workers.wait(lambda: bool(workers.killed))
         if is_replaced:
             workers.add("dora")  # with an empty disk
-        workers.finish(*workers.seen)  # the killed one, too, has ended all its work on the disk
+        workers.join(*workers.seen)  # the killed one, too, has ended all its work on the disk
         workers.check(base)
         workers.wait(lambda: are_whole(tmp_path))
     check_files(tmp_path)
@@ -182,8 +181,7 @@ def test_a_run_continues_from_checkpoints(tmp_path: Path, base: Path, sends_all:
     for steps in (8, STEPS):
         options = {"send_frozen": "*"} if sends_all and steps == 8 else {}
         with Adapters(tmp_path, base, steps=steps, **options) as workers:
-            for name in ("anna", "bert"):
-                workers.add(name)
+            workers.add("anna", "bert")
             workers.finish("anna", "bert")
             assert min(workers.seen["anna"].losses) == (8 if batches else 0), "the second run continues"
             batches = workers.check(base, batches)
@@ -212,7 +210,7 @@ def test_a_worker_with_another_base_is_refused_before_it_has_a_stage(tmp_path: P
         workers.wait(lambda: "base" in workers.snapshot()["facts"])
         workers.options["init"] = load(changed(base, tmp_path))
         workers.add("eve")
-        workers.finish("eve")
+        workers.join("eve")
         refusal = workers.seen.pop("eve").end
         workers.options["init"] = load(base)
         workers.add("bert")

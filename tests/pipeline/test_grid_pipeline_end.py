@@ -28,10 +28,8 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
 ) -> None:
     url = f"file://{tmp_path}/storage"
     _, calm = undisturbed(tmp_path / "calm", steps=17)
-    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
-        for name in ("anna", "bert"):
-            workers.urls[name] = url
-            workers.add(name)
+    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5, cuts=(0, 2, 4)) as workers:
+        workers.add("anna", "bert", url=url)
         workers.finish("anna", "bert")
         whole = workers.assembled()
     for name in ("anna", "bert"):
@@ -50,10 +48,9 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
     assert export_model(tmp_path / "anna", tmp_path / "exported.safetensors").step == 10
     assert "a later checkpoint is ignored: the checkpoints of step 12 do not contain all" in caplog.text
     assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
-    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
-        workers.urls["carl"] = url  # dora receives its stage from carl
-        workers.add("carl")
-        workers.add("dora")
+    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5, cuts=(0, 2, 4)) as workers:
+        workers.add("carl", url=url)
+        workers.add("dora")  # it receives its stage from carl
         workers.finish("carl", "dora")
         assert [min(workers.seen[name].losses) for name in ("carl", "dora")] == [12, 12]
         assert all(torch.equal(calm[name], value) for name, value in workers.assembled().items())
@@ -62,15 +59,12 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
 def test_missing_parts_of_a_checkpoint_are_downloaded(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/storage"
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
-        for name in ("anna", "bert"):
-            workers.urls[name] = url
-            workers.add(name)
+        workers.add("anna", "bert", url=url)
         workers.finish("anna", "bert")
     path, *_ = sorted((tmp_path / "a" / "anna").glob("blocks-*/step-00000012"))
     shutil.copytree(path, tmp_path / "b" / "anna" / path.parent.name / path.name)
     with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
-        workers.urls["anna"] = url
-        workers.add("anna")
+        workers.add("anna", url=url)
         workers.add("dora")
         workers.finish("anna", "dora")
         assert [min(workers.seen[name].losses) for name in ("anna", "dora")] == [12, 12]
@@ -79,14 +73,11 @@ def test_missing_parts_of_a_checkpoint_are_downloaded(tmp_path: Path) -> None:
 def test_checkpoints_that_lost_processes_have_not_uploaded_are_uploaded_later(tmp_path: Path) -> None:
     url, names = f"file://{tmp_path}/storage", ("anna", "bert")
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
-        for name in names:
-            workers.add(name)
+        workers.add(*names)
         workers.finish(*names)
     with Workers(tmp_path / "a", 2, steps=13, checkpoint_every=5) as workers:
         workers.before = lambda *_: workers.wait(lambda: bool(RemoteStore(url).complete(12)))
-        for name in names:
-            workers.urls[name] = url
-            workers.add(name)
+        workers.add(*names, url=url)
         workers.finish(*names)
     assert RemoteStore(url).complete(13)
 
@@ -114,13 +105,11 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
     with Workers(tmp_path, 2, checkpoint_every=100, deadlines=replace(LOSING, regather_s=0.5)) as workers:
         coordinator = workers.group.coordinator
         workers.after = after
-        workers.add("anna")
-        workers.add("bert")
+        workers.add("anna", "bert")
         workers.wait(lambda: any(seen.end for seen in workers.seen.values()), ("anna", "bert"))
         coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
         (name,) = (seen.name for seen in workers.seen.values() if not isinstance(seen.end, Killed))
         workers.finish(name)
-    assert workers.seen[name].end == "finished"
     missing = (
         "no connected worker holds stage 1 of 2 after step 7, nor do the connected workers have all stages"
     )

@@ -1,24 +1,23 @@
 """One hostile member among honest ones: its messages are refused where they arrive, and it alone is blamed.
 
 This file tests cores, collectives and buffers.  Whole groups are in test_hostile_group.py, the codec's bounds
-in tests/network/wire/test_limits.py, and each defence with its switch in test_defences.py.
+in tests/network/wire/test_limits.py.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from collective_group import Arrival, CollectiveGroup
-from defences import disable_defences
 from exchange_buffers import DENSE, ROUNDED, make_buffer
 
 from gridtrain.core import messages as m
@@ -31,14 +30,13 @@ from gridtrain.core.collectives.collective import (
 )
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.tree import TreeExchange
-from gridtrain.core.commit import attempts
 from gridtrain.core.commit.attempts import Attempts, EarlyViolation
 from gridtrain.core.commit.two_phase_commit import Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.dense_payload import encode_slice, slice_bytes
-from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.sparse_payload import encode
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
@@ -48,7 +46,13 @@ from gridtrain.runtime.buffers.collective_buffers import (
 )
 from gridtrain.runtime.buffers.rounded_buffers import largest_contribution
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer
-from gridtrain.runtime.state_transfer.blobs import MAX_BLOBS, BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.blobs import (
+    MAX_BLOBS,
+    MAX_STATE_REQUESTS,
+    BlobReceiver,
+    BlobSender,
+    split_blocks,
+)
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 
 Seeds = Callable[[int], Iterator[int]]
@@ -117,7 +121,7 @@ def state_of(buffer: CollectiveBuffer) -> Any:
     match buffer:
         case DenseRingBuffer() | DenseStarBuffer():
             return (
-                buffer.update.tobytes(),
+                buffer.update_N.tobytes(),
                 None if buffer.rest_N is None else buffer.rest_N.tobytes(),
             )
         case AllGatherBuffer():
@@ -257,21 +261,6 @@ def members_behind(kind: str, message: Arrival, world_size: int) -> int:
     return world_size
 
 
-def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows() -> None:
-    """Without the bound on each hop, a sum overflows one hop later, in a payload of another member."""
-    framed = 0
-    for seed in range(40):
-        random = Random(seed)
-        world_size = random.randint(4, 9)
-        hostile = random.randrange(world_size)
-        made = buffers_of("gtopk", world_size, np.random.default_rng(seed), 1.0)
-        with disable_defences("honest-values"):
-            group = HostileGroup(made, seed, hostile, damaged("gtopk", "largest", random))
-            group.run()
-        framed += bool(group.blamed - {hostile})
-    assert framed
-
-
 @pytest.mark.parametrize("core", [ButterflyExchange, TreeExchange])
 @pytest.mark.parametrize("world_size", range(1, 40))
 def test_each_hop_counts_the_members_that_were_merged(world_size: int, core: Any) -> None:
@@ -292,24 +281,6 @@ def test_each_hop_counts_the_members_that_were_merged(world_size: int, core: Any
             case _:
                 assert len(effect.payload) == effect.provenance.contributors  # type: ignore[union-attr]
                 mine[rank] = mine[rank] | effect.payload  # type: ignore[union-attr]
-
-
-def test_random_bytes_are_refused_or_canonical_and_cost_no_memory(seeds: Seeds) -> None:
-    for seed in seeds(3000):
-        random = Random(seed)
-        n, kind = random.choice([1, 7, 1000, 2**32]), random.choice(list(ValueKind))
-        k = random.randint(0, min(n, 200))
-        buffer = struct.pack("<IhH", random.choice([k, k, 2**32 - 1]), random.randint(-170, 120), kind)
-        buffer += random.randbytes(random.choice([0, 3 * k, random.randint(0, 2000)]))
-        tracemalloc.start()
-        try:
-            entries = decode(buffer, n=n, max_entries=200, kind=kind)
-            assert encode(entries.indices, entries.values, n=n, kind=kind) == buffer, f"seed {seed}"
-        except RemoteProtocolError:
-            pass
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak_bytes < 100_000 + 64 * len(buffer), f"seed {seed}"
 
 
 # -- one member's attempts -------------------------------------------------------------------------
@@ -409,14 +380,6 @@ def test_late_messages_are_dropped_without_blame(message: Any) -> None:
     assert mine.receive(C, message, 100, 0.0) == [] and mine.early_bytes(C) == 0
 
 
-def test_the_same_payload_twice_is_refused() -> None:
-    mine = attempts_of(B)
-    begin(mine)
-    mine.receive(A, reduce(0), 100, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent PayloadSlot.*expected PayloadSlot"):
-        mine.receive(A, reduce(0), 100, 0.0)
-
-
 def test_the_sender_is_blamed_for_a_payload_that_is_merged_later() -> None:
     """Rank 1 of six waits for rank 5's fold; earlier payloads of ranks 0 and 3 are merged after it."""
     roster = tuple(m.Member(bytes([65 + rank]) * 32, "", "", 1, False) for rank in range(6))
@@ -440,8 +403,8 @@ def test_a_wrong_early_payload_ends_the_round_and_names_its_sender() -> None:
     effects = begin(mine)
     (offended,) = [effect for effect in effects if isinstance(effect, EarlyViolation)]
     assert offended.peer == C and "rank 2 sent" in offended.reason
-    votes = [e.message for e in effects if isinstance(e, Send)]
-    assert [vote.yes for vote in votes if isinstance(vote, m.Vote)] == [False]
+    (vote,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, m.Vote)]
+    assert not vote.yes and vote.reason.startswith("rank 2 violated the protocol: ")
     assert mine.early_bytes(C) == 0  # its other messages are dropped, too
 
 
@@ -456,22 +419,6 @@ def test_only_the_roots_next_step_proves_a_commit() -> None:
     assert mine.prepared_attempt is None and mine.next_round == round_id(STEP + 1)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "fits"), [(0, attempts.MAX_EARLY_MESSAGES), (10 << 20, attempts.MAX_EARLY_BYTES // (10 << 20))]
-)
-def test_one_members_early_messages_are_bounded(nbytes: int, fits: int) -> None:
-    mine = attempts_of(B)
-    early = reduce(0, at=round_id(STEP + 1))
-    for _ in range(fits):
-        mine.receive(C, early, nbytes, 0.0)
-    assert mine.early_bytes(C) == fits * nbytes
-    with pytest.raises(RemoteProtocolError, match=f"rank 2 has sent {fits + 1} early messages"):
-        mine.receive(C, early, nbytes, 0.0)
-    assert mine.receive(A, early, 32 << 20, 0.0) == [] and mine.early_bytes(A) == 32 << 20
-    mine.drop_early(C)
-    assert mine.early_bytes(C) == 0 and mine.early_bytes(A) == 32 << 20
-
-
 def test_stored_early_messages_are_released_when_their_round_opens() -> None:
     mine = attempts_of(B)
     mine.receive(A, reduce(0), 1000, 0.0)
@@ -479,17 +426,6 @@ def test_stored_early_messages_are_released_when_their_round_opens() -> None:
     assert mine.early_bytes(A) == 1500
     begin(mine)
     assert mine.early_bytes(A) == 500
-
-
-def test_progress_of_an_impossible_step_is_refused() -> None:
-    mine = attempts_of(A)
-    begin(mine)
-    mine.record_progress(B, m.RoundProgress(round_id(STEP + 1, attempt=2), 5), 1.0)
-    mine.record_progress(
-        B, m.RoundProgress(round_id(2**62, generation=4), 6), 1.0
-    )  # late: of another generation
-    with pytest.raises(RemoteProtocolError, match="rank 1 is at step 4611686018427387905"):
-        mine.record_progress(B, m.RoundProgress(round_id(2**62), 7), 1.0)
 
 
 def test_progress_that_goes_back_and_forth_does_not_count() -> None:
@@ -636,6 +572,19 @@ def test_a_state_with_false_sizes_is_refused(blocks: list[m.StateBlock], words: 
         for block in blocks:
             intake.receive(block)
     assert caught.value.remedy and intake.held_bytes <= 16 and not intake.is_complete_for(5)
+
+
+def test_the_states_that_one_worker_requests_are_bounded() -> None:
+    """A request has 60 bytes, and its answer may be as large as the model."""
+    sender, sent = BlobSender(), []
+    transport: Any = SimpleNamespace(
+        backlog_bytes=lambda peer: 0, send=lambda peer, message: sent.append(message)
+    )
+    sender.store(5, [b"own", bytes(1000)])
+    for _ in range(10 * MAX_STATE_REQUESTS):
+        sender.request(C, 1, 5)
+        sender.send_pending(transport)
+    assert MAX_STATE_REQUESTS <= len(sent) <= 3 * MAX_STATE_REQUESTS
 
 
 def test_a_missing_state_cannot_be_read() -> None:

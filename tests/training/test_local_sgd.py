@@ -449,22 +449,6 @@ def test_replayed_updates_give_the_same_bits(network):
     assert replica_digest(newcomer, replaying.replicated) == replica_digest(model, optimizer.replicated)
 
 
-def test_a_run_continues_from_a_checkpoint_as_without_the_restart(network):
-    model, optimizer = trained(network)
-    document, tensors = optimizer.pack()
-    again = small_model()
-    resumed = wrap(network().session(), again, GTopK(density=0.2), outer_momentum=0.9)
-    resumed.unpack(document, tensors)
-    resumed.residual.load(optimizer.residual.state())
-    for step in range(50, 50 + 2 * EVERY):
-        train_step(model, optimizer, step)
-        train_step(again, resumed, step)
-    assert replica_digest(again, resumed.replicated) == replica_digest(model, optimizer.replicated)
-    assert replica_digest(again, resumed.inner) == replica_digest(model, optimizer.inner), (
-        "its own moments, too"
-    )
-
-
 def test_a_state_with_another_velocity_is_refused(network):
     _, optimizer = trained(network)
     plain = wrap(network().session(), small_model(), GTopK(density=0.2))
@@ -520,16 +504,6 @@ def test_timings_are_of_each_local_step_and_reports_of_the_turn(network):
 def test_adam_gives_no_warning(network, recwarn):
     wrap(network().session(), small_model(), GTopK(density=0.01))
     assert not recwarn.list
-
-
-def test_too_many_calls_are_refused(network):
-    model = small_model()
-    optimizer = wrap(network().session(), model, Dense())
-    optimizer.begin_turn(EVERY)
-    for step in range(EVERY):
-        train_step(model, optimizer, step)
-    with pytest.raises(ConfigError, match=r"step\(\) was called 4 times for a step's 3 batches"):
-        optimizer.step()
 
 
 def test_an_exchange_by_hand_and_a_closure_are_refused(network):

@@ -1,4 +1,7 @@
-"""The wrapped optimizer in ordinary loops: as the inner one with one worker, equal on all in a group."""
+"""The wrapped optimizer: as the inner one with one worker, equal on all in a group.
+
+Loops of groups, with schedulers, parameter groups or compiled models, are in tests/sdk/test_loops.py.
+"""
 
 import copy
 import math
@@ -6,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_classifier import backward, batch, same, sgd, small_model, train_step, train_step_on
+from small_classifier import backward, same, sgd, small_model, train_step
 from torch import nn
-from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError
@@ -82,18 +84,6 @@ def test_a_single_worker_with_full_density_trains_as_the_plain_optimizer(network
     assert same(model, twin)
 
 
-def test_gradients_can_be_accumulated_and_clipped_locally(network):
-    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
-    for step in range(4):
-        for one, optimizer in ((model, wrapped), (twin, plain)):
-            backward(one, 2 * step)
-            backward(one, 2 * step + 1)
-            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(model, twin)
-
-
 def test_the_exchanged_gradient_can_be_clipped(network):
     model, wrapped, twin, plain, session = alone_and_plain(network, sgd)
     for step in range(4):
@@ -127,36 +117,10 @@ def test_clip_norm_clips_the_update(network):
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_schedulers_accept_the_wrapper_as_an_optimizer(network):
-    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
-    assert isinstance(wrapped, torch.optim.Optimizer)
-    loops = []
-    for one, optimizer in ((model, wrapped), (twin, plain)):
-        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-        loops.append((one, optimizer, decay, plateau))
-    for step in range(6):
-        for one, optimizer, decay, plateau in loops:
-            train_step(one, optimizer, step)
-            decay.step()
-            plateau.step(1.0)
-    assert wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"] != 0.1
-    assert same(model, twin)
-
-
-def test_state_dict_is_the_inner_ones_and_groups_stay_shared(network):
-    model, wrapped, twin, plain, _ = alone_and_plain(network, lambda m: sgd(m, momentum=0.9))
-    train_step(model, wrapped, 0)
-    plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
-    wrapped.load_state_dict(copy.deepcopy(plain.state_dict()))
-    wrapped.param_groups[0]["lr"] = 0.5
-    assert wrapped.inner.param_groups[0]["lr"] == 0.5
+def test_state_groups_and_defaults_are_the_inner_ones(network):
+    _, wrapped, *_ = alone_and_plain(network, sgd)
+    assert wrapped.param_groups is wrapped.inner.param_groups
     assert wrapped.state is wrapped.inner.state and wrapped.defaults is wrapped.inner.defaults
-    twin.load_state_dict(model.state_dict())
-    plain.param_groups[0]["lr"] = 0.5
-    train_step(model, wrapped, 1)
-    train_step(twin, plain, 1)
-    assert same(model, twin)
 
 
 def test_step_hooks_run(network):
@@ -166,24 +130,6 @@ def test_step_hooks_run(network):
     wrapped.register_step_post_hook(lambda *_: seen.append("after"))
     train_step(model, wrapped, 0)
     assert seen == ["before", "after"]
-
-
-def test_frozen_and_tied_parameters_are_trained_correctly(network):
-    torch.manual_seed(1)
-    model = nn.ModuleDict(
-        {"embed": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 7, bias=False)}
-    )
-    model["head"].weight = model["embed"].weight
-    model["body"].bias.requires_grad_(False)
-    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=model)
-    for step in range(3):
-        for one, optimizer in ((model, wrapped), (twin, plain)):
-            tokens = torch.tensor([step, 3, 4])
-            logits = one["head"](one["body"](one["embed"](tokens)))
-            F.cross_entropy(logits, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(model, twin)
 
 
 def test_a_parameter_without_gradient_takes_part_with_zeros(network):
@@ -205,21 +151,6 @@ def test_half_precision_parameters_keep_their_dtype(network):
     assert same(model, twin)
 
 
-def test_a_compiled_model_trains_like_a_plain_one(network):
-    model = small_model()
-    compiled = torch.compile(model, backend="eager")
-    wrapped = GridOptimizer(sgd(model), compiled, Dense(), network().session())
-    twin = small_model()
-    plain = sgd(twin)
-    for step in range(2):
-        backward(compiled, step)
-        wrapped.step()
-        wrapped.zero_grad()
-        train_step(twin, plain, step)
-    assert same(model, twin)
-    assert replica_digest(compiled, wrapped.inner) == replica_digest(twin, plain)
-
-
 # -- in a group -----------------------------------------------------------------------------------
 
 
@@ -238,31 +169,6 @@ def test_all_workers_have_the_same_bits(network, exchange, world_size):
     group = network(samples=range(1, world_size + 1), aborts={(3, 0), (7, 0), (7, 1)})
     assert len(set(group.train(worker))) == 1
     assert group.step == 12
-
-
-def test_a_dense_group_trains_as_one_process_with_the_whole_batch(network):
-    samples = [3, 5, 1, 7]
-
-    def worker(session):
-        model = small_model()
-        optimizer = GridOptimizer(sgd(model, momentum=0.9), model, Dense(), session)
-        for step in range(20):
-            train_step_on(model, optimizer, part(step, samples, session.rank))
-        return model
-
-    whole = small_model()
-    plain = sgd(whole, momentum=0.9)
-    for step in range(20):
-        train_step_on(whole, plain, batch(step, sum(samples)))
-    for model in network(samples=samples).train(worker):
-        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            assert (ours - theirs).abs().max() < 2e-6
-
-
-def part(step, samples, rank):
-    inputs, labels = batch(step, sum(samples))
-    start = sum(samples[:rank])
-    return inputs[start : start + samples[rank]], labels[start : start + samples[rank]]
 
 
 @pytest.mark.parametrize(
@@ -418,19 +324,6 @@ def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
 
 
 # -- hyper-parameters -----------------------------------------------------------------------------
-
-
-def test_a_step_with_different_learning_rates_never_commits(network):
-    def worker(session):
-        model = small_model()
-        train_step(model, GridOptimizer(sgd(model, lr=0.1 + session.rank), model, Dense(), session), 0)
-
-    group = network(2)
-    with pytest.raises(
-        ConfigError, match=r"step 1 .*: rank 1 has lr=1\.1, but 1 of 2 .* have lr=0\.1; .* -> "
-    ):
-        group.train(worker)
-    assert group.updates == []
 
 
 def test_the_settings_digest_depends_on_every_plain_field():

@@ -4,22 +4,29 @@ When a module, a class or a function is renamed, this file is adapted; recorded 
 tests import the dashboard, whose packages are optional.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
-from gridtrain.cli.layers_file import read_layers as read_layers
+from gridtrain.cli.layers_file import read_layers
 from gridtrain.cli.main import cli as command_line
-from gridtrain.cli.network_file import read_network as read_network
-from gridtrain.cli.worker_commands import worker_commands as worker_commands
-from gridtrain.config import Auto, JoinConfig
-from gridtrain.config import Deadlines as Deadlines
+from gridtrain.cli.network_file import read_network
+from gridtrain.cli.worker_commands import worker_commands
+from gridtrain.config import Auto, Deadlines, JoinConfig
 from gridtrain.core.collectives.collective import Provenance, StoreSlice
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.core.group.invitation import Invitation, invitation_digest
 from gridtrain.core.group.invitation import parse as parse_invitation
 from gridtrain.core.group.round_flags import SKIP, is_skipped
-from gridtrain.core.messages import CheckpointInfo as CheckpointInfo
-from gridtrain.core.messages import CollectivePhase, LedgerSpec, PayloadSlot, Setup, Span
-from gridtrain.core.messages import Join as Join
+from gridtrain.core.messages import (
+    CheckpointInfo,
+    CollectivePhase,
+    Join,
+    LedgerSpec,
+    PayloadSlot,
+    Setup,
+    Span,
+)
 from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.errors import ConfigError, JournalError, NotAccepted, RemoteProtocolError
 from gridtrain.network.transport.access_control import pending_member_name
@@ -69,12 +76,12 @@ from gridtrain.training.checkpoint.serialization import (
     capture_state,
     content_digest,
     frame_state,
+    initial_digest,
     model_tensors,
     pack_state,
     replica_digest,
     restore_state,
 )
-from gridtrain.training.checkpoint.serialization import initial_digest as initial_digest
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.sampler import describe_dataset, permutation, value_digest
 from gridtrain.training.residual_departure import load_left_residual as pick_up_residual
@@ -83,117 +90,12 @@ from gridtrain_coordinator.dashboard.listen_address import load_token as dashboa
 from gridtrain_coordinator.journal.backups import restore as restore_backup
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.membership.membership import Membership as Membership
-from gridtrain_coordinator.run.events import JournalEntry as JournalEntry
-from gridtrain_coordinator.run.events import MessageReceived as MessageReceived
-from gridtrain_coordinator.run.journal_recovery import recover_run as recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import JournalEntry, MessageReceived
+from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.serving import load_authorization as access_of_journal
 from gridtrain_worker.budget import Budget as DayBudget
 from gridtrain_worker.bundle_consent import ACCEPTED, ARCHIVE, BundleOffer, require_consent
-from gridtrain_worker.control_socket import ask_agent as ask_agent
-from gridtrain_worker.policy_enforcer import PolicyEnforcer as PolicyEnforcer
-from gridtrain_worker.saved_settings import SavedSettings as SavedSettings
-
-__all__ = [
-    "ACCEPTED",
-    "ARCHIVE",
-    "EMPTY_HISTORY",
-    "OTHER_VARIABLES",
-    "PROGRAMS",
-    "SKIP",
-    "AgentLink",
-    "Auto",
-    "Blueprint",
-    "BufferAveraging",
-    "Bundle",
-    "BundleOffer",
-    "CollectivePhase",
-    "ConfigError",
-    "Contribution",
-    "DayBudget",
-    "EndpointFile",
-    "Enrollment",
-    "FakeSensors",
-    "Faults",
-    "FileSensors",
-    "Identity",
-    "IncomingActivations",
-    "Invitation",
-    "JoinConfig",
-    "JournalError",
-    "JournalStore",
-    "LedgerSpec",
-    "LocalGroup",
-    "NotAccepted",
-    "OutgoingActivations",
-    "PayloadSlot",
-    "PolicyEnforcer",
-    "Provenance",
-    "RememberedInvitations",
-    "RemoteProtocolError",
-    "RunFile",
-    "SavedSettings",
-    "SecureChannel",
-    "Setup",
-    "Span",
-    "StageCheckpointStore",
-    "StateSnapshot",
-    "StepUpdate",
-    "StoreSlice",
-    "TensorTreeSpec",
-    "ValueKind",
-    "WirePrecision",
-    "access_of_journal",
-    "ask_agent",
-    "canonical_parameters",
-    "capture_state",
-    "choose_residual",
-    "command_line",
-    "content_digest",
-    "dashboard_token",
-    "decode_sparse",
-    "derive_layer_seed",
-    "derive_step_seed",
-    "describe_dataset",
-    "describe_optimizer",
-    "describe_parameters",
-    "encode_sparse",
-    "export_model",
-    "extend_history",
-    "folder_of_run",
-    "frame_state",
-    "hyperparameter_digest",
-    "hyperparameter_lines",
-    "initial_digest",
-    "invitation_digest",
-    "is_skipped",
-    "known_variables",
-    "model_tensors",
-    "operator_identity",
-    "optimizer_settings",
-    "pack_state",
-    "parse_invitation",
-    "pending_member_name",
-    "permutation",
-    "pick_up_residual",
-    "read_checkpoint",
-    "read_checkpoint_head",
-    "read_layers",
-    "read_network",
-    "read_update",
-    "recover_door",
-    "recover_run",
-    "replica_digest",
-    "require_consent",
-    "resolve",
-    "restore_backup",
-    "restore_state",
-    "run_folder_name",
-    "sparse_digest",
-    "split_state",
-    "state_digest",
-    "value_digest",
-    "worker_commands",
-    "workload_of",
-    "write_update",
-]
+from gridtrain_worker.control_socket import ask_agent
+from gridtrain_worker.policy_enforcer import PolicyEnforcer
+from gridtrain_worker.saved_settings import SavedSettings

@@ -7,7 +7,7 @@ from dataclasses import replace
 from staged_run import StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.events import JournalEntry, RunPhase
+from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.checkpoint_catalog import failed_to_write, is_impossible
 from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, ReporterMajority
@@ -77,9 +77,8 @@ def test_the_journal_confirms_what_lost_workers_reported() -> None:
     run = StagedRun(2, A, B)
     run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
     run.say(B, m.StageCheckpointList(stored(9, 1, 0)))
-    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    assert [body["checkpoint"]["step"] for _, body in entries if "checkpoint" in body] == [10]
-    known = CheckpointQuorum(recover_run(entries).checkpoints)
+    assert [body["checkpoint"]["step"] for _, body in run.journal if "checkpoint" in body] == [10]
+    known = CheckpointQuorum(recover_run(run.journal).checkpoints)
     liar, survivor = stored(19, 0, 1, history=b"x"), stored(9, 0, 1)
     found = latest_whole_state(SPEC, {A: survivor, D: liar, E: ()}, 2, before=23, quorum=known)
     assert found is not None and found.history == b"h9"
@@ -97,8 +96,7 @@ def test_a_rollback_withdraws_later_checkpoints_also_in_the_journal() -> None:
     run.join(D)
     assert run.view.applied == 9
     assert {state[0] for state in run.core._checkpoints.quorum._confirmed} == {9}
-    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    assert {state[0] for state in recover_run(entries).checkpoints} == {9}
+    assert {state[0] for state in recover_run(run.journal).checkpoints} == {9}
 
 
 def test_the_ledger_is_confirmed_too() -> None:
@@ -154,12 +152,11 @@ def test_a_checkpoint_with_another_digest_than_that_trained_is_not_used() -> Non
     assert run.core.run.member_list[newcomer.donor].peer == B and newcomer.digest == b"t2", (
         "the newcomer can verify what it receives"
     )
-    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    again = CheckpointQuorum(recover_run(entries).checkpoints)
+    again = CheckpointQuorum(recover_run(run.journal).checkpoints)
     assert not again.is_trusted(stored(9, 2, digest="false")[0]) and again.is_trusted(
         stored(9, 2, digest="t")[0]
     )
-    members = recover_run(entries).roster
+    members = recover_run(run.journal).roster
     assert [member.digest for member in members if member.peer == D] == [b"t2"]
 
 

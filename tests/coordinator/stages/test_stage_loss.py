@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scripted_coordinator import ScriptedCoordinator, receivers, sent
@@ -16,7 +17,6 @@ from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import (
     DialBackResult,
-    JournalEntry,
     PeerDisconnected,
     RecordViolation,
     RunPhase,
@@ -28,6 +28,17 @@ from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SPEC = m.LedgerSpec(100, 0, epochs=1)
+
+
+def after_the_loss_of_b(
+    has: tuple[m.CheckpointInfo, ...] = (), *, step: int = 12, **options: Any
+) -> StagedRun:
+    """Two stages, of which b had the second; a has these checkpoints, and reports the last step."""
+    run = StagedRun(2, A, B, **options)
+    run.say(A, m.StageCheckpointList(has))
+    run.lose(B)
+    run.report(A, applied=step, history=b"h%d" % step, ledger=state_after(step))
+    return run
 
 
 # -- the verdict -------------------------------------------------------------------------------------
@@ -158,18 +169,13 @@ def test_a_run_without_a_stage_rolls_back_to_the_latest_whole_step() -> None:
     assert run.core.run.member_list[2].donor == 0, "a has stage 2 on its disk"
     (note,) = run.notes("rollback")
     assert note.fields == {"from": 24, "to": 10, "at_least": False}
-    journalled = [
-        e.body["rollback"] for e in run.seen if isinstance(e, JournalEntry) and "rollback" in e.body
-    ]
+    journalled = [body["rollback"] for _, body in run.journal if "rollback" in body]
     assert journalled == [{"from": 24, "to": 10, "at_least": False}]
     assert run.core.snapshot(run.now_s)["step"] == 10
 
 
 def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
-    run = StagedRun(2, A, B)
-    run.say(A, m.StageCheckpointList(stored(23, 0, 1)))
-    run.lose(B)
-    run.report(A, applied=23, history=b"h23", ledger=state_after(23))
+    run = after_the_loss_of_b(stored(23, 0, 1), step=23)
     run.join(C)
     view = run.view
     assert view.applied == 23 and not run.notes("rollback")
@@ -177,10 +183,7 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
 
 
 def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage() -> None:
-    run = StagedRun(2, A, B, kept={D: stored(9, 1), C: ()})
-    run.say(A, m.StageCheckpointList(stored(9, 0)))
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b(stored(9, 0), kept={D: stored(9, 1), C: ()})
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason == (
@@ -234,9 +237,7 @@ TWO_LAYERS = replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2])
 
 
 def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
-    run = StagedRun(2, A, B)
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b()
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     waits = "ends in 60 s without a model, unless workers with the missing part join first"
@@ -253,16 +254,13 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
         assert refused.code == "finished" and refused.reason.endswith(MISSING)
     assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
     assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
-    journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    assert recover_run(journal).end_reason == (
+    assert recover_run(run.journal).end_reason == (
         f"its owner has ended it after 13 steps; the final model was not written: {MISSING}"
     ), "also after a restart"
 
 
 def test_the_missing_stage_comes_after_the_owners_order() -> None:
-    run = StagedRun(2, A, B)
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b()
     end(run)
     run.tick(30)
     run.join(B)
@@ -317,8 +315,7 @@ def test_a_run_ends_whose_first_members_are_lost_together_after_the_owners_order
 
 def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> None:
     """The journal says that no worker held the model when the coordinator stopped after step 13."""
-    entries = [(e.kind, e.body) for e in StagedRun(2, A, B).seen if isinstance(e, JournalEntry)]
-    entries.append(("state", {"state": "waiting", "reason": "", "reached": 13}))
+    entries = [*StagedRun(2, A, B).journal, ("state", {"state": "waiting", "reason": "", "reached": 13})]
     run = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
     run.checkpoints |= {A: stored(12, 0), D: stored(24, 1)}  # nobody has confirmed step 25
     run.join(A), run.join(C), run.join(D)
@@ -331,10 +328,7 @@ def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> N
 def test_the_owner_ends_a_run_whose_stages_do_not_fit_into_memory(step: int) -> None:
     """The survivor has too little memory for both stages, which are on its disk."""
     model = m.StagedModel((0, 1, 2), (m.LayerCosts(4, 4),) * 2, copies=1.0, micro_batches=8)
-    run = StagedRun(2, A, B, model=model, memory={A: 12, B: 12})
-    run.say(A, m.StageCheckpointList(stored(step - 1, 0, 1)))
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b(stored(step - 1, 0, 1), model=model, memory={A: 12, B: 12})
     assert run.core.phase is RunPhase.PAUSED
     lacks = "do not hold all stages of step 13" if step == 10 else "could not continue from step 13"
     assert end(run).endswith(
@@ -347,10 +341,7 @@ def test_the_owner_ends_a_run_whose_stages_do_not_fit_into_memory(step: int) -> 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_run_that_its_owner_ends_waits_for_a_stage_before_it_returns_to_an_earlier_step(back: bool) -> None:
-    run = StagedRun(2, A, B, model=TWO_LAYERS)
-    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b(stored(9, 0, 1), model=TWO_LAYERS)
     assert run.core.phase is RunPhase.PAUSED and "after 15 s" in run.core.reason
     later = "or of a later one if a worker that holds it joins first"
     assert end(run) == f'the run "r" ends in 15 s with the model of step 10, {later}'
@@ -366,10 +357,7 @@ def test_a_run_that_its_owner_ends_waits_for_a_stage_before_it_returns_to_an_ear
 
 
 def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_rollback() -> None:
-    run = StagedRun(2, A, B)
-    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
-    run.lose(B)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run = after_the_loss_of_b(stored(9, 0, 1))
     assert run.core.phase is RunPhase.PAUSED
     run.join(B)
     run.report(B, applied=12, history=b"h12", ledger=state_after(12))
@@ -418,9 +406,7 @@ def test_a_missing_checkpoint_is_not_awaited() -> None:
 
 
 def test_a_restarted_coordinator_reads_the_placement_from_the_journal() -> None:
-    first = StagedRun(2, A, B)
-    entries = [(e.kind, e.body) for e in first.seen if isinstance(e, JournalEntry)]
-    again = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
+    again = StagedRun(2, recovered=recover_run(StagedRun(2, A, B).journal), term=2, start=False)
     again.join(A), again.join(B)
     assert {again.layers_of(A), again.layers_of(B)} == {m.Span(0, 1), m.Span(1, 2)}
     wrong = m.Span(2, 3)  # no such stage
@@ -712,8 +698,7 @@ def test_a_standby_takes_the_stage_of_a_paused_worker() -> None:
 def test_members_whose_processes_were_all_replaced_are_not_awaited() -> None:
     """After a power cut: the coordinator is restarted, too, and no former process can return."""
     first = StagedRun(2, A, B, model=TWO_LAYERS)
-    entries = [(e.kind, e.body) for e in first.seen if isinstance(e, JournalEntry)]
-    run = StagedRun(2, recovered=recover_run(entries), term=2, start=False, model=TWO_LAYERS)
+    run = StagedRun(2, recovered=recover_run(first.journal), term=2, start=False, model=TWO_LAYERS)
     for stage, peer in enumerate((A, B)):
         setup = replace(run.setup, stage_checkpoints=stored(9, stage))
         ScriptedCoordinator.join(run, peer, setup=setup)

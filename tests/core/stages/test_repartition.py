@@ -17,7 +17,7 @@ from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.core.stages.stage_cost import Device
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain_coordinator.run.events import JournalEntry, RunPhase
+from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -252,8 +252,7 @@ def test_a_repartitioned_run_is_recovered_from_the_journal() -> None:
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.view.stage_bounds == (0, 3, 6)
-    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    assert math.isfinite(run.now_s) and recover_run(entries).view is not None
+    assert math.isfinite(run.now_s) and recover_run(run.journal).view is not None
 
 
 def test_the_eldest_waits_a_limited_time_for_a_missing_piece() -> None:
@@ -295,8 +294,7 @@ def test_pieces_have_the_digests_that_their_holders_reported() -> None:
     run = repartitioned_without_b()
     digests = {x.name: x.piece_digests for x in run.core.run.member_list}
     assert digests == {"a": (bytes(32), b"\2" * 32), "c": (b"\2" * 32, b"\4" * 32)}
-    entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, JournalEntry)]
-    entries += [("generation", generation_entry(run.view, run.core.run.member_list))]
+    entries = [*run.journal, ("generation", generation_entry(run.view, run.core.run.member_list))]
     assert recover_run(json.loads(json.dumps(entries))).roster == run.core.run.member_list, (
         "also in the journal"
     )

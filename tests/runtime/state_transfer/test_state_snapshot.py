@@ -7,7 +7,6 @@ import random
 from collections import Counter, deque
 
 import pytest
-from defences import disable_defences
 
 from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
@@ -214,8 +213,6 @@ def test_repeated_requests_for_blocks_are_limited() -> None:
             assert isinstance(answer, m.SnapshotUnavailable)
         sender.next_block(A)
     assert isinstance(sender.handle_request(A, m.SnapshotBlocksRequest(5, (0,)))[0], m.SnapshotUnavailable)
-    with disable_defences("image-asks"):
-        assert sender.handle_request(A, m.SnapshotBlocksRequest(5, (0,))) == []
 
 
 def test_after_the_loss_of_all_sources_a_new_source_is_used() -> None:

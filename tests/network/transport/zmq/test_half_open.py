@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-from defences import disable_defences
 
 from gridtrain.network.transport.interface import PeerDown, PeerUp
 from gridtrain.network.transport.zmq import half_open, sockets, tcp_options
@@ -386,13 +385,3 @@ def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     zeromq_net.until(lambda: besieged.still_open() == 0, bert, anna)
     assert bert.story() == ["up anna"] and anna.story() == ["up bert"]
-
-
-def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
-    """Why there are limits: each connection holds a descriptor for as long as libzmq permits."""
-    monkeypatch.setattr(half_open, "HALF_OPEN_S", 0.1)
-    with disable_defences("half-open"):
-        bert, _ = besieged(SILENT)
-        end_s = time.monotonic() + 0.5
-        zeromq_net.until(lambda: time.monotonic() > end_s, bert)
-        assert besieged.still_open() == SILENT
