@@ -7,6 +7,7 @@ all to the end, compares their votes and returns the same outcome to all.
 import threading
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from thread_groups import one_thread_for_torch  # noqa: F401

@@ -63,8 +63,8 @@ def test_a_difference_of_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["compared"] == 60 * len(figures["ways"])
 
     class Wrong(TensorSelection):
-        def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
-            return super().select(terms, max(1, k - 1), floor)
+        def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
+            return super().select(terms, max(1, k - 1))
 
     monkeypatch.setattr(exact, "selections", lambda device: ({"wrong": Wrong}, ""))
     found: dict[str, Any] = {}
