@@ -91,11 +91,6 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     peer = bytes.fromhex(line["peer"])
                     names.pop(peer, None)  # reinserted, so that the latest names come last
                     names[peer] = str(line["name"])
-            case "left":
-                peer = bytes.fromhex(body["peer"])
-                left_workers.pop(peer, None)
-                if stored := tuple(map(_stage_checkpoint, body["checkpoints"])):
-                    left_workers[peer] = LeftWorker(str(body["name"]), stored)
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
                 at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
@@ -103,6 +98,12 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     m.Span(*span): [bytes.fromhex(text) for text in digests]
                     for span, digests in entry["blocks"]
                 }
+            case "state" if "left" in body:  # the phase has not changed
+                entry = body["left"]
+                peer = bytes.fromhex(entry["peer"])
+                left_workers.pop(peer, None)
+                if stored := tuple(map(_stage_checkpoint, entry["checkpoints"])):
+                    left_workers[peer] = LeftWorker(str(entry["name"]), stored)
             case "state" if "ending" in body:  # the phase has not changed
                 is_ending = True
             case "state":

@@ -272,12 +272,16 @@ class RunState:
         if not worker.checkpoints or is_other or self.is_finished:
             return []
         left = self.left_workers[worker.peer] = LeftWorker(worker.name, worker.checkpoints)
-        return [JournalEntry("left", left_entry(worker.peer, left))]
+        return [self._left_entry(worker.peer, left)]
 
     def forget_left(self, peer: m.PeerId) -> list[JournalEntry]:
         """Record that a worker that left is back, or can no longer come back."""
         left = self.left_workers.pop(peer, None)
-        return [JournalEntry("left", left_entry(peer, replace(left, checkpoints=())))] if left else []
+        return [self._left_entry(peer, replace(left, checkpoints=()))] if left else []
+
+    def _left_entry(self, peer: m.PeerId, left: LeftWorker) -> JournalEntry:
+        entry = left_entry(peer, left)
+        return self.phase_entry(self.phase, self._reason, reached=self.highest_step, left=entry)
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left permanently."""
