@@ -17,7 +17,6 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.mailbox import Command
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import RoundOutcome
 from gridtrain.runtime.trainer_tasks import TrainerTasks
 
 log = logging.getLogger("gridtrain")
@@ -150,28 +149,16 @@ class GroupConnection:
         return total
 
     @property
-    def moved_bytes(self) -> int:
-        """The total number of bytes sent and received so far.  Thread-safe."""
+    def total_bytes(self) -> tuple[int, int]:
+        """The numbers of bytes sent and received so far.  Thread-safe."""
         while True:
             try:
-                return sum(sent + received for sent, received in self.traffic.values())
+                counts = list(self.traffic.values())
             except RuntimeError:  # the table grew while it was read
                 continue
-
-    @property
-    def received_bytes(self) -> int:
-        """The total number of bytes received so far.  Thread-safe."""
-        while True:
-            try:
-                return sum(received for _, received in self.traffic.values())
-            except RuntimeError:  # the table grew while it was read
-                continue
+            return sum(sent for sent, _ in counts), sum(received for _, received in counts)
 
     # -- before this worker leaves -----------------------------------------------------------------
-
-    def resolve_last_round(self, timeout_s: float) -> RoundOutcome | None:
-        """Return the outcome of the last submitted round.  See `StepRounds.resolve_last`."""
-        return self.loop.step_rounds.resolve_last(timeout_s)
 
     def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[str, SparseVector]], float]:
         """Accept no more residuals, and take the confirmed residuals that this worker has not added yet,

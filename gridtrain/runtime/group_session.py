@@ -516,13 +516,13 @@ class GroupSession:
 
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
-            here, traffic = self.snapshot, self.connection.traffic.values()
+            here, (sent_bytes, received_bytes) = self.snapshot, self.connection.total_bytes
             self._contribution.report(
                 now_s,
                 step=here.applied + 1,
                 run_samples=here.ledger.consumed,
-                sent_bytes=sum(sent for sent, _ in traffic),
-                received_bytes=sum(received for _, received in traffic),
+                sent_bytes=sent_bytes,
+                received_bytes=received_bytes,
                 world_size=here.world_size,
                 last=last,
             )
@@ -598,10 +598,6 @@ class GroupSession:
         """
         self._compute_rate.discard()
         self._loop.heartbeat.set_busy(busy)
-
-    def disable_replay(self, reason: str) -> None:
-        """See `TrainerTasks.disable_replay`."""
-        self.tasks.disable_replay(reason)
 
     # -- end of the run ----------------------------------------------------------------------------
 

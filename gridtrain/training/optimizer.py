@@ -271,7 +271,7 @@ class GridOptimizer(WrappingOptimizer):
         Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
         With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
-        self._session.disable_replay("its script may change updates between exchange() and step()")
+        self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
         self.absence.set_obstacle("its script may change updates between exchange() and step()")
         return self._exchange()
 

@@ -108,10 +108,9 @@ class PauseController:
 
     def _note_exchanges(self) -> int:
         """Return the bytes that the sockets have sent and received so far, which also bound the fetches."""
-        connection = self._session.connection
-        moved_bytes = connection.moved_bytes
-        self._fetches.note_exchanges(connection.received_bytes, moved_bytes)
-        return moved_bytes
+        sent_bytes, received_bytes = self._session.connection.total_bytes
+        self._fetches.note_exchanges(received_bytes, sent_bytes + received_bytes)
+        return sent_bytes + received_bytes
 
     @property
     def _reserve_bytes(self) -> int:

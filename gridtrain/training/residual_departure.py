@@ -84,7 +84,8 @@ def transfer_residual(
     """
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s
-    residual_N = residual.take(lambda: session.connection.resolve_last_round(until_s - time.monotonic()))
+    rounds = session.connection.loop.step_rounds
+    residual_N = residual.take(lambda: rounds.resolve_last(until_s - time.monotonic()))
     if residual_N is None and residual.size:
         log.warning(
             "this worker's residual is lost, because its last step was interrupted while it was being applied"

@@ -467,7 +467,7 @@ class Controller:
         self.owner, self.limits = NoAgent(), list[tuple[float | None, float | None]]()
         self.owner.directive = directive or AgentDirective()
         self.session: Any = SimpleNamespace(
-            connection=SimpleNamespace(moved_bytes=moved_bytes, received_bytes=1, set_control=self._keep)
+            connection=SimpleNamespace(total_bytes=(moved_bytes - 1, 1), set_control=self._keep)
         )
         connect: Any = lambda: (None, None)  # noqa: E731
         limit = lambda up, down: self.limits.append((up, down))  # noqa: E731
@@ -486,7 +486,7 @@ def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     assert controller.exhausted() == "" and not controller.owner.reported, (
         "a lowered budget lets it leave in order"
     )
-    controller.session.connection.moved_bytes += CONTROL_RESERVE_BYTES
+    controller.session.connection.total_bytes = 900_000 - 1, 1 + CONTROL_RESERVE_BYTES
     assert controller.exhausted() == "paused in the middle of a step: the day's traffic budget is used up"
     assert controller.owner.reported == [{"state": BUDGET_EXHAUSTED}]
 

@@ -7,6 +7,7 @@ all to the end, compares their votes and returns the same outcome to all.
 import threading
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from thread_groups import one_thread_for_torch  # noqa: F401
@@ -114,6 +115,7 @@ class _Session:
         self.network, self.rank = network, rank
         self.notes = []
         self.plans = []
+        self.tasks = SimpleNamespace(disable_replay=lambda reason: None)
 
     def begin(self):
         network = self.network
@@ -134,9 +136,6 @@ class _Session:
         return None
 
     def announce_weight(self, weight):
-        pass
-
-    def disable_replay(self, reason):
         pass
 
     def report_digest(self, step, digest):

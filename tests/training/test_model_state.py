@@ -183,7 +183,7 @@ def test_a_residual_that_stays_says_why(
     session: Any = SimpleNamespace(
         config=SimpleNamespace(deadlines=Deadlines()),
         connection=SimpleNamespace(
-            resolve_last_round=lambda timeout_s: None, take_last_residuals=lambda timeout_s: ([], 0.0)
+            loop=SimpleNamespace(step_rounds=None), take_last_residuals=lambda timeout_s: ([], 0.0)
         ),
         snapshot=snapshot,
         report_figures=lambda figures: None,
