@@ -27,7 +27,7 @@ class FaultyHub(MemoryHub):
         with self.lock:
             self._disconnected.add(frozenset((a, b)))
             for link in [link for end in self.endpoints.values() for link in end.connections_locked()]:
-                if link.keys() == frozenset((a, b)):
+                if {link.initiator.me, link.acceptor.me} == {a, b}:
                     self.close_locked(link, "the connection was cut")
 
     def reconnect(self, a: PeerId, b: PeerId) -> None:

@@ -74,9 +74,6 @@ class MemoryConnection:
     def other_end(self, me: MemoryTransport) -> MemoryTransport:
         return self.acceptor if me is self.initiator else self.initiator
 
-    def keys(self) -> frozenset[PeerId]:
-        return frozenset((self.initiator.me, self.acceptor.me))
-
 
 class MemoryHub:
     """The network that the endpoints in one process share.  Thread-safe."""
