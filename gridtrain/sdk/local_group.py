@@ -11,11 +11,10 @@ model that was created beforehand.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, as_completed
 from functools import partial
 from typing import TypeVar
 
@@ -168,11 +167,6 @@ def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None
     """Ignore rate limits, which do not apply in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    error: BaseException
-
-
 def local(
     train: Callable[[Grid], Result],
     workers: int = 4,
@@ -194,16 +188,16 @@ def local(
     """
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}; it must be a whole number >= 1", remedy="try workers=4")
-    ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
+    futures: list[Future[Result]] = [Future() for _ in range(workers)]
 
     def one(number: int) -> None:
         try:
             with group.join(f"worker-{number}", export_dir=export_dir) as grid:
                 result = train(grid)
         except BaseException as error:
-            ended.put((number, _Failure(error)))
+            futures[number].set_exception(error)
         else:
-            ended.put((number, result))
+            futures[number].set_result(result)
 
     threads: list[threading.Thread] = []
     try:
@@ -212,13 +206,9 @@ def local(
                 thread = threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
                 thread.start()
                 threads.append(thread)
-            results: dict[int, Result] = {}
-            while len(results) < workers:
-                number, outcome = ended.get()
-                if isinstance(outcome, _Failure):
-                    raise outcome.error
-                results[number] = outcome
-        return [results[number] for number in range(workers)]
+            for ended in as_completed(futures):
+                ended.result()
+        return [future.result() for future in futures]
     finally:
         until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         for thread in threads:

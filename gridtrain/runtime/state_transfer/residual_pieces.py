@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,14 +72,8 @@ def select_entries(
 
 def _max_entries(available: int, n: int, budget_bytes: int) -> int:
     """Return the largest number of entries, at most `available`, whose payload fits into the budget."""
-    low, high = 0, available
-    while low < high:
-        middle = (low + high + 1) // 2
-        if encoded_bytes(middle, n, _KIND) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    counts = range(1, available + 1)
+    return bisect_right(counts, budget_bytes, key=lambda k: encoded_bytes(k, n, _KIND))
 
 
 def split_pieces(payload: bytes) -> tuple[memoryview, ...]:

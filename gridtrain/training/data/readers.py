@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -121,13 +121,7 @@ def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
         dataset = copy.copy(dataset)
         dataset.set_epoch(pass_number)
     samples = iter(dataset)
-    first = list(islice(samples, 1))
-
-    def all_of_them() -> Iterator[Any]:
-        yield from first
-        yield from samples
-
-    return all_of_them()
+    return chain(list(islice(samples, 1)), samples)
 
 
 def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
