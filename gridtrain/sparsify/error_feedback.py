@@ -79,6 +79,8 @@ class ErrorFeedback:
         decay: the share of the residual that each commit drops, 0 <= decay < 1.
 
     Attributes:
+        residual_N: the committed residual, (n,) float32.  Read-only.
+        u_N: the committed momentum vector, (n,) float32; None without momentum.  Read-only.
         decayed_magnitude: the sum of the magnitudes that commits have dropped.
     """
 
@@ -92,21 +94,11 @@ class ErrorFeedback:
     ) -> None:
         self._momentum, self._chunk, self._decay = momentum, chunk, decay
         self.decayed_magnitude = 0.0
-        self._residual_N = torch.zeros(n, dtype=torch.float32, device=device)
-        self._spare_residual_N = torch.zeros_like(self._residual_N)
-        self._u_N = torch.zeros_like(self._residual_N) if momentum else None
-        self._spare_u_N = torch.zeros_like(self._residual_N) if momentum else None
+        self.residual_N = torch.zeros(n, dtype=torch.float32, device=device)
+        self._spare_residual_N = torch.zeros_like(self.residual_N)
+        self.u_N = torch.zeros_like(self.residual_N) if momentum else None
+        self._spare_u_N = torch.zeros_like(self.residual_N) if momentum else None
         self._selections: dict[tuple[int, int], Selection] = {}  # by part, each with its own threshold
-
-    @property
-    def residual_N(self) -> Tensor:
-        """The committed residual, (n,) float32.  Read-only."""
-        return self._residual_N
-
-    @property
-    def u_N(self) -> Tensor | None:
-        """The committed momentum vector, (n,) float32; None without momentum.  Read-only."""
-        return self._u_N
 
     def prepare(
         self,
@@ -144,11 +136,11 @@ class ErrorFeedback:
         acc_N = self._spare_residual_N[part]
         new_u_N = None if self._spare_u_N is None else self._spare_u_N[part]
         terms = AccumulationTerms(
-            self._residual_N[part],
+            self.residual_N[part],
             contribution_N,
             acc_N,
             weight,
-            None if self._u_N is None else self._u_N[part],
+            None if self.u_N is None else self.u_N[part],
             new_u_N,
             self._momentum,
         )
@@ -177,7 +169,7 @@ class ErrorFeedback:
             n: the number of elements of the part; None for the whole vector.
         """
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-        n = self._residual_N.numel() if n is None else n
+        n = self.residual_N.numel() if n is None else n
         made = encode_with_decoded(*nothing, n=n, kind=kind)
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
@@ -208,8 +200,8 @@ class ErrorFeedback:
             magnitude = torch.linalg.vector_norm(self._spare_residual_N, 1, dtype=torch.float64)
             self.decayed_magnitude += self._decay * float(magnitude)
             self._spare_residual_N.mul_(1.0 - self._decay)
-        self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
-        self._u_N, self._spare_u_N = self._spare_u_N, self._u_N
+        self.residual_N, self._spare_residual_N = self._spare_residual_N, self.residual_N
+        self.u_N, self._spare_u_N = self._spare_u_N, self.u_N
 
     def commit_rests(self, parts: Sequence[tuple[Tensor, npt.NDArray[np.float32] | None]]) -> None:
         """Commit a dense exchange, which has sent the whole residual.
@@ -224,14 +216,14 @@ class ErrorFeedback:
         for sent_B, rest_B in parts:
             part = self._part(start, sent_B.numel())
             new_B = self._spare_residual_N[part]
-            torch.sub(self._residual_N[part], sent_B.to(new_B.device), out=new_B)
+            torch.sub(self.residual_N[part], sent_B.to(new_B.device), out=new_B)
             if rest_B is not None:
                 new_B += _like(rest_B, new_B)
             start = part.stop
-        self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
+        self.residual_N, self._spare_residual_N = self._spare_residual_N, self.residual_N
 
     def _part(self, start: int, size: int) -> slice:
-        n = self._residual_N.numel()
+        n = self.residual_N.numel()
         if not 0 <= start < start + size <= n:
             raise LocalProtocolError(
                 f"the part {start} .. {start + size} is not valid; it must not be empty and must lie within "
@@ -242,7 +234,7 @@ class ErrorFeedback:
     def _selection(self, part: slice) -> Selection:
         key = (part.start, part.stop)
         if key not in self._selections:
-            self._selections[key] = make_selection(self._residual_N.device, self._chunk)
+            self._selections[key] = make_selection(self.residual_N.device, self._chunk)
         return self._selections[key]
 
     def _check_whole(self, parts: Sequence[PreparedState]) -> None:
@@ -259,9 +251,9 @@ class ErrorFeedback:
                     "must have been prepared after the last commit"
                 )
             covered += new_N.numel()
-        if covered != self._residual_N.numel():
+        if covered != self.residual_N.numel():
             raise LocalProtocolError(
-                f"the parts cover {covered} of {self._residual_N.numel()} elements; they must cover all of "
+                f"the parts cover {covered} of {self.residual_N.numel()} elements; they must cover all of "
                 "them"
             )
 
@@ -272,9 +264,9 @@ class ErrorFeedback:
 
         The momentum does not change.  Call this method between two rounds.
         """
-        _add_entries(self._residual_N, truncated)
+        _add_entries(self.residual_N, truncated)
         if rest_N is not None:
-            self._residual_N += _like(rest_N, self._residual_N)
+            self.residual_N += _like(rest_N, self.residual_N)
 
     def add_residual(
         self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float
@@ -284,27 +276,27 @@ class ErrorFeedback:
         Returns whether it was added.  It is not added if any sum exceeds `limit`, because this worker would
         not be able to send such a value.
         """
-        where = torch.from_numpy(indices_K).to(self._residual_N.device, torch.int64)
-        summed_K = self._residual_N[where] + _like(values_K, self._residual_N)
+        where = torch.from_numpy(indices_K).to(self.residual_N.device, torch.int64)
+        summed_K = self.residual_N[where] + _like(values_K, self.residual_N)
         if not bool((summed_K.abs() <= limit).all()):
             return False
-        self._residual_N.index_copy_(0, where, summed_K)
+        self.residual_N.index_copy_(0, where, summed_K)
         return True
 
     def clear(self) -> None:
         """Set the residual and the momentum vector to zero, as they are initially."""
-        self._residual_N.zero_()
-        if self._u_N is not None:
-            self._u_N.zero_()
+        self.residual_N.zero_()
+        if self.u_N is not None:
+            self.u_N.zero_()
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of the committed state, by name.
 
         Unlike the optimizer's state, this state differs between workers.
         """
-        state = {"residual": self._residual_N.cpu().clone()}
-        if self._u_N is not None:
-            state["u"] = self._u_N.cpu().clone()
+        state = {"residual": self.residual_N.cpu().clone()}
+        if self.u_N is not None:
+            state["u"] = self.u_N.cpu().clone()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -313,12 +305,12 @@ class ErrorFeedback:
         Raises:
             ConfigError: the state is from a model of a different size, or only one of the two has momentum.
         """
-        expected = {"residual": self._residual_N} | ({} if self._u_N is None else {"u": self._u_N})
+        expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in expected.items()}:
             raise ConfigError(
                 f"the residual state has the shapes {shapes}, which do not match a model of "
-                f"{self._residual_N.numel()} elements with momentum {self._momentum}",
+                f"{self.residual_N.numel()} elements with momentum {self._momentum}",
                 remedy="load the residual that was saved with this model and exchange",
             )
         for name, tensor in expected.items():

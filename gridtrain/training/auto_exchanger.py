@@ -28,53 +28,45 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.training.exchangers import (
     DenseExchanger,
     ExchangeAttempt,
+    Exchanger,
     SparseExchanger,
     make_exchanger,
 )
 
 
-class AutoExchanger:
+class AutoExchanger(Exchanger):
     """Switches between exchangers that share one error feedback.  Its only bucket is the whole gradient.
 
     Args:
         exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
+
+    Attributes:
+        choices: these exchanges and the topologies of `Dense()`, by their descriptions.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:
         assert len(bounds) == 2
         self.bounds: Bounds = bounds
         self._device = device
-        self._choices = {exchange.describe(): exchange for exchange in exchanges}
-        self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
+        self.choices = {exchange.describe(): exchange for exchange in exchanges}
+        self.choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
         self._name = ""
         self._current: DenseExchanger | SparseExchanger | None = None
-        self._feedback: ErrorFeedback | None = None
-
-    @property
-    def feedback(self) -> ErrorFeedback | None:
-        return self._feedback
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the coordinator may choose a sparse exchange."""
-        return self._feedback is not None or any(each.sparse for each in self._choices.values())
-
-    @property
-    def choices(self) -> dict[str, Exchange]:
-        return dict(self._choices)
+        self.feedback = None
+        self.keeps_residual = any(each.sparse for each in exchanges)
 
     @property
     def current_exchange(self) -> Exchange | None:
         """The exchange of the latest step; None before the first step."""
-        return self._choices.get(self._name)
+        return self.choices.get(self._name)
 
     def open_feedback(self) -> ErrorFeedback | None:
-        if self._feedback is None and self.keeps_residual:
-            self._feedback = ErrorFeedback(self.bounds[-1], self._device)
-        return self._feedback
+        if self.feedback is None and self.keeps_residual:
+            self.feedback = ErrorFeedback(self.bounds[-1], self._device)
+        return self.feedback
 
     def clear_residual(self) -> None:
-        self._feedback = None
+        self.feedback = None
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
@@ -94,21 +86,21 @@ class AutoExchanger:
         # Another worker's residual may have been added since a dense step began, and must be kept.
         left = current.feedback if isinstance(current, DenseExchanger) else None
         if left is not None and not bool(left.residual_N.any()):
-            self._feedback = None
+            self.feedback = None
         return update
 
     def _switch_to(self, name: str) -> DenseExchanger | SparseExchanger:
         if self._current is None or name != self._name:
-            exchange = self._choices.get(name)
+            exchange = self.choices.get(name)
             if exchange is None:
                 raise LocalProtocolError(
                     f"a step began with the exchange {name!r}, which is not one of the choices"
                 )
-            feedback = self._feedback if isinstance(exchange, Dense) else self.open_feedback()
+            feedback = self.feedback if isinstance(exchange, Dense) else self.open_feedback()
             self._current = make_exchanger(exchange, self.bounds, self._device, feedback)
             self._name = name
         if isinstance(self._current, DenseExchanger):
-            self._current.feedback = self._feedback
+            self._current.feedback = self.feedback
         elif (feedback := self.open_feedback()) is not None:
             self._current.feedback = feedback
         return self._current

@@ -9,10 +9,11 @@ Committed state changes only in `commit`, so an aborted attempt need not be undo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,33 +75,29 @@ class ExchangeAttempt:
         return self.parts or (self,)
 
 
-class Exchanger(Protocol):
+class Exchanger(ABC):
     """One worker's side of an exchange.
 
     Attributes:
         bounds: the buckets' bounds (0, ..., n) in the flat gradient.
+        feedback: the error feedback; None if there is currently no residual.
+        keeps_residual: whether the exchange keeps a residual, now or in a later step.
     """
 
     bounds: Bounds
-
-    @property
-    def feedback(self) -> ErrorFeedback | None:
-        """The error feedback; None if there is currently no residual."""
-        ...
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the exchange keeps a residual, now or in a later step."""
-        ...
+    feedback: ErrorFeedback | None
+    keeps_residual: bool
 
     def open_feedback(self) -> ErrorFeedback | None:
         """Return the error feedback, creating it if necessary; None if the exchange keeps no residual."""
-        ...
+        return self.feedback
 
     def clear_residual(self) -> None:
         """Set the residual to zero."""
-        ...
+        if self.feedback is not None:
+            self.feedback.clear()
 
+    @abstractmethod
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
@@ -110,19 +107,18 @@ class Exchanger(Protocol):
             gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.
             usable: whether the gradient may be finite; if not, this worker votes to skip the step.
         """
-        ...
 
+    @abstractmethod
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """Return the buffer of a worker that contributes nothing.
 
         Reads no state that `prepare_bucket` or `commit` changes, so another thread may call it.  Returns None
         if the exchange needs this worker's contribution.
         """
-        ...
 
+    @abstractmethod
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """Commit `attempt`, whose round was committed and not skipped, and return the update."""
-        ...
 
 
 def make_exchanger(
@@ -151,7 +147,7 @@ def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> UpdateBuffer:
     return parts[0] if len(parts) == 1 else BucketedBuffer(bounds, parts)
 
 
-class DenseExchanger:
+class DenseExchanger(Exchanger):
     """`Dense`: sends the whole gradient, and the residual if there is one.
 
     With values other than fp32, it keeps the rounding errors as a residual on the CPU.
@@ -167,13 +163,6 @@ class DenseExchanger:
         if feedback is None and self.keeps_residual:
             feedback = ErrorFeedback(bounds[-1], "cpu")
         self.feedback = feedback
-
-    def open_feedback(self) -> ErrorFeedback | None:
-        return self.feedback
-
-    def clear_residual(self) -> None:
-        if self.feedback is not None:
-            self.feedback.clear()
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
@@ -212,10 +201,11 @@ class DenseExchanger:
         return cast(npt.NDArray[np.float32], attempt.buffer.update)
 
 
-class SparseExchanger:
+class SparseExchanger(Exchanger):
     """`TopK` and `GTopK`: both use the same selection and error feedback, but different collective
     buffers."""
 
+    feedback: ErrorFeedback
     keeps_residual = True
 
     def __init__(
@@ -231,12 +221,6 @@ class SparseExchanger:
         self.feedback = feedback or ErrorFeedback(
             bounds[-1], device, exchange.momentum, exchange.chunk, exchange.residual_decay
         )
-
-    def open_feedback(self) -> ErrorFeedback:
-        return self.feedback
-
-    def clear_residual(self) -> None:
-        self.feedback.clear()
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
