@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule as plan
-from gridtrain.errors import ConfigError, LineBroken, RemoteProtocolError
+from gridtrain.errors import LineBroken, RemoteProtocolError
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch
@@ -66,9 +67,6 @@ class StageExecutor:
         stages: S, the number of stages in the pipeline.
         schedule: a function that returns the schedule for S stages and M micro-batches; the same on all
             stages.
-
-    Raises:
-        ConfigError: the stage was made for another position in the pipeline.
     """
 
     def __init__(
@@ -79,27 +77,8 @@ class StageExecutor:
         *,
         schedule: ScheduleFactory = plan.one_forward_one_backward,
     ) -> None:
-        if (number == stages - 1) is not (stage.output is None) or (number == 0) is not (stage.input is None):
-            raise ConfigError(
-                f"stage {number} of {stages} was made with input {stage.input} and output {stage.output}",
-                remedy="pass `input` to every stage except the first, and `output` to all but the last",
-            )
-        if any(number not in tied.stages for tied in stage.tied):
-            raise ConfigError(
-                f"stage {number} was given a tied parameter that only stages "
-                f"{[tied.stages for tied in stage.tied]} hold",
-                remedy="list every stage that holds a copy in TiedParameter.stages",
-            )
         self.stage, self.number, self.stages = stage, number, stages
-        self._schedule = schedule
-        self._cached_schedules: dict[int, plan.Schedule] = {}
-
-    def schedule_for(self, micro_batches: int) -> plan.Schedule:
-        """Return the schedule for this number of micro-batches, which is cached because the number rarely
-        changes."""
-        if micro_batches not in self._cached_schedules:
-            self._cached_schedules = {micro_batches: self._schedule(self.stages, micro_batches)}
-        return self._cached_schedules[micro_batches]
+        self.schedule_for = lru_cache(1)(partial(schedule, stages))  # the number rarely changes
 
     def run(
         self,

@@ -72,9 +72,6 @@ class Stage:
         tied: the parameters of which other stages hold copies as well.
         rematerialise: whether to store only inputs and repeat the forward pass before the backward pass
             (GPipe, section 2.3).
-
-    Raises:
-        ConfigError: the last stage has no loss, or another stage has a loss.
     """
 
     def __init__(
@@ -88,11 +85,6 @@ class Stage:
         tied: Sequence[TiedParameter] = (),
         rematerialise: bool = True,
     ) -> None:
-        if (loss is None) is (output is None):
-            raise ConfigError(
-                "a stage needs either a loss, if it is the last stage, or an output for the next stage",
-                remedy="pass exactly one of loss= and output= to Stage",
-            )
         self.layers, self.input, self.output = list(layers), input, output
         self.tied = tuple(sorted(tied, key=lambda one: one.index))
         self.loss: float | None = None

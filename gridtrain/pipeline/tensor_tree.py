@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -260,22 +262,10 @@ _REMEDY = "cut the model between other layers, or describe the boundary with Ten
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
     """Divide a mini-batch along the first dimension; copy numbers, strings and None into every part.
 
-    Raises:
-        ConfigError: a tensor does not have sum(sizes) rows.
+    `check_batch` has checked the first dimensions.
     """
-    total, starts = sum(sizes), np.cumsum([0, *sizes]).tolist()
-
-    def part(value: Any, i: int) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.dim() == 0 or value.shape[0] != total:
-            raise ConfigError(
-                f"a tensor has shape {tuple(value.shape)}, but the mini-batch has {total} samples",
-                remedy="pass inputs and targets whose first dimension is the number of samples",
-            )
-        return value[starts[i] : starts[i + 1]]
-
-    return [map_tree(tree, lambda value, i=i: part(value, i)) for i in range(len(sizes))]  # type: ignore[misc]
+    rows = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return [map_tensors(tree, itemgetter(part)) for part in rows]
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:

@@ -195,16 +195,6 @@ def test_a_memory_link_delivers_each_payload_once_and_in_any_order() -> None:
         assert [bytes(b) for b in links[1].receive(0, plan.activations_channel(m))] == [bytes([m]), b""]
 
 
-def test_stages_made_for_another_position_are_refused() -> None:
-    stages = stages_of(layers_of(), 3)
-    with pytest.raises(ConfigError, match="pass `input` to every stage except the first"):
-        StageExecutor(stages[1], 0, 3)
-    with pytest.raises(ConfigError, match="and `output` to all but the last"):
-        StageExecutor(stages[2], 1, 3)
-    with pytest.raises(ConfigError, match=r"exactly one of loss= and output="):
-        Stage([nn.Linear(2, 2)])
-
-
 class Overwriting(nn.Module):
     def __init__(self, block: Block, act: Callable[[dict], object]) -> None:
         super().__init__()
