@@ -22,8 +22,8 @@ from collections.abc import Callable
 from bench.cells import Cell
 from gridtrain.config import Dense, TopK
 from gridtrain.network.wire.dense_payload import slice_bytes
-from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
-from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.network.wire.sparse_payload import encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 
 FLOAT_BYTES = 4
 RIVAL_ENTRY_BYTES = 8

@@ -42,8 +42,8 @@ from gridtrain.core.collectives.collective import CollectiveComplete, SendTo
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
-from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.network.wire.sparse_payload import encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState

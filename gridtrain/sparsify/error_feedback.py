@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, encode_with_decoded
+from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.cuda_selection import make_selection
 from gridtrain.sparsify.merge import TruncatedEntries
 from gridtrain.sparsify.selection import AccumulationTerms, Selection

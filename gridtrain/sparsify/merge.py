@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import EncodedSparse, SparseVector, ValueKind, encode_with_decoded
+from gridtrain.network.wire.sparse_payload import EncodedSparse, SparseVector, encode_with_decoded
+from gridtrain.network.wire.value_encoding import ValueKind
 
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

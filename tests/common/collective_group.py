@@ -34,8 +34,8 @@ from gridtrain.core.collectives.collective import (
 )
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
-from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ValueKind
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.sparsify.merge import FloatArray
 

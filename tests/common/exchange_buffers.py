@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.network.wire.sparse_payload import ValueKind
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
 from gridtrain.runtime.buffers.rounded_buffers import (

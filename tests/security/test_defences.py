@@ -32,8 +32,9 @@ from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.codec import MAX_PAYLOAD_BYTES, decode
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_REQUESTS, BlobReceiver, BlobSender, split_blocks
 from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals

@@ -38,7 +38,8 @@ from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.dense_payload import encode_slice, slice_bytes
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
     ButterflyBuffer,

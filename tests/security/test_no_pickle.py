@@ -27,8 +27,9 @@ from gridtrain.core.messages import StateBlock
 from gridtrain.errors import GridtrainError, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.wire.codec import decode
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, DenseRingBuffer
 from gridtrain.runtime.client.coordinator_client import _parse_status
 from gridtrain.runtime.state_transfer.blobs import BlobReceiver, split_blocks

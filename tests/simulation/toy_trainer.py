@@ -14,7 +14,8 @@ from gridtrain.config import Auto
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 
 N, K = 24, 5  # elements of the model, and of these how many a sparse exchange selects
 RESUMED = ("dense", "dense-int8")

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain.network.wire.sparse_payload import ValueKind, decode
+from gridtrain.network.wire.sparse_payload import decode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify import cpu_selection
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.merge import largest_summable, merge, sum_in_rank_order, sum_of_two
 
 FP16, FP32 = ValueKind.FP16, ValueKind.FP32

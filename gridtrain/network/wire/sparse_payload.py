@@ -25,17 +25,6 @@ from gridtrain.network.wire import elias_fano, value_encoding
 from gridtrain.network.wire.elias_fano import invalid_payload
 from gridtrain.network.wire.value_encoding import EncodedValues, ValueKind
 
-__all__ = [
-    "MAX_N",
-    "EncodedSparse",
-    "SparseVector",
-    "ValueKind",
-    "decode",
-    "encode",
-    "encode_with_decoded",
-    "encoded_bytes",
-]
-
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
 MAX_N = 2**32

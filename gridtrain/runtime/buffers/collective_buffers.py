@@ -44,8 +44,8 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce, count_slices
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
-from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray, ValueKind
 from gridtrain.sparsify.merge import (
     FloatArray,
     MergeResult,

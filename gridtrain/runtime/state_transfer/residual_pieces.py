@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_RESIDUAL_BLOCKS, PeerId, ResidualBlock
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode, encoded_bytes
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode, encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.merge import largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES

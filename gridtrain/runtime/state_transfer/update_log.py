@@ -23,7 +23,8 @@ import numpy as np
 
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 
 MOST_UPDATES, MOST_BYTES = 512, 128 << 20

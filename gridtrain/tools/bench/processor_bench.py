@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 

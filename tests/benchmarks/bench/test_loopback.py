@@ -6,7 +6,8 @@ import pytest
 
 from bench.cells import parse
 from bench.measurement import Effort, measure_cells
-from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
+from gridtrain.network.wire.sparse_payload import encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
 
 pytest.importorskip("torch")
 

@@ -25,9 +25,9 @@ from gridtrain.errors import ConfigError, JournalError, NotAccepted, RemoteProto
 from gridtrain.network.transport.access_control import pending_member_name
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.secure_channel import SecureChannel
-from gridtrain.network.wire.sparse_payload import ValueKind
 from gridtrain.network.wire.sparse_payload import decode as decode_sparse
 from gridtrain.network.wire.sparse_payload import encode_with_decoded as encode_sparse
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.random_seeds import derive_layer_seed, derive_step_seed
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec

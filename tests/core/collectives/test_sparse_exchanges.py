@@ -22,7 +22,8 @@ from gridtrain.core.collectives.star import SparseStar
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer
 from gridtrain.runtime.buffers.star_buffers import SparseStarBuffer, TreeBuffer
 

@@ -20,7 +20,8 @@ from gridtrain.core.commit.attempts import Attempts, EarlyViolation, StepCommitt
 from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, ComputeDigest, ResolveRound, Send, SendPayload
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
 
 N, K = 24, 6

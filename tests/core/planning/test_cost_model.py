@@ -27,8 +27,8 @@ from gridtrain.core.planning.workload import (
 )
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.dense_payload import slice_bytes
-from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
-from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.network.wire.sparse_payload import encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
 
 RATE_Bps = 12.5e6

@@ -13,6 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES
 from gridtrain.network.transport.send_queue import MAX_ENCRYPTED_CONTROL_BYTES
 from gridtrain.network.wire import codec, field_encoding, sparse_payload
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.state_transfer.update_log import vote_digest
 
 TEXT = (files("gridtrain.network.wire") / "PROTOCOL.md").read_text(encoding="utf-8")
@@ -57,10 +58,10 @@ def test_message_example(example: str) -> None:
 def test_sparse_example(example: str) -> None:
     expression = example.partition("bytes:")[0]
     payload = hex_after("bytes", example)
-    call = {"np": np, "ValueKind": sparse_payload.ValueKind}
+    call = {"np": np, "ValueKind": ValueKind}
     assert eval(expression, {**call, "encode": sparse_payload.encode}) == payload
 
-    def check(indices: np.ndarray, values: np.ndarray, *, n: int, kind: sparse_payload.ValueKind) -> None:
+    def check(indices: np.ndarray, values: np.ndarray, *, n: int, kind: ValueKind) -> None:
         back = sparse_payload.decode(payload or b"", n=n, max_entries=len(indices), kind=kind)
         assert back.indices.tolist() == indices.tolist()
         assert back.values.tolist() == values.tolist()

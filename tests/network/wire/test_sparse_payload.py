@@ -13,15 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import (
-    MAX_N,
-    SparseVector,
-    ValueKind,
-    decode,
-    encode,
-    encoded_bytes,
-)
-from gridtrain.network.wire.value_encoding import float32_to_fp16_bits, fp16_bits_to_float32
+from gridtrain.network.wire.sparse_payload import MAX_N, SparseVector, decode, encode, encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind, float32_to_fp16_bits, fp16_bits_to_float32
 
 FP32, FP16, BF16, INT8, INT4, INT2 = ValueKind
 LEVELS = (INT4, INT2)  # the kinds that leave out what is too small for its block's scale

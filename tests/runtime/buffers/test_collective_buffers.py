@@ -21,7 +21,8 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire import elias_fano
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer

@@ -7,7 +7,8 @@ import pytest
 
 from gridtrain.core.messages import ResidualBlock
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.state_transfer.residual_pieces import (
     IncomingResiduals,
     ResidualSelection,

@@ -40,7 +40,8 @@ from gridtrain.network.transport.interface import (
     Received,
     TransportViolation,
 )
-from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime import io_loop as loop
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.open_round import OpenRound

@@ -14,7 +14,8 @@ import numpy as np
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify.merge import merge
 
 _N = (1, 2, 7, 8, 9, 64, 1000, 65537, 1 << 20, 2**32)
