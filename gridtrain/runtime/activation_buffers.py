@@ -32,8 +32,10 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import PayloadSlot
 from gridtrain.core.stages.micro_batch_trials import StepTimings
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.runtime.state_transfer.blobs import split_blocks
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES, BlockLayout
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = BLOCK_BYTES
 """Length of the slices into which a longer buffer is divided.  This length is part of the protocol."""
 
 MAX_JOINED_BYTES = 256 * 1024
@@ -61,10 +63,7 @@ class ActivationSendBuffer:
             joined = b"".join((struct.pack("<Q", len(lengths)), table, *buffers))
             self._pieces: list[memoryview | None] = [memoryview(joined)]
             return
-        self._pieces = [memoryview(table)]
-        for buffer in buffers:
-            for start in range(0, buffer.nbytes, PIECE_BYTES):
-                self._pieces.append(buffer[start : start + PIECE_BYTES].toreadonly())
+        self._pieces = [memoryview(block).toreadonly() for block in split_blocks(buffers)]
         if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
             raise LocalProtocolError(
                 f"an activation transfer has {len(buffers)} buffers in {len(self._pieces)} pieces; it must "
@@ -156,24 +155,21 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
         return _split_joined(pieces[0], from_rank)
     table = pieces[0]
     lengths = np.frombuffer(table, "<u8").tolist() if table.nbytes % 8 == 0 else []
-    expected = (
-        [min(PIECE_BYTES, length - start) for length in lengths for start in range(0, length, PIECE_BYTES)]
-        if sum(lengths) <= MAX_PIECES * PIECE_BYTES
-        else []
-    )
-    received = [pieces[i].nbytes for i in range(1, len(pieces))]
-    if table.nbytes % 8 or len(lengths) > MOST_BUFFERS or expected != received:
+    layout, count = BlockLayout(lengths), len(pieces) - 1
+    if (
+        table.nbytes % 8
+        or len(lengths) > MOST_BUFFERS
+        or layout.block_count != count
+        or any(pieces[1 + i].nbytes != layout.place(i).nbytes for i in range(count))
+    ):
         raise RemoteProtocolError(
-            f"rank {from_rank} sent {len(received)} pieces that do not match its table of {table.nbytes} "
-            "bytes",
+            f"rank {from_rank} sent {count} pieces that do not match its table of {table.nbytes} bytes",
             remedy=_REMEDY,
         )
-    buffers, at = [], 1
-    for length in lengths:
-        count = -(-length // PIECE_BYTES)
-        parts = [pieces[i] for i in range(at, at + count)]
-        buffers.append(parts[0] if count == 1 else memoryview(b"".join(parts)))
-        at += count
+    buffers = []
+    for start, stop in pairwise(1 + layout.first_block(part) for part in range(len(lengths) + 1)):
+        parts = [pieces[i] for i in range(start, stop)]
+        buffers.append(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)))
     return buffers
 
 

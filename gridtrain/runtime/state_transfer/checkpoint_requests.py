@@ -61,8 +61,7 @@ class CheckpointRequests:
             case io.SendCheckpoint() if self._copier is not None:
                 self._copier.send(effect)
             case io.StoreCheckpointBlock(_, block) if self._copier is not None:
-                with self._mailbox.condition:
-                    self._mailbox.count_progress()
+                self._mailbox.count_progress()
                 self._copier.receive(block)
             case io.SaveCheckpoint() | io.LoadCheckpoints() | io.DiscardCheckpoints():
                 self._pending[type(effect)] = effect
