@@ -399,7 +399,7 @@ def test_the_endpoint_belongs_to_the_named_run(server: AccessServer, monkeypatch
     (server.folder / "gridtrain").mkdir()
     (server.folder / "gridtrain" / "default").symlink_to(server.folder)
     (server.folder / "gridtrain" / "mine").symlink_to(server.folder)
-    assert CoordinatorEndpoint.find().local_address == server.contact.here
+    assert CoordinatorEndpoint.find().file.here == server.contact.here
     with pytest.raises(ConfigError, match='belongs to the run "default", not to "mine" -> use --run default'):
         CoordinatorEndpoint.find("mine")
 
@@ -416,7 +416,7 @@ def test_a_starting_coordinator_is_awaited(
     waited = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: started.__enter__())
     monkeypatch.setattr(operator_client, "time", waited)
     found = CoordinatorEndpoint.find(state=server.folder, wait_s=20.0)
-    assert found.coordinator == server.keys.public
+    assert found.file.coordinator == server.keys.public
     assert not EndpointFile.is_abandoned(server.folder), "the started one was awaited"
     started.__exit__(None, None, None)
 
@@ -496,9 +496,7 @@ def test_another_operators_key_is_denied(server: AccessServer) -> None:
 def test_a_members_key_cannot_send_commands(server: AccessServer) -> None:
     member = Identity.generate()
     server.enrol(member.public.hex(), BERT)
-    contact = CoordinatorEndpoint(
-        server.contact.address, server.contact.here, server.keys.public, "default", True, member
-    )
+    contact = CoordinatorEndpoint(server.contact, member)
     with pytest.raises(JoinRefused, match="only the run's owner may do that"):
         OperatorClient(contact).order(m.RemoveWorker(bytes.fromhex(BERT), True, ""))
     assert server.role(BERT) == "peer"

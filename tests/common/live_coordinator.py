@@ -16,6 +16,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import connection_gate
@@ -71,9 +72,8 @@ class LiveCoordinator:
         return access
 
     def operator_client(self) -> OperatorClient:
-        return OperatorClient(
-            CoordinatorEndpoint(self.address, self.address, self.keys.public, "default", True, self.operator)
-        )
+        file = EndpointFile(self.address, self.address, self.keys.public, "default", True)
+        return OperatorClient(CoordinatorEndpoint(file, self.operator))
 
 
 @pytest.fixture(scope="module")

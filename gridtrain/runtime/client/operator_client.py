@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gridtrain.core.group.invitation import RUN_NAME, Invitation
-from gridtrain.core.messages import EndRun, Invite, OperatorReply, PeerId, RemoveWorker, Unban
+from gridtrain.core.messages import EndRun, Invite, OperatorReply, RemoveWorker, Unban
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
@@ -47,21 +47,13 @@ class CoordinatorEndpoint:
     """The data that an operator needs to connect to the coordinator.
 
     Attributes:
-        address: the address at which workers reach the coordinator.
-        local_address: the address at which programs on this machine reach the coordinator.
-        coordinator: the coordinator's public key.
-        run: the run's name.
-        encrypted: whether connections are encrypted.
+        file: the coordinator's addresses and key.
         operator: the operator's key pair.
         key_file: the path of the file with the operator's key, which is locked during a request; None if no
             other process uses the key.
     """
 
-    address: str
-    local_address: str
-    coordinator: PeerId
-    run: str
-    encrypted: bool
+    file: EndpointFile
     operator: Identity
     key_file: Path | None = None
 
@@ -108,10 +100,7 @@ class CoordinatorEndpoint:
                 remedy=f"use --run {found.run}, or specify the state folder with --state",
             )
         key_file = folder / OPERATOR_KEY
-        operator = Identity.read(key_file)
-        return cls(
-            found.address, found.here, found.coordinator, found.run, found.encrypted, operator, key_file
-        )
+        return cls(found, Identity.read(key_file), key_file)
 
 
 class OperatorClient:
@@ -128,13 +117,11 @@ class OperatorClient:
         self.endpoint = endpoint
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
-        there = self.endpoint
+        there, operator = self.endpoint.file, self.endpoint.operator
         with (
-            _explain_errors(there),
-            _operator_lock(there.key_file, timeout_s),
-            CoordinatorClient(
-                there.local_address, there.coordinator, there.operator, encrypted=there.encrypted
-            ) as client,
+            _explain_errors(self.endpoint),
+            _operator_lock(self.endpoint.key_file, timeout_s),
+            CoordinatorClient(there.here, there.coordinator, operator, encrypted=there.encrypted) as client,
         ):
             return question(client)
 
@@ -173,7 +160,7 @@ class OperatorClient:
 
         Raises the errors of `order`, and `ConfigError` if the address is invalid.
         """
-        there = self.endpoint
+        there = self.endpoint.file
         token = secrets.token_bytes(32)
         invitation = Invitation(
             address or there.address, there.coordinator, token, there.run, there.encrypted
@@ -220,8 +207,8 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
         if endpoint.key_file is None or not EndpointFile.is_abandoned(endpoint.key_file.parent):
             raise
         raise CoordinatorUnreachable(
-            f'the coordinator of the run "{endpoint.run}", {endpoint.address}, is not running on this '
-            "machine",
+            f'the coordinator of the run "{endpoint.file.run}", {endpoint.file.address}, is not running on '
+            "this machine",
             remedy=RESTART_REMEDY,
         ) from None
     except JoinRefused as refusal:
@@ -229,7 +216,7 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
             raise
         raise JoinRefused(
             DENIED,
-            f"the coordinator at {endpoint.local_address} does not know the key in {OPERATOR_KEY}",
+            f"the coordinator at {endpoint.file.here} does not know the key in {OPERATOR_KEY}",
             remedy="restart the coordinator, which reads the file when it starts",
         ) from None
 

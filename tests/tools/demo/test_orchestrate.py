@@ -226,7 +226,7 @@ def test_the_workers_commands_are_those_of_a_user(tmp_path: Path, monkeypatch: p
 
     assert workers is not None and [worker.name for worker in workers] == ["worker-1", "worker-2"]
     ((contact, uses, _),) = asked
-    assert (contact.local_address, uses) == ("tcp://127.0.0.1:7700", 2)
+    assert (contact.file.here, uses) == ("tcp://127.0.0.1:7700", 2)
     assert " ".join(workers[0].argv[3:]) == (
         f"worker {invitation.text()} --upload-limit 20Mbit --download-limit 20Mbit --name worker-1 -- "
         f"{sys.executable} -m gridtrain.tools.demo.demo_worker --exchange gtopk --steps 450 --density 0.05 "
