@@ -79,15 +79,10 @@ def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
 
 
 class PipelineRound:
-    """A round to which collectives are added while it runs.  Only the training thread uses it.
-
-    Attributes:
-        outcome: the outcome of the round; None until `complete` or `end` has returned it.
-    """
+    """A round to which collectives are added while it runs.  Only the training thread uses it."""
 
     def __init__(self, mailbox: Mailbox, mine: OpenRound) -> None:
         self._mailbox, self._round = mailbox, mine
-        self.outcome: RoundOutcome | None = None
 
     def add(self, parts: Mapping[m.Channel, RoundPart]) -> None:
         """Add collectives, but not the last collective of the round, without waiting for their results."""
@@ -133,8 +128,7 @@ class PipelineRound:
 
     def end(self) -> RoundOutcome:
         """Wait for the outcome of the round, even if the round has failed or is lost; return the outcome."""
-        self.outcome = await_outcome(self._mailbox, self._round)
-        return self.outcome
+        return await_outcome(self._mailbox, self._round)
 
     @property
     def is_lost(self) -> bool:
