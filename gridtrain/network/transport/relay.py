@@ -18,19 +18,20 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 from gridtrain.core.messages import (
     PROTOCOL_VERSION,
+    RELAY_PREFIX,
     Hello,
     Message,
     PeerId,
     RelayedMessage,
     RelayFailed,
     RelayRequest,
+    relay_of,
 )
 from gridtrain.errors import GridtrainError, LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.network.transport.identity import Identity
@@ -64,7 +65,6 @@ FORGED_LIMIT = 16
 
 HANG_UP: Frames = [b""]  # cannot be confused with a message, because no message has an empty header
 
-_ADDRESS = re.compile(r"relay:([0-9a-f]{64})")
 _RELAY_MESSAGES = frozenset({RelayRequest, RelayedMessage, RelayFailed})
 _NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
@@ -131,7 +131,7 @@ class RelayTransport(WrappingTransport):
         Raises:
             TransportError: the address is invalid, or the relay is one of the two ends.
         """
-        if not address.startswith("relay:"):
+        if not address.startswith(RELAY_PREFIX):
             self._give_up(peer, "a direct connection is dialled instead")
             self._dialed.add(peer)
             self._inner.dial(peer, address)
@@ -354,13 +354,12 @@ class RelayTransport(WrappingTransport):
             self._inner.send(link.relay, RelayRequest(link.peer, packet))
 
     def _relay_in(self, address: str, peer: PeerId) -> PeerId:
-        match = _ADDRESS.fullmatch(address)
-        if match is None:
+        relay = relay_of(address)
+        if relay is None:
             raise TransportError(
                 f"cannot dial {address!r}: it is not the address of a relay",
                 remedy='write "relay:" followed by the relay\'s key in 64 lower-case hexadecimal digits',
             )
-        relay = bytes.fromhex(match[1])
         if relay in (peer, self.me) or peer == self.me:
             raise TransportError(
                 f"{peer.hex()[:8]} cannot be reached through {relay.hex()[:8]}: "
