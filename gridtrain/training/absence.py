@@ -41,12 +41,10 @@ class AbsentOptimizer(Protocol):
     exchange_config: Exchange | LocalSteps | Auto
     wait: str
     residual: WorkerResidual
+    backwards_per_step: int
 
     @property
     def calls_per_turn(self) -> int: ...
-
-    @property
-    def backwards_per_step(self) -> int: ...
 
     def is_state_needed(self, step: int) -> bool: ...
 

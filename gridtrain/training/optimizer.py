@@ -163,7 +163,7 @@ class GridOptimizer(WrappingOptimizer):
         self._compare_next = False
         self._has_exchanged = False
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
-        self._backwards = 1
+        self.backwards_per_step = 1
         self._turn_start: TurnStartState | None = None  # of the turn in progress
         self._begun_versions: list[tuple[int, int]] | None = None  # of its parameters, see `abort_turn`
         self._round_start: TurnStartState | None = (
@@ -193,14 +193,9 @@ class GridOptimizer(WrappingOptimizer):
     def set_backwards_per_step(self, count: int) -> None:
         """Set the number of backward passes in a step; with overlap, gradients are complete after the last
         pass."""
-        self._backwards = count
+        self.backwards_per_step = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
-
-    @property
-    def backwards_per_step(self) -> int:
-        """The number of backward passes in a step."""
-        return self._backwards
 
     @property
     def is_overlapping(self) -> bool:
@@ -244,7 +239,7 @@ class GridOptimizer(WrappingOptimizer):
         batches."""
         self.weights.begin_turn()
         self._statistics.save()
-        if self._backwards > 1:  # a loop may step its scheduler after each of these passes
+        if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
         self._begun_versions = self._versions()
 
@@ -260,7 +255,7 @@ class GridOptimizer(WrappingOptimizer):
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
         `Grid.weigh`."""
         number = self.weights.add(count)
-        if number == self._backwards and self.local_calls + 1 == self.calls_per_turn:
+        if number == self.backwards_per_step and self.local_calls + 1 == self.calls_per_turn:
             self.weights.announce()
 
     # -- the group's step ------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_a_recipient_that_leaves_without_a_view_reports_the_loss(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipient = residual_pieces.IncomingResiduals()
-    recipient.set_length(WIDE)
+    recipient.n = WIDE
     payload = residual_pieces.select_entries(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:

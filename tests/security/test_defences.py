@@ -322,7 +322,7 @@ def means_for_steps_that_never_begin() -> Any:
 
 def transferred(payload: bytes, total: int = 1) -> Any:
     recipient = IncomingResiduals()
-    recipient.set_length(N)
+    recipient.n = N
     accepted = recipient.receive_piece(C, m.ResidualBlock(1, 5, 6, b"", 0, total, payload), 3)
     return accepted or recipient._incoming or None
 

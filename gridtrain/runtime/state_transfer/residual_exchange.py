@@ -32,7 +32,7 @@ class ResidualExchange:
     def set_length(self, n: int) -> None:
         """Set the number of elements of this worker's residual and of the residuals to receive."""
         with self._mailbox.condition:
-            self.incoming.set_length(n)
+            self.incoming.n = n
 
     def take_confirmed(self) -> list[tuple[str, SparseVector]]:
         """Take the confirmed residuals of other workers, with their names.  The caller adds them to this

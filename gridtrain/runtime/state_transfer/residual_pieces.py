@@ -93,19 +93,16 @@ class IncomingResiduals:
     """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
+        n: the length of this worker's residual; 0 if this worker has no residual.
         confirmed: the confirmed residuals, which the trainer has to add to its own residual, with the names
             of the workers that sent them.
     """
 
     def __init__(self) -> None:
-        self._n = 0
+        self.n = 0
         self._incoming: dict[PeerId, _IncomingResidual] = {}
         self._complete: dict[PeerId, SparseVector] = {}
         self.confirmed: list[tuple[str, SparseVector]] = []
-
-    def set_length(self, n: int) -> None:
-        """Set the length of this worker's residual; 0 if this worker has no residual."""
-        self._n = n
 
     def receive_piece(self, peer: PeerId, piece: ResidualBlock, world_size: int) -> bool:
         """Store a piece; return whether the residual is now complete.
@@ -113,7 +110,7 @@ class IncomingResiduals:
         Pieces after a gap are dropped, because a broken connection may have lost pieces.  Raises
         `RemoteProtocolError` if the residual is not valid for this model.
         """
-        _check_total(piece.total, self._n)
+        _check_total(piece.total, self.n)
         if piece.index == 0:
             self._incoming[peer] = _IncomingResidual(piece.total)
         incoming = self._incoming.get(peer)
@@ -124,7 +121,7 @@ class IncomingResiduals:
             return False
         del self._incoming[peer]
         payload = b"".join(incoming.pieces)
-        entries = decode(payload, n=self._n, max_entries=self._n, kind=_KIND)
+        entries = decode(payload, n=self.n, max_entries=self.n, kind=_KIND)
         _check_values(entries.values, world_size)
         self._complete[peer] = entries
         return True

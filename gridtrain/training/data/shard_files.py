@@ -213,11 +213,6 @@ class ShardCache:
         self.meter = FetchMeter()
         self.failed_reads = 0
 
-    @property
-    def fetched_bytes(self) -> int:
-        """The number of bytes that were fetched."""
-        return self.meter.fetched_bytes
-
     def open(
         self,
         place: str,

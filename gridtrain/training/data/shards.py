@@ -171,7 +171,7 @@ class Shards(ShardedDataset):
     @property
     def fetched_bytes(self) -> int:
         """The number of bytes that this worker has copied from other machines."""
-        return self._cache.fetched_bytes
+        return self._cache.meter.fetched_bytes
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
         files = range(self._first_files[shard], self._first_files[shard + 1])

@@ -28,7 +28,7 @@ def pieces_of(payload: bytes) -> list[ResidualBlock]:
 
 def received(payload: bytes, n: int) -> np.ndarray:
     recipient = IncomingResiduals()
-    recipient.set_length(n)
+    recipient.n = n
     is_complete = [recipient.receive_piece(A, piece, 3) for piece in pieces_of(payload)]
     assert is_complete == [False] * (len(is_complete) - 1) + [True] and not recipient.confirmed
     recipient.confirm(A, "anna")
@@ -82,7 +82,7 @@ def test_values_that_are_too_large_to_send_remain() -> None:
 def test_pieces_after_a_gap_are_dropped_and_the_first_piece_restarts_the_transfer() -> None:
     payload = select_entries(random_residual(3 * MIB // 4, 2), 16 * MIB, 3).payload
     recipient = IncomingResiduals()
-    recipient.set_length(3 * MIB // 4)
+    recipient.n = 3 * MIB // 4
     pieces = pieces_of(payload)
     for piece in (pieces[0], pieces[2], pieces[3]):
         assert not recipient.receive_piece(A, piece, 3)
@@ -108,7 +108,7 @@ HOSTILE = {
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
 def test_an_invalid_residual_is_refused(payload: bytes) -> None:
     recipient = IncomingResiduals()
-    recipient.set_length(64)
+    recipient.n = 64
     with pytest.raises(RemoteProtocolError):
         recipient.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 1, payload), 3)
     assert not recipient._complete
@@ -116,7 +116,7 @@ def test_an_invalid_residual_is_refused(payload: bytes) -> None:
 
 def test_a_residual_with_too_many_pieces_is_refused_at_its_first_piece() -> None:
     recipient = IncomingResiduals()
-    recipient.set_length(64)
+    recipient.n = 64
     with pytest.raises(RemoteProtocolError, match="a residual has 2 pieces; for the 64 elements"):
         recipient.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 2, b""), 3)
     dense = IncomingResiduals()

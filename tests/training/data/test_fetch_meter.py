@@ -74,11 +74,11 @@ def test_a_fetch_ends_within_the_budget_and_is_continued(
     cache = cache_with(meter, tmp_path)
     with pytest.raises(BudgetSpent, match="more bytes than the traffic budget has left -> wait"):
         cache.open(f"{server.url}/plain/a.txt", expected)
-    assert cache.fetched_bytes == 40_000 and cache.failed_reads == 0
+    assert cache.meter.fetched_bytes == 40_000 and cache.failed_reads == 0
     meter.limit(None, math.inf)  # the next day
     with cache.open(f"{server.url}/plain/a.txt", expected) as file:
         assert file.read() == CONTENT
-    assert cache.fetched_bytes == len(CONTENT), "each byte once"
+    assert cache.meter.fetched_bytes == len(CONTENT), "each byte once"
     assert server.stop()[-1] == ("/plain/a.txt", "bytes=40000-")
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_continued_is_not_begun_beyond_the_budget(
         DataError, match=what + "is larger than the traffic budget of a day, 100 kB -> raise the"
     ):
         cache.open(url, expected)
-    assert cache.fetched_bytes == 100
+    assert cache.meter.fetched_bytes == 100
     meter.limit(None, 110_000, 110_000)
     with cache.open(url, expected) as file:
         assert file.read() == CONTENT

@@ -39,7 +39,7 @@ def test_a_file_of_a_faulty_server_is_fetched_completely(
 ) -> None:
     with cache.open(f"{server.url}/{fault}/a.txt", expected) as file:
         assert file.read() == CONTENT
-    assert cache.fetched_bytes == fetched and cache.failed_reads == len(ranges) - 1
+    assert cache.meter.fetched_bytes == fetched and cache.failed_reads == len(ranges) - 1
     with cache.open(f"{server.url}/{fault}/a.txt", expected) as file:
         assert file.read() == CONTENT
     assert [asked for _, asked in server.stop()] == ranges
@@ -79,7 +79,7 @@ def test_an_attempt_with_enough_progress_does_not_count(
     monkeypatch.setattr(shard_files, "CHUNK_BYTES", PIECE)
     with cache.open(f"{server.url}/often/a.txt", expected) as file:
         assert file.read() == CONTENT
-    assert cache.failed_reads == 10 and cache.fetched_bytes == 1100
+    assert cache.failed_reads == 10 and cache.meter.fetched_bytes == 1100
 
 
 def test_a_later_start_continues(server: Server, cache: ShardCache, expected: ShardFile) -> None:

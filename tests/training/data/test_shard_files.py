@@ -110,7 +110,7 @@ def test_a_broken_download_continues_where_it_ended(remote: Remote, tmp_path: Pa
     assert cache.failed_reads == 3, "the last attempt, too"
     remote.breaks += [20]
     assert open_at_once(cache, shard).count(b"\n") == 9
-    assert cache.failed_reads == 4 and cache.fetched_bytes == shard.bytes, "no byte is fetched twice"
+    assert cache.failed_reads == 4 and cache.meter.fetched_bytes == shard.bytes, "no byte is fetched twice"
 
 
 def test_the_least_recently_used_files_are_removed_first(remote: Remote, tmp_path: Path) -> None:
