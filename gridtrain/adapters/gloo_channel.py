@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 HEAD = 7
 
@@ -32,11 +32,8 @@ class GlooChannel:
         self._in_flight: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they have been sent
 
     def send(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
-        """Start sending a message; `wait_sent` waits until it has been sent."""
-        if len(head) > HEAD - 1:
-            raise LocalProtocolError(
-                f"a message head has {len(head)} numbers; at most {HEAD - 1} are allowed"
-            )
+        """Start sending a message with a head of at most `HEAD - 1` numbers; `wait_sent` waits until it has
+        been sent."""
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
         self._send_tensor(torch.tensor(numbers, dtype=torch.int64), to_rank)
         if len(payload):

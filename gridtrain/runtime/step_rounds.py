@@ -105,7 +105,7 @@ class StepRounds:
             return  # `submit` will say that the round is over
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
-            if self._missed or (self.current is not None and self.current.is_absent):
+            if self._missed or self.is_absent:
                 return
             if self.current is None or self.current.id != round_id:
                 self.current = OpenRound(round_id, {})
@@ -146,7 +146,7 @@ class StepRounds:
             for channel, buffer in rest.items()
         }
         with self._mailbox.condition:
-            if self._missed or (self.current is not None and self.current.is_absent):
+            if self._missed or self.is_absent:
                 return None
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
