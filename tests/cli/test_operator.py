@@ -416,7 +416,7 @@ def test_a_starting_coordinator_is_awaited(
     waited = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: started.__enter__())
     monkeypatch.setattr(operator_client, "time", waited)
     found = CoordinatorEndpoint.find(state=server.folder, wait_s=20.0)
-    assert found.coordinator == server.keys.public
+    assert found.file.coordinator == server.keys.public
     assert not EndpointFile.is_abandoned(server.folder), "the started one was awaited"
     started.__exit__(None, None, None)
 

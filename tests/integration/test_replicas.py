@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
+from gridtrain.network.wire.sparse_payload import encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
 
 pytestmark = pytest.mark.integration
 STEPS = 100
