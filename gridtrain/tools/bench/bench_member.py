@@ -63,6 +63,16 @@ class BufferWork:
         for name in _WORK_METHODS:
             setattr(workspace, name, self._timed(getattr(workspace, name)))
 
+    @staticmethod
+    def release(workspace: Any) -> None:
+        """Undo `instrument`.
+
+        Otherwise the buffer refers to itself, and its memory is not reused by the next exchanges but replaced by
+        new pages from the kernel until Python looks for such cycles.
+        """
+        for name in _WORK_METHODS:
+            delattr(workspace, name)
+
     def _counted(self, payload: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             sent = payload(*arguments)
@@ -130,6 +140,7 @@ def run_repeat(
                 return False
             sent, cpu_s, start_s = sent_bytes(grid, interface), time.process_time(), time.monotonic()
         outcome = session.run(plan, [attempt.buffer], attempt.skip, b"")
+        work.release(attempt.buffer)
         aborts += 1
         if outcome.is_committed:
             break
