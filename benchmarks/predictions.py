@@ -2,7 +2,8 @@
 
     cells with measured seconds --> predict(...) for each --> predicted / measured, and which are within 15 %
 
-The lab runs all workers on one machine, so they share its cores (`--cores`).  The rate of a shaped link is
+The lab runs all workers on one machine, so they share its cores (`--cores`), and the costs are those of as
+many members (`calibrate.MEMBERS`), which fill the caches for each other.  The rate of a shaped link is
 that of Ethernet frames, of which 1448 of 1514 bytes belong to messages (measured: 95.6 of 100 Mbit/s); after
 a pause it passes the bytes of its token bucket at once.  Cells whose CPU use is at least 80 % of the cores
 are shown but not counted, because there the machine is measured.
@@ -73,8 +74,8 @@ def paced_Bps(cell: Cell) -> float:
     """Return the mean rate at which TCP sends a sparse payload that fits into its initial window.
 
     Linux's bbr sends two segments at once and the others at 2.89 initial windows in a round trip, until the
-    connection has sent more than one window at once.  (Measured: 9 kB take 6.9 ms longer than the delay of
-    20 ms, at 20 Mbit/s; 65 kB take only the time of the link.)
+    connection has sent more than one window at once.  (Measured at 20 Mbit/s: 9 kB take 6.9 ms longer than
+    the delay of 20 ms.  The time that larger payloads lose, 6.5 ms of 41 for 65 kB, is not counted.)
     """
     load = Workload.of(cell.exchange, cell.n, cell.encrypted)
     segments = math.ceil((load.unit_bytes + HEADER_BYTES) / PACKET_BYTES)
