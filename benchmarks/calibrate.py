@@ -6,7 +6,8 @@
     message, wake,   real members, four tiny exchanges and a ring of many slices: see `messages_work`
     begin, merge ... and two with sparse payloads
 
-It prints JSON for predictions.py, paper.py and scaling.py.
+It prints JSON for predictions.py, paper.py and scaling.py: the costs for 2, 4 and 8 members, which share the
+machine's cores.
 
 Run:  python benchmarks/calibrate.py > benchmarks/results/cpu.json
 """
@@ -46,6 +47,7 @@ CPU = RESULTS / "cpu.json"
 PARAMETERS, ENTRIES = 25_600_000, 25_600
 SLICE_BYTES = MAX_SLICE_BYTES
 REPEATS = 7
+MEMBERS = (2, 4, 8)
 
 
 def least_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -95,7 +97,7 @@ TINY = ("gtopk", "topk", "gtopk:topology=tree", "dense")
 TINY_PARAMETERS = 2000
 
 
-def messages_work(dense: CpuCosts, members: int = 4, repeats: int = 30) -> dict[str, float]:
+def messages_work(loops: CpuCosts, members: int, repeats: int = 30) -> dict[str, float]:
     """Measure the costs of messages of real members, and of sparse entries.
 
     It uses the lab's namespaces if they are available (the kernel's work for a link counts for the sender),
@@ -106,8 +108,8 @@ def messages_work(dense: CpuCosts, members: int = 4, repeats: int = 30) -> dict[
     predicts their durations.
 
     Args:
-        dense: the costs of `dense_work` and `socket_work`, which are subtracted from those of the ring.
-        members: as many as exchange in most cells of predictions.py, so that they share cores as these do.
+        loops: the costs of `processor_work`, `dense_work` and `socket_work`, which are subtracted.
+        members: more of them than cores find the caches filled by each other after each message.
     """
     tiny_ones = {what: BenchSetting(what, members, TINY_PARAMETERS) for what in TINY}
     large_ones = {name: BenchSetting(what, members, n) for name, (what, n) in LARGE.items()}
@@ -117,9 +119,9 @@ def messages_work(dense: CpuCosts, members: int = 4, repeats: int = 30) -> dict[
         os.cpu_count() or 1,
         {what: medians[what].seconds for what in TINY},
         {what: medians[what].cpu_s for what in TINY},
-        medians["ring"].cpu_s - ring_work_s(members, dense),
+        medians["ring"].cpu_s - ring_work_s(members, loops),
     )
-    return found | works(members, medians)
+    return found | works(members, medians, loops)
 
 
 def ring_work_s(members: int, cpu: CpuCosts) -> float:
@@ -147,7 +149,10 @@ class Median:
 
 
 def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> dict[str, Median]:
-    """Measure the exchanges in turn; the first three turns are warm-ups."""
+    """Measure the exchanges in turn; the first three turns are warm-ups.
+
+    Each exchange finds the caches filled by others, as after a training step.
+    """
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     with (
         tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
@@ -170,15 +175,22 @@ def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: 
     }
 
 
-def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
-    """Return the CPU costs of an entry merged or summed, beyond those of tiny exchanges.
+def works(members: int, medians: Mapping[str, Median], loops: CpuCosts) -> dict[str, float]:
+    """Return the CPU costs of an entry merged or summed, beyond those of tiny exchanges and of `loops`.
 
     They are CPU time, because wall time on shared cores includes other members' work.
     """
     hops = count_messages(workload_of("gtopk"), members) / members
     entries = 25_600
-    merging_s = medians["merge"].cpu_s - medians["gtopk"].cpu_s
-    summing_s = medians["sum"].cpu_s - medians["topk"].cpu_s
+
+    def more_s(large: str, tiny: str) -> float:
+        what, parameters = LARGE[large]
+        network = uniform_network(members, 0.0, 1e12)
+        known = exchange_cost(workload_of(what, parameters), network, prepared)
+        return medians[large].cpu_s - medians[tiny].cpu_s - known.cpu_s
+
+    prepared = replace(loops, select_parameter_s=0.0, encode_entry_s=0.0)  # before the exchange
+    merging_s, summing_s = more_s("merge", "gtopk"), more_s("sum", "topk")
     return {
         "merge_entry_s": max(0.0, merging_s / (hops * entries)),
         "sum_entry_s": max(0.0, summing_s / (members * entries)),
@@ -200,7 +212,7 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
 
 def workload_of(what: str, parameters: int = TINY_PARAMETERS) -> Workload:
     name, _, options = what.partition(":")
-    exchange = make_exchange(name, f"{options},density=0.001")
+    exchange = make_exchange(name, f"density=0.001,{options}")
     assert exchange is not None
     return Workload.of(exchange, parameters, encrypted=False)
 
@@ -281,20 +293,28 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure() -> CpuCosts:
-    """Measure all costs, in half a minute, with messages of four members."""
+def measure() -> dict[int, CpuCosts]:
+    """Measure all costs for groups of `MEMBERS`, in three minutes."""
     loops = processor_work() | dense_work() | socket_work()
-    return CpuCosts(**loops, **messages_work(replace(NO_CPU_COSTS, **loops)), **packets_work())
+    known, packets = replace(NO_CPU_COSTS, **loops), packets_work()
+    return {members: CpuCosts(**loops, **messages_work(known, members), **packets) for members in MEMBERS}
 
 
 def read_cpu(path: Path) -> CpuCosts:
-    """Return the costs that this program has printed."""
-    return CpuCosts(**json.loads(path.read_text(encoding="utf-8")))
+    """Return the costs of members with a core of their own from the output of this program."""
+    costs = read_by_members(path)
+    return costs[min(costs)]
+
+
+def read_by_members(path: Path) -> dict[int, CpuCosts]:
+    """Return the output of this program: costs by the number of members on the machine."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {int(members): CpuCosts(**costs) for members, costs in found.items()}
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    print(json.dumps(asdict(measure()), indent=1))
+    print(json.dumps({members: asdict(costs) for members, costs in measure().items()}, indent=1))
 
 
 if __name__ == "__main__":

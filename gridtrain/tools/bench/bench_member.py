@@ -19,7 +19,8 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,6 @@ import gridtrain
 from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient
 from gridtrain.training.exchangers import ExchangeAttempt
-
-T = TypeVar("T")
 
 SAMPLES, STEPS = 4096, 1_000_000
 """The run has more steps than any measurement needs, so that the referee ends it, not the data ledger."""
@@ -59,26 +58,24 @@ class BufferWork:
         self.payloads = self.payload_bytes = 0
 
     def instrument(self, workspace: Any) -> None:
-        workspace.payload = self._counted(workspace.payload)
+        # A weak reference: a buffer that refers to itself keeps its memory until Python looks for cycles, and
+        # the next exchanges get new pages from the kernel, which takes longer than merging.
         for name in _WORK_METHODS:
-            setattr(workspace, name, self._timed(getattr(workspace, name)))
+            setattr(workspace, name, self._measured(name, WeakMethod(getattr(workspace, name))))
 
-    def _counted(self, payload: Callable[..., Any]) -> Callable[..., Any]:
+    def _measured(self, name: str, reference: WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            sent = payload(*arguments)
-            self.payloads += 1
-            self.payload_bytes += len(sent)
-            return sent
-
-        return call
-
-    def _timed(self, method: Callable[..., T]) -> Callable[..., T]:
-        def call(*arguments: Any) -> T:
+            method = reference()
+            assert method is not None, "the workspace calls its own method"
             began_s = time.perf_counter()
             try:
-                return method(*arguments)
+                found = method(*arguments)
             finally:
                 self.seconds += time.perf_counter() - began_s
+            if name == "payload":
+                self.payloads += 1
+                self.payload_bytes += len(found)
+            return found
 
         return call
 

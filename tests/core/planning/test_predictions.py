@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind
 from paper import DATA, MODELS, efficiencies, markdown
-from predictions import FRAME_SHARE, compare, is_predictable, load_of, predict
+from predictions import FRAME_SHARE, compare, is_predictable, load_of, paced_Bps, predict
 
 RING = parse("dense P=4 n=25.6M rate=100Mbit")
 
@@ -64,10 +65,36 @@ def test_busy_cells_do_not_count() -> None:
         CellResult(RING, None, [Sample(seconds, cpu_s)])
         for seconds, cpu_s in ((exact_s, 0.01), (1.3 * exact_s, 0.01), (2 * exact_s, exact_s))
     ]
-    text, counted, good = compare(cells, NO_CPU_COSTS, 2)
+    text, counted, good = compare(cells, {4: NO_CPU_COSTS}, 2)
     assert (counted, good) == (2, 1)
     assert "| +0% | 0% |" in text
     assert "| -23% |" in text
+
+
+def test_a_cell_has_the_costs_for_its_number_of_members() -> None:
+    """Four members have those for four, or else those for the next larger number."""
+    exact_s, idle, slow = predict(RING, NO_CPU_COSTS, 2), NO_CPU_COSTS, CpuCosts(begin_s=10.0)
+    cells = [CellResult(RING, None, [Sample(exact_s, 0.01)])]
+    assert [compare(cells, costs, 2)[1:] for costs in ({2: slow, 4: idle, 8: slow}, {2: slow, 8: idle})] == [
+        (1, 1),
+        (1, 1),
+    ]
+    assert compare(cells, {2: idle, 4: slow}, 2)[1:] == (1, 0)
+    assert compare(cells, {2: idle}, 2)[1:] == (1, 1)
+
+
+def test_payloads_below_the_initial_window_are_paced_on_links_with_a_delay() -> None:
+    """Of 7 segments, 5 wait for 1 / 28.9 of the round trip each: 6.9 ms."""
+    assert 9063 / paced_Bps(parse("gtopk P=2 n=2.56M rate=20Mbit delay=20ms")) == pytest.approx(
+        6.9e-3, rel=0.01
+    )
+    for other in (
+        "gtopk P=2 n=2.56M rate=20Mbit",
+        "gtopk P=2 n=2.56M density=0.01 rate=20Mbit delay=20ms",
+        "gtopk P=2 n=1000 rate=20Mbit delay=20ms",
+        "dense P=2 n=2000 rate=20Mbit delay=20ms",
+    ):
+        assert paced_Bps(parse(other)) == math.inf
 
 
 def test_the_table_has_the_papers_figures_and_predictions() -> None:
