@@ -493,7 +493,7 @@ class Deadlines:
 # -- how a worker joins its run --------------------------------------------------------------------
 
 
-MOST_UPDATE_LOG_MIB = 1 << 14
+MAX_UPDATE_LOG_MIB = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,9 +552,9 @@ class JoinConfig:
     @property
     def update_log_bytes(self) -> int:
         """The memory for the update log; raises `ConfigError` if it is not a whole number of MiB."""
-        if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MOST_UPDATE_LOG_MIB:
+        if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MAX_UPDATE_LOG_MIB:
             raise ConfigError(
-                f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MOST_UPDATE_LOG_MIB}",
+                f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MAX_UPDATE_LOG_MIB}",
                 remedy=f"set {ENV_PREFIX}UPDATE_LOG_MIB to a whole number of MiB, such as 32",
             )
         return int(self.update_log_mib) << 20

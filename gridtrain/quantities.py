@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)")
-_UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
@@ -22,7 +22,7 @@ SKIP_REASON = "because a gradient was not finite"
 def parse_duration_s(text: str) -> float | None:
     """Convert "200us", "10ms", "90s", "15m", "12h" or "7d" to seconds; return None for any other string."""
     match = _DURATION.fullmatch(text.strip())
-    return None if match is None else float(match[1]) * _UNIT_s[match[2]]
+    return None if match is None else float(match[1]) * _UNIT_S[match[2]]
 
 
 def parse_bytes(text: str) -> int | None:

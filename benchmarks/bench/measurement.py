@@ -34,7 +34,7 @@ from rivals.contract import OPS, Request, Result
 from rivals.hosts import PORT, measure
 
 Log = Callable[[str], None]
-TURN_S, MOST_REPEATS = 1.0, 10
+TURN_S, MAX_REPEATS = 1.0, 10
 RIVAL_START_S, RIVAL_REPEAT_S = 180.0, 120.0
 VECTOR_BYTES = 16
 """For each element of a member's vector: gradient, scaled copy, residual and its second buffer."""
@@ -52,7 +52,7 @@ class Effort:
     def repeats_of(self, cell: Cell) -> int:
         """Return more repeats for short exchanges: about `TURN_S` a turn if the cell is at its bound."""
         least_s = bound_s(cell)
-        return max(self.repeats, min(MOST_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
+        return max(self.repeats, min(MAX_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
 
 
 def why_no_link(link: Link) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 Line = dict[str, Any]
 Round = tuple[int, int, int]  # generation, step, attempt
 
-MOST_FINDINGS = 20
+MAX_FINDINGS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Record:
         found = [*self._forks(), *self._replicas(), *self._ends(set(workers))]
         if self.ends:
             found += self._positions(next(iter(self.ends.values())))
-        return (found + self._passes(size))[:MOST_FINDINGS]
+        return (found + self._passes(size))[:MAX_FINDINGS]
 
     # -- one guarantee each ----------------------------------------------------------------------------
 

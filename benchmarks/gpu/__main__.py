@@ -35,7 +35,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 BUDGET_S = 540.0
 GRACE_S = 25.0  # for a part that starts processes, which ends them
-LEAST_S = 10.0
+MIN_S = 10.0
 
 Outcome = dict[str, Any]
 
@@ -97,7 +97,7 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
     """Run a part in a process, which is ended after `limit_s`; return its figures and its error."""
     if missing := missing_packages(part.needs):
         return {"skipped": f"needs {', '.join(missing)}: not installed"}
-    if limit_s < LEAST_S:
+    if limit_s < MIN_S:
         return {"error": f"not started: only {max(0.0, limit_s):.0f} s of {BUDGET_S:.0f} s were left"}
     argv = [sys.executable, "-m", "gpu", "--child", part.function, "--device", setting.device]
     argv += ["--small"] if setting.small else []

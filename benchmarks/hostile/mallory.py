@@ -36,10 +36,10 @@ from lab.group import say
 from observed import Options, task_of, train, wait_for_gate
 
 LAWFUL_STEPS = 2
-MOST_MEMBERSHIPS = 10
+MAX_MEMBERSHIPS = 10
 REFUSED = ("denied", "invitation", "kicked")
 """Codes of a refused key (decision 0064)."""
-MOST_S = 60.0
+MAX_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Orders:
     Attributes:
         invitation: for all keys but the first one.
         gates: a FIFO for each attack, which begins when a byte has been read; empty: attacks begin at once.
-        memberships: most memberships by attack (`MOST_MEMBERSHIPS` if it is not named).
-        seconds: longest duration by attack (`MOST_S` if it is not named).
+        memberships: most memberships by attack (`MAX_MEMBERSHIPS` if it is not named).
+        seconds: longest duration by attack (`MAX_S` if it is not named).
         victim: a member's name or "coordinator"; empty: all of them.
         forever: the last attack lasts until the key is refused; handshakes with the key follow without end.
     """
@@ -80,7 +80,7 @@ class Interceptor:
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
         self._internals = Internals(driver._core, credit, credit._inner._inner, identity, orders.victim)
-        self._seconds = float("inf") if orders.forever else orders.seconds.get(name, MOST_S)
+        self._seconds = float("inf") if orders.forever else orders.seconds.get(name, MAX_S)
         self.until_s = until_s
         self.addresses: dict[bytes, str] = {}
         self.attack: Attack = ATTACKS[name](self._internals)
@@ -133,7 +133,7 @@ def attack(name: str, options: Options, orders: Orders, invitation: str | None) 
     """Attack in all memberships with one key; return the addresses of the peers by public key."""
     addresses: dict[bytes, str] = {}
     memberships, code, until_s = 0, "", None
-    most = orders.memberships.get(name, MOST_MEMBERSHIPS)
+    most = orders.memberships.get(name, MAX_MEMBERSHIPS)
     while code not in (*REFUSED, "end", "EnoughError") and memberships < most:
         memberships += 1
         interceptor = None

@@ -23,7 +23,7 @@ import sys
 import time
 from collections import deque
 
-MOST_HELD = 1 << 17
+MAX_HELD = 1 << 17
 """Packets; the kernel does not delay more.  40 ms at 10 Gbit/s are 34,000 packets of 1500 bytes."""
 
 EARLY_S = 0.00025
@@ -82,7 +82,7 @@ class Queue:
         flags = struct.pack(">I", _FAIL_OPEN | _GSO)
         self._ask(
             attribute(_CFG_PARAMETERS, struct.pack(">IB", 0, _COPY_META)),
-            attribute(_CFG_LENGTH, struct.pack(">I", MOST_HELD)),
+            attribute(_CFG_LENGTH, struct.pack(">I", MAX_HELD)),
             attribute(_CFG_FLAGS, flags),
             attribute(_CFG_MASK, flags),
         )

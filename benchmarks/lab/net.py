@@ -49,7 +49,7 @@ NAT_RULES = (
 """Rules of a home router: the LAN reaches everything under the router's address, and answers come back.  All
 other packets that arrive by wan are dropped without an answer, as home routers do."""
 
-MOST_HOSTS = 250  # of one bridge: the last byte of a /24
+MAX_HOSTS = 250  # of one bridge: the last byte of a /24
 STOP_GRACE_S = 5.0
 _ports = itertools.count(1)
 _labs = itertools.count(1)
@@ -276,8 +276,8 @@ def _bridge_of(switch: str, net: Net) -> str:
 
 def _next_number(numbers: Iterator[int], where: str) -> int:
     number = next(numbers)
-    if number > MOST_HOSTS:
-        raise LabError(f"more than {MOST_HOSTS} {where}")
+    if number > MAX_HOSTS:
+        raise LabError(f"more than {MAX_HOSTS} {where}")
     return number
 
 

@@ -15,7 +15,7 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 
 _PR_SET_TIMERSLACK = 29
 _TRIED_S, _TRIES = 0.010, 15
-_MOST_S = 0.001
+_MAX_S = 0.001
 """The largest overhead of autograd that is subtracted; more is caused by other work of the machine."""
 
 _late_s = _forward_over_s = _backward_over_s = 0.0
@@ -39,8 +39,8 @@ def sleep_exactly() -> None:
     _late_s = min(_TRIED_S, statistics.median(late_s))
     _forward_over_s = _backward_over_s = 0.0
     forward_s, backward_s = time_alone(Waiting(_TRIED_S, _TRIED_S))
-    _forward_over_s = min(_MOST_S, max(0.0, forward_s - _TRIED_S))
-    _backward_over_s = min(_MOST_S, max(0.0, backward_s - _TRIED_S))
+    _forward_over_s = min(_MAX_S, max(0.0, forward_s - _TRIED_S))
+    _backward_over_s = min(_MAX_S, max(0.0, backward_s - _TRIED_S))
 
 
 def time_alone(layer: Waiting) -> tuple[float, float]:

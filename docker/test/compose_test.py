@@ -29,7 +29,7 @@ WORKERS = 4
 STEPS = 1000
 LINE = "20Mbit"  # each worker's limit, up and down, so that a fast machine does not finish too early
 BASE = "python:3.11-slim"
-MOST_COORDINATOR_MB = 150.0
+MAX_COORDINATOR_MB = 150.0
 
 ASK_S, COMMAND_S, BUILD_S, UP_S = 20.0, 120.0, 3600.0, 300.0
 FAULT_S = 180.0
@@ -335,8 +335,8 @@ def sizes(stack: Stack, tell: Callable[[str], None]) -> None:
         f"{BASE} {base_MB:.0f} MB; beyond it: coordinator {coordinator_MB - base_MB:.0f} MB, "
         f"worker {worker_MB - base_MB:.0f} MB"
     )
-    if coordinator_MB - base_MB > MOST_COORDINATOR_MB:
-        raise Failed(f"the coordinator's image is more than {MOST_COORDINATOR_MB:g} MB larger than its base")
+    if coordinator_MB - base_MB > MAX_COORDINATOR_MB:
+        raise Failed(f"the coordinator's image is more than {MAX_COORDINATOR_MB:g} MB larger than its base")
 
 
 def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable[[str], None]) -> None:

@@ -57,8 +57,8 @@ from gridtrain.training.single_samples import SingleSampleBatches
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 LEADER = 0
-_MOST_SAMPLES = 1 << 24
-_MOST_TEXT_BYTES = 4096
+_MAX_SAMPLES = 1 << 24
+_MAX_TEXT_BYTES = 4096
 
 
 class SiteFailed(GridtrainError):
@@ -224,7 +224,7 @@ class Site:
 
     def _follow(self) -> Iterator[list[int]]:
         while True:
-            word, payload = self._listen(LEADER, 8 * _MOST_SAMPLES)
+            word, payload = self._listen(LEADER, 8 * _MAX_SAMPLES)
             if word is _SiteMessage.END:
                 self._has_ended = True
                 if payload:
@@ -279,7 +279,7 @@ class Site:
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
         """Receive the expected message from another process, and return its text."""
-        word, payload = self._listen(rank, _MOST_TEXT_BYTES)
+        word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
         if word is not expected:
             raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
@@ -319,7 +319,7 @@ class Site:
         if self._has_ended:
             return
         self._has_ended = True
-        text = reason.encode()[:_MOST_TEXT_BYTES]
+        text = reason.encode()[:_MAX_TEXT_BYTES]
         try:
             if self.is_leader:
                 self._broadcast(_SiteMessage.END, text)

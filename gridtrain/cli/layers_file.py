@@ -29,7 +29,7 @@ from gridtrain.quantities import parse_bytes
 if TYPE_CHECKING:
     from gridtrain.core.stages.stage_cost import Layer
 
-MOST_LAYERS = 2000
+MAX_LAYERS = 2000
 _KNOWN_KEYS = {"name", "repeat", "parameters", "trainable", "forward", "backward", "overhead"}
 _KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
 
@@ -53,8 +53,8 @@ def uniform_layers(
     """
     from gridtrain.core.stages.stage_cost import Layer
 
-    if not 1 <= count <= MOST_LAYERS:
-        raise ConfigError(f"the number of layers is {count}", remedy=f"give 1 to {MOST_LAYERS} layers")
+    if not 1 <= count <= MAX_LAYERS:
+        raise ConfigError(f"the number of layers is {count}", remedy=f"give 1 to {MAX_LAYERS} layers")
     sample_s = compute_s / (count * batch)
     nbytes = math.ceil(4 * parameters / count)
     return [Layer(f"layer{i}", sample_s / 3, 2 * sample_s / 3, nbytes, output_bytes) for i in range(count)]
@@ -77,8 +77,8 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
             remedy="use only input and [[layer]]",
         )
     layers = [layer for number, entry in enumerate(entries) for layer in _layers(path, number, entry)]
-    if not 1 <= len(layers) <= MOST_LAYERS:
-        raise ConfigError(f"{path} has {len(layers)} layers", remedy=f"give 1 to {MOST_LAYERS} layers")
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        raise ConfigError(f"{path} has {len(layers)} layers", remedy=f"give 1 to {MAX_LAYERS} layers")
     return layers, _bytes(f"{path}: input", document.get("input", 0))
 
 
@@ -89,9 +89,9 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
     where = f'{path}: layer "{name}"'
     check_keys(where, entry, _KNOWN_KEYS)
     repeat = entry.get("repeat", 1)
-    if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MOST_LAYERS:
+    if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MAX_LAYERS:
         raise ConfigError(
-            f"{where} is repeated {repeat!r} times", remedy=f"set repeat to a number from 1 to {MOST_LAYERS}"
+            f"{where} is repeated {repeat!r} times", remedy=f"set repeat to a number from 1 to {MAX_LAYERS}"
         )
     forward_s = _seconds(where, entry.get("forward", 0))
     named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")

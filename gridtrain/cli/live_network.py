@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import NetworkModel
     from gridtrain.core.planning.workload import Workload
 
-MOST_MEMBERS = 2000  # as many as a coordinator admits
+MAX_MEMBERS = 2000  # as many as a coordinator admits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
     links = status.get("links", [])
     network = None
     if isinstance(size, int) and size >= 2 and isinstance(links, list):
-        ranks = [rank.to_bytes(2, "big") * 16 for rank in range(min(size, MOST_MEMBERS))]
+        ranks = [rank.to_bytes(2, "big") * 16 for rank in range(min(size, MAX_MEMBERS))]
         trips: dict[tuple[bytes, bytes], float] = {}
         measured = LinkMeasurements(trips)
         for entry in links:

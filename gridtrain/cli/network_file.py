@@ -25,7 +25,7 @@ from gridtrain.quantities import parse_duration_s
 if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
-MOST_WORKERS = 1_000_000
+MAX_WORKERS = 1_000_000
 
 
 def parse_seconds(text: str) -> float:
@@ -174,7 +174,7 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     where = f'{path}: site "{entry.get("name", "?")}"'
     check_keys(where, entry, {"name", "workers", "link", "up", "down", "latency"})
     workers, name = entry.get("workers", 1), entry.get("name")
-    if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MOST_WORKERS:
+    if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(
             f"{where} has {workers!r} workers", remedy="specify a name and at least one worker for the site"
         )

@@ -24,14 +24,14 @@ MIN_KEY_DIGITS = 6
 SHOWN_KEY_DIGITS = 12
 KEY_DIGITS = 64
 MAX_CANDIDATES = 10
-MAX_DURATION_s = 1e14
+MAX_DURATION_S = 1e14
 NO_NAME = "(away)"
 
 
 def parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """Parse an option's duration, such as "90s", "15m", "12h" or "7d", into seconds."""
     found = parse_duration_s(text)
-    if found is None or found > MAX_DURATION_s:
+    if found is None or found > MAX_DURATION_S:
         raise click.BadParameter(f"{text!r} is not a duration; use, for instance, 90s, 15m, 12h or 7d")
     return found
 

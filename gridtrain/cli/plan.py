@@ -42,9 +42,9 @@ MAX_ORDERED_WORKERS = 32
 With more workers, the workers of each site stay together."""
 
 DEFAULT_OPTIMIZER = "adamw"
-MOST_WORKERS = 8192
-MOST_PARAMETERS = 1e15
-MOST_COMPUTE_s = 1e6
+MAX_WORKERS = 8192
+MAX_PARAMETERS = 1e15
+MAX_COMPUTE_S = 1e6
 """The longest compute time; above it, or below a nanosecond, predictions overflow."""
 
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
@@ -57,8 +57,8 @@ def _checked_parameters(_: click.Context, __: click.Parameter, text: str | None)
     if not _COUNT.fullmatch(text):
         raise click.BadParameter(f'"{text}" is not a number such as 25600000, 25.6e6, 25.6M or 7B')
     count = float(text.rstrip("kMGB")) * _MULTIPLES.get(text[-1], 1.0)
-    if not 1 <= count <= MOST_PARAMETERS:
-        raise click.BadParameter(f'"{text}" is not between 1 and {MOST_PARAMETERS:g}')
+    if not 1 <= count <= MAX_PARAMETERS:
+        raise click.BadParameter(f'"{text}" is not between 1 and {MAX_PARAMETERS:g}')
     return round(count)
 
 
@@ -68,14 +68,14 @@ def _worker_counts(_: click.Context, __: click.Parameter, text: str) -> list[int
         counts = _doubled(int(first), int(last)) if dots else [int(word) for word in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
+    if not counts or not all(2 <= count <= MAX_WORKERS for count in counts):
         raise click.BadParameter(f'"{text}" is not a list such as "2..4096" or "2,3,8", each from 2 to 8192')
     return counts
 
 
 def _doubled(first: int, last: int) -> list[int]:
     """Return `first` and its doublings up to `last`, and `last` itself; [] if the range is invalid."""
-    if not 2 <= first <= last <= MOST_WORKERS:
+    if not 2 <= first <= last <= MAX_WORKERS:
         return []
     counts = [first]
     while counts[-1] * 2 <= last:
@@ -109,8 +109,8 @@ def _compute_seconds(_: click.Context, __: click.Parameter, text: str) -> float:
     from gridtrain.cli.network_file import parse_seconds
 
     compute_s = _parse(parse_seconds, text)
-    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
-        raise click.BadParameter(f'"{text}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s')
+    if not 1e-9 <= compute_s <= MAX_COMPUTE_S:
+        raise click.BadParameter(f'"{text}" is not between 1e-9 s and {MAX_COMPUTE_S:g} s')
     return compute_s
 
 
@@ -294,10 +294,10 @@ def plan(
 
 
 def _check_counts(counts: list[int], picture: Path | None) -> None:
-    if not 2 <= counts[-1] <= MOST_WORKERS:
+    if not 2 <= counts[-1] <= MAX_WORKERS:
         raise click.UsageError(
             f"the network has {counts[-1]} worker{'s' if counts[-1] > 1 else ''}: exchanges are predicted "
-            f"for 2 to {MOST_WORKERS}; choose another number with --workers"
+            f"for 2 to {MAX_WORKERS}; choose another number with --workers"
         )
     if picture and len(counts) < 2:
         raise click.UsageError("--picture shows how exchanges scale; pass at least two numbers to --workers")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer
     from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
 
-MOST_STAGES = 256
-MOST_BATCH = 1_000_000
-MOST_ROWS = 10
+MAX_PLANNED_STAGES = 256
+MAX_BATCH = 1_000_000
+MAX_ROWS = 10
 OPTION_NAMES = (
     *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds"),
     "keep_activations",
@@ -42,11 +42,14 @@ def _known_optimizer(_: click.Context, __: click.Parameter, name: str | None) ->
 
 _OPTIONS = (
     click.option(
-        "--stages", type=click.IntRange(1, MOST_STAGES), metavar="N", help="Divide the model among N workers."
+        "--stages",
+        type=click.IntRange(1, MAX_PLANNED_STAGES),
+        metavar="N",
+        help="Divide the model among N workers.",
     ),
     click.option("--layers", metavar="FILE|N", help="TOML file, or N equal layers.  [4 per stage]"),
     brief_option("--activations", "1MB", "Output per sample, with --layers N.", metavar="SIZE"),
-    brief_option("--batch", 32, "Samples per step.", metavar="N", type=click.IntRange(1, MOST_BATCH)),
+    brief_option("--batch", 32, "Samples per step.", metavar="N", type=click.IntRange(1, MAX_BATCH)),
     brief_option("--micro-batches", "auto", '"auto", or "4,8,16".', metavar="LIST"),
     brief_option(
         "--schedule", "1f1b", "1f1b or fill-drain.", metavar="KIND", type=click.Choice(["1f1b", "fill-drain"])
@@ -251,11 +254,11 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
 
 
 def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
-    """Return the proposed micro-batches, and about `MOST_ROWS` evenly spaced alternatives."""
+    """Return the proposed micro-batches, and about `MAX_ROWS` evenly spaced alternatives."""
     others = list(proposal.alternatives)
-    while len(others) > MOST_ROWS:
+    while len(others) > MAX_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]
-        others = halved if len(halved) < len(others) else others[:MOST_ROWS]
+        others = halved if len(halved) < len(others) else others[:MAX_ROWS]
     return others
 
 

@@ -26,7 +26,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.executor import StepResult
 from gridtrain.runtime.host_memory import free_memory_bytes
 
-MOST_MICRO_BATCHES = 1 << 14
+MAX_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
 """The free memory must be at least this many times the memory that autograd stores, because layers need more
@@ -37,7 +37,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
     """Parse the argument `micro_batches` of `Grid.pipeline`; return None for "auto".
 
     Raises:
-        ConfigError: `micro_batches` is neither "auto" nor a whole number from 1 to `MOST_MICRO_BATCHES`.
+        ConfigError: `micro_batches` is neither "auto" nor a whole number from 1 to `MAX_MICRO_BATCHES`.
     """
     if micro_batches == "auto":
         return None
@@ -46,9 +46,9 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
             f'micro_batches is {micro_batches!r}; it must be a whole number >= 1, or "auto"',
             remedy='leave it out to use "auto"',
         )
-    if micro_batches > MOST_MICRO_BATCHES:
+    if micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"micro_batches is {micro_batches}; it must be at most {MOST_MICRO_BATCHES}",
+            f"micro_batches is {micro_batches}; it must be at most {MAX_MICRO_BATCHES}",
             remedy='use "auto", which chooses enough to keep the stages busy',
         )
     return micro_batches
@@ -134,8 +134,8 @@ class MicroBatchCount:
         chosen = int(state_dict["chosen"])
         alike = all(step and len(step) == len(trials[0]) for step in trials)
         fit = all(each.is_plausible() for step in trials for each in step)
-        if chosen > MOST_MICRO_BATCHES:
-            raise ValueError(f"{chosen} micro-batches are chosen; at most {MOST_MICRO_BATCHES} are supported")
+        if chosen > MAX_MICRO_BATCHES:
+            raise ValueError(f"{chosen} micro-batches are chosen; at most {MAX_MICRO_BATCHES} are supported")
         if chosen < 0 or len(trials) >= len(micro_batch_trials.TRIALS) or not (alike and fit):
             raise ValueError(f"{chosen} micro-batches after {len(trials)} trials are not a valid state")
         self._trial_timings, self._chosen = trials, chosen or self._configured

@@ -35,7 +35,7 @@ from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
-MOST_AHEAD = 1e6
+MAX_AHEAD = 1e6
 """The upper bound on `ahead` in messages to the coordinator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -117,10 +117,10 @@ def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
     """Return the schedule with this name and its description; raise `ConfigError` for an invalid argument."""
     if name == "fill-drain":
         return schedule.fill_drain, name
-    if name != "1f1b" or not isinstance(ahead, int | float) or not 0 <= ahead <= MOST_AHEAD:
+    if name != "1f1b" or not isinstance(ahead, int | float) or not 0 <= ahead <= MAX_AHEAD:
         raise ConfigError(
             f'schedule="{name}" with ahead={ahead!r} is not a valid combination',
-            remedy=f'use schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which runs '
+            remedy=f'use schedule="1f1b" with ahead from 0 to {MAX_AHEAD:g}, or "fill-drain", which runs '
             "as far ahead as possible",
         )
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"

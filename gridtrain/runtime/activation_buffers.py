@@ -42,7 +42,7 @@ MAX_JOINED_BYTES = 256 * 1024
 """Size in bytes up to which a transfer is joined into one piece.  Copying so little data takes less time than
 sending a second message."""
 
-MOST_BUFFERS = 4096
+MAX_BUFFERS = 4096
 UNMEASURED = StepTimings()
 _SUMMARY = struct.Struct("<32s32s7d")
 _REMEDY = "disconnect the peer; check that all members train the same model with the same partition"
@@ -64,10 +64,10 @@ class ActivationSendBuffer:
             self._pieces: list[memoryview | None] = [memoryview(joined)]
             return
         self._pieces = [memoryview(block).toreadonly() for block in split_blocks(buffers)]
-        if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
+        if len(self._pieces) > MAX_PIECES or len(buffers) > MAX_BUFFERS:
             raise LocalProtocolError(
                 f"an activation transfer has {len(buffers)} buffers in {len(self._pieces)} pieces; it must "
-                f"have at most {MOST_BUFFERS} buffers in {MAX_PIECES} pieces of {PIECE_BYTES} bytes"
+                f"have at most {MAX_BUFFERS} buffers in {MAX_PIECES} pieces of {PIECE_BYTES} bytes"
             )
 
     def make_send(self, rank: int, to_rank: int) -> ActivationSender:
@@ -135,7 +135,7 @@ def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
     """
     count = int.from_bytes(piece[:8], "little")
     at = 8 + 8 * count
-    lengths = struct.unpack_from(f"<{count}Q", piece, 8) if count <= MOST_BUFFERS and at <= len(piece) else ()
+    lengths = struct.unpack_from(f"<{count}Q", piece, 8) if count <= MAX_BUFFERS and at <= len(piece) else ()
     if len(piece) < 8 or len(lengths) != count or at + sum(lengths) != len(piece):
         raise RemoteProtocolError(
             f"rank {from_rank} sent a piece of {len(piece)} bytes, which does not match its table of {count} "
@@ -158,7 +158,7 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
     layout, count = BlockLayout(lengths), len(pieces) - 1
     if (
         table.nbytes % 8
-        or len(lengths) > MOST_BUFFERS
+        or len(lengths) > MAX_BUFFERS
         or layout.block_count != count
         or any(pieces[1 + i].nbytes != layout.place(i).nbytes for i in range(count))
     ):

@@ -45,7 +45,7 @@ log = logging.getLogger("gridtrain")
 REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 """The reason for the failure of an attempt whose buffers were used in a failed attempt."""
 
-MOST_MISSED_BYTES = 1 << 30
+MAX_MISSED_BYTES = 1 << 30
 """Maximum size of the updates kept for an absent trainer; above this size the group waits for the trainer."""
 
 MakeEmpty = Callable[
@@ -231,7 +231,7 @@ class StepRounds:
             settings: the optimizer settings of the other members.
         """
         with self._mailbox.condition:
-            if sum(each.nbytes for each in self._missed) > MOST_MISSED_BYTES or self._make_empty is None:
+            if sum(each.nbytes for each in self._missed) > MAX_MISSED_BYTES or self._make_empty is None:
                 return [io.StayPresent(round_id)]
             before = self._aborted_absence if plan.attempt else None
             buffers = self._make_empty(plan, before.voted_buffers if before is not None else ())

@@ -18,7 +18,7 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 
-_MOST_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
+_MAX_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
 
 
 class BatchWeights:
@@ -58,9 +58,9 @@ class BatchWeights:
                 "grid.weigh was called in a run that weights by samples",
                 remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
             )
-        if not 0 <= count <= _MOST_COUNTED:
+        if not 0 <= count <= _MAX_COUNTED:
             raise ConfigError(
-                f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
+                f"the weight of a batch is {count}; it must be from 0 to {_MAX_COUNTED}",
                 remedy="pass the number of tokens over which the loss is averaged",
             )
         self._counts.append(count * self._fraction)

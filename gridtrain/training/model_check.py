@@ -27,8 +27,8 @@ log = logging.getLogger("gridtrain")
 IGNORED = -100
 """The label of a token that is not predicted."""
 
-MOST_LOOKED_AT = 64
-_MOST_OFFSET = 2
+MAX_LOOKED_AT = 64
+_MAX_OFFSET = 2
 """How many more rows than positions a table of positions may have, as OPT's does."""
 
 
@@ -135,11 +135,11 @@ class TokenCheck:
 
 
 def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-    """Yield batches of one sample each, spread over the whole data set, at most `MOST_LOOKED_AT`; none if the
+    """Yield batches of one sample each, spread over the whole data set, at most `MAX_LOOKED_AT`; none if the
     data set is read shard by shard or in its own order."""
     if isinstance(dataset, ShardedDataset) or is_iterable(dataset):
         return
-    for index in range(0, len(dataset), max(1, -(-len(dataset) // MOST_LOOKED_AT))):
+    for index in range(0, len(dataset), max(1, -(-len(dataset) // MAX_LOOKED_AT))):
         yield collate([dataset[index]])
 
 
@@ -189,6 +189,6 @@ def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
         tables = {
             m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not found
         }
-        has_table = isinstance(most, int) and any(most <= size <= most + _MOST_OFFSET for size in tables)
+        has_table = isinstance(most, int) and any(most <= size <= most + _MAX_OFFSET for size in tables)
         return found, (rows if isinstance(rows, int) else 0), (most if has_table else 0)
     return None, 0, 0

@@ -38,7 +38,7 @@ MARGIN = 0.02
 larger than the variation between steps, and makes up for the better entries that a selection from the whole
 vector finds."""
 
-MOST_S = 1e6
+MAX_S = 1e6
 """The upper bound on a duration in the table."""
 
 
@@ -112,7 +112,7 @@ class OverlapTrial:
         rows = np.zeros((plan.world_size, 2), np.float32)
         if all(self._durations_s.values()):  # empty for a member without samples
             medians_s = (statistics.median(self._durations_s[early]) for early in (True, False))
-            rows[plan.rank] = [min(each_s, MOST_S) for each_s in medians_s]
+            rows[plan.rank] = [min(each_s, MAX_S) for each_s in medians_s]
         return DenseRingBuffer(rows.reshape(-1), plan.world_size)
 
     def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
@@ -126,7 +126,7 @@ class OverlapTrial:
 
     def _decide(self, plan: StepPlan, table: FloatArray) -> str:
         phase, _ = self._phase_of(plan)
-        known = [row for row in table.reshape(-1, 2).tolist() if all(0 < each <= MOST_S for each in row)]
+        known = [row for row in table.reshape(-1, 2).tolist() if all(0 < each <= MAX_S for each in row)]
         if not known:
             return ""
         early_s, whole_s = (statistics.median(column) for column in zip(*known, strict=True))

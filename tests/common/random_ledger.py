@@ -11,7 +11,7 @@ from gridtrain.core.commit.data_ledger import Assignment
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
 
-MOST_STEPS = 5000
+MAX_STEPS = 5000
 
 
 class RandomRun:
@@ -31,7 +31,7 @@ class RandomRun:
         self.shares: list[tuple[PeerId, int]] = []
 
     def run(self) -> None:
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if data_ledger.is_finished(self.spec, self.state):
                 break
             self.join()

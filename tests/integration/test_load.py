@@ -26,7 +26,7 @@ pytestmark = [
 
 HONEST = ("anna", "bert", "carl")
 QUIET_S, ATTACK_S = 3.0, 6.0
-LEAST_PROGRESS = 0.5
+MIN_PROGRESS = 0.5
 """Fraction of the speed before the attack; the attacker uses some of the cores, too."""
 
 MEMORY_MIB = 100.0
@@ -55,7 +55,7 @@ def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
         attacked = group.steps_between(stranger_s, stranger_s + ATTACK_S) / ATTACK_S
         growth_mib = peaks.growth_mib()
         print(f"{quiet:.1f} steps a second before, {attacked:.1f} under attack; memory {growth_mib}")
-        assert attacked >= LEAST_PROGRESS * quiet
+        assert attacked >= MIN_PROGRESS * quiet
         assert len(growth_mib) == 4 and max(growth_mib.values()) <= MEMORY_MIB
         assert {len(models) for models in group.digests().values()} == {1}
 

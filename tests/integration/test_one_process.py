@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 WORKERS, EPOCHS, SAMPLES, BATCH = 4, 5, 450, 64
 STEPS_A_PASS = 8
 LAST = -2  # the last step with a whole batch
-MOST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 """For sums of float32 numbers of size 1 in another order: some 2**-24 each; measured 2e-7."""
 
 
@@ -69,7 +69,7 @@ def test_the_training_curve_is_that_of_one_process(group, script) -> None:
     )
     print(f"largest difference of losses {of_losses:.1e}, of parameters {of_parameters:.1e}")
     assert ours[LAST] < 0.5 * ours[0]
-    assert of_losses < MOST_DIFFERENCE and of_parameters < MOST_DIFFERENCE
+    assert of_losses < MAX_DIFFERENCE and of_parameters < MAX_DIFFERENCE
 
 
 def test_every_sample_counts_once_in_each_pass(group) -> None:

@@ -14,7 +14,7 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.micro_batch_trials import TRIALS, StepTimings
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.pipeline.executor import StepResult
-from gridtrain.pipeline.micro_batch_count import MOST_MICRO_BATCHES, MicroBatchCount, free_bytes
+from gridtrain.pipeline.micro_batch_count import MAX_MICRO_BATCHES, MicroBatchCount, free_bytes
 from gridtrain.sdk.local_group import local
 
 LAYOUT = RankLayout(2, 1)
@@ -78,7 +78,7 @@ def test_an_impossible_state_is_refused(state: dict[str, object]) -> None:
         division().load_state_dict(state)
 
 
-@pytest.mark.parametrize("chosen", [MOST_MICRO_BATCHES + 1, 10**30])
+@pytest.mark.parametrize("chosen", [MAX_MICRO_BATCHES + 1, 10**30])
 def test_a_state_source_cannot_choose_more_micro_batches_than_a_script(chosen: int) -> None:
     one = division()
     with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are supported"):

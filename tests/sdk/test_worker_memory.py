@@ -18,14 +18,14 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import JoinConfig
-from gridtrain.core.planning.worker_memory import MOST_LOGGED_BYTES, MOST_LOGGED_STEPS, worker_memory
+from gridtrain.core.planning.worker_memory import MAX_LOGGED_BYTES, MAX_LOGGED_STEPS, worker_memory
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.step_rounds import StepRounds
 
 WIDTH = 1200
 N = WIDTH * WIDTH
-STEPS, WORKERS, WITHIN_S, LEAST_BYTES = 3, 2, 60.0, 1 << 14
+STEPS, WORKERS, WITHIN_S, MIN_BYTES = 3, 2, 60.0, 1 << 14
 DATA = [(torch.ones(WIDTH), torch.ones(WIDTH) * i) for i in range(64)]
 GTOPK = gridtrain.GTopK(density=0.01)
 CASES: dict[str, tuple[Any, str, float]] = {  # the exchange, the optimizer, its values for each parameter
@@ -54,7 +54,7 @@ def frozen() -> None:
 def allocated_bytes(models: list[nn.Module]) -> int:
     """Bytes of all tensors, and of all arrays and bytes that were allocated since `tracemalloc` was started.
 
-    Smaller ones than `LEAST_BYTES` are left out: modules are imported meanwhile.
+    Smaller ones than `MIN_BYTES` are left out: modules are imported meanwhile.
     """
     gc.collect()
     gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
@@ -62,7 +62,7 @@ def allocated_bytes(models: list[nn.Module]) -> int:
     tensors = [each for each in tensors if each.layout is torch.strided and each.device.type == "cpu"]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     traces = tracemalloc.take_snapshot().traces if tracemalloc.is_tracing() else ()
-    return sum(storages.values()) + sum(each.size for each in traces if each.size >= LEAST_BYTES)
+    return sum(storages.values()) + sum(each.size for each in traces if each.size >= MIN_BYTES)
 
 
 class Meter:
@@ -168,8 +168,8 @@ def test_a_state_is_captured_with_one_copy() -> None:
 def test_the_update_log_is_as_long_as_its_setting_says(
     together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (update_log.MOST_UPDATES, update_log.MOST_BYTES) == (MOST_LOGGED_STEPS, MOST_LOGGED_BYTES)
-    assert JoinConfig("", "").update_log_bytes == MOST_LOGGED_BYTES
+    assert (update_log.MAX_UPDATES, update_log.MAX_BYTES) == (MAX_LOGGED_STEPS, MAX_LOGGED_BYTES)
+    assert JoinConfig("", "").update_log_bytes == MAX_LOGGED_BYTES
     for wrong in ("0", "-1", "1.5", "much", "16385"):
         with pytest.raises(ConfigError, match=f"update_log_mib is '{wrong}'; it must be from 1 to 16384"):
             assert JoinConfig("", "", update_log_mib=wrong).update_log_bytes

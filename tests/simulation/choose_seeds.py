@@ -16,7 +16,7 @@ from typing import Any
 from simulation import test_staged_world, test_world
 
 TIMES = 2  # seeds for each counted case, if there are as many
-LEAST_S = 0.05  # cost of a history besides its simulation
+MIN_S = 0.05  # cost of a history besides its simulation
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     for seed in range(options.of):
         before_s = time.process_time()
         world = simulate(tests, options.sweep, seed)
-        costs_s[seed] = time.process_time() - before_s + LEAST_S
+        costs_s[seed] = time.process_time() - before_s + MIN_S
         reached[seed] = frozenset(name for name, times in tests.reached_by(world).items() if times)
     seeds = choose(costs_s, reached)
     print(tuple(sorted(seeds)), f"take {sum(costs_s[seed] for seed in seeds):.1f} s of CPU")

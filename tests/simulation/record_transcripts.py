@@ -647,7 +647,7 @@ EVERYTHING = (
 
 # -- histories ---------------------------------------------------------------------------------
 
-UNTIL_S, MOST_EVENTS = 90.0, 2_000_000
+UNTIL_S, MAX_EVENTS = 90.0, 2_000_000
 
 
 def churn(
@@ -682,7 +682,7 @@ def churn(
         Trouble(world, dice, most=count + 2).plan_some(faults, dice.randint(1, 8))
     if watch is not None:
         watch(world, dice)
-    world.run(UNTIL_S, max_events=MOST_EVENTS)
+    world.run(UNTIL_S, max_events=MAX_EVENTS)
 
 
 def compare_sometimes(world: World, dice: Random) -> None:
@@ -735,7 +735,7 @@ def stages(seed: int, *, links: bool = False) -> None:
     )
     if dice.random() < 0.8:  # owners restart their workers
         world.at(dice.uniform(5.0, 20.0), trouble.return_all)
-    world.run(UNTIL_S, max_events=MOST_EVENTS)
+    world.run(UNTIL_S, max_events=MAX_EVENTS)
 
 
 def repartition(seed: int) -> None:
@@ -757,7 +757,7 @@ def repartition(seed: int) -> None:
         trouble.plan_some(STAGE_FAULTS, dice.randint(1, 2))
     if dice.random() < 0.3:
         world.at(dice.uniform(5.0, 20.0), trouble.return_all)
-    world.run(60.0, max_events=MOST_EVENTS)
+    world.run(60.0, max_events=MAX_EVENTS)
 
 
 STAGE_FAULTS = (

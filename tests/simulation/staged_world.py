@@ -40,7 +40,7 @@ from simulation.world import WorkerDisk as OneDisk
 
 SAMPLES, EPOCHS = 60, 2
 ACTIVATION, GRADIENT, SHARE, DIGEST = range(4)
-MOST_STORED_STEPS = 2
+MAX_STORED_STEPS = 2
 
 State = tuple[int, ...]
 """State of a stage, a number for each of its layers."""
@@ -348,7 +348,7 @@ class StagedWorker(SimWorker):
             of_stage = sorted(
                 (k for k in self.stored_checkpoints if k.layers == layers), key=lambda k: k.applied
             )
-            for old in of_stage[:-MOST_STORED_STEPS]:
+            for old in of_stage[:-MAX_STORED_STEPS]:
                 del self.stored_checkpoints[old]
         # A worker that has had several stages has old checkpoints of all: the oldest are deleted.
         for old in sorted(self.stored_checkpoints, key=lambda k: k.applied)[: -m.MAX_STAGE_CHECKPOINTS]:

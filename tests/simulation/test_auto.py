@@ -27,7 +27,7 @@ Seeds = Callable[[int], Iterator[int]]
 EDGES = {description: NEIGHBOURS[kind] for description, kind in CHOICES.items()}
 DENSE_KINDS = ("dense", "direct")
 RATE_Bps = 12.5e6
-SLOW_s, FAST_s = (
+SLOW_S, FAST_S = (
     3.0,
     0.001,
 )  # computing a sample: a dense exchange is short against the one, long against the other
@@ -50,7 +50,7 @@ class AutoWorld(World):
     turn_s, slow_first = 1.0, True
 
     def pace_s(self) -> float:
-        return SLOW_s if (int(self.now_s / self.turn_s) % 2 == 0) == self.slow_first else FAST_s
+        return SLOW_S if (int(self.now_s / self.turn_s) % 2 == 0) == self.slow_first else FAST_S
 
     def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
         if not worker.has_computed:

@@ -76,7 +76,7 @@ class StallingTrainer(SimTrainer, Protocol):
 
 
 RESIDUAL_TRANSFER_S = 3.0
-MOST_CATCH_UP_S = 2.0
+MAX_CATCH_UP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ class SimWorker:
         if self.core.rank_assignment is None and not self._connected_sources:
             self.world.later(0.2, self.peer, self._catch_up)
         elif self.core.rank_assignment is None and not self._frozen:
-            fails = self.world.catch_up_s() > MOST_CATCH_UP_S * 0.9
+            fails = self.world.catch_up_s() > MAX_CATCH_UP_S * 0.9
             self.handle(io.CatchUpFailed("on purpose") if fails else io.CaughtUp(0, b""))
             self.world.log.caught_up += 1
 
@@ -1052,7 +1052,7 @@ class World:
 
     def catch_up_s(self) -> float:
         """Seconds that a worker takes to catch up."""
-        return self.random.uniform(0.05, MOST_CATCH_UP_S)
+        return self.random.uniform(0.05, MAX_CATCH_UP_S)
 
     def restore_s(self) -> float:
         if self.slow_next_restore:

@@ -17,7 +17,7 @@ from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 
 PATIENCE_S = 60.0
-MOST_ABORTS = 3
+MAX_ABORTS = 3
 
 
 class PerfectNetwork:
@@ -79,9 +79,7 @@ class PerfectNetwork:
             self.step, self.attempt = self.step + 1, 0
         else:
             self.attempt += 1
-            assert self.attempt <= MOST_ABORTS, (
-                f"step {self.step} never commits: {len(votes)} different votes"
-            )
+            assert self.attempt <= MAX_ABORTS, f"step {self.step} never commits: {len(votes)} different votes"
 
     def _run(self, sides):
         cores = [w.make_collective(rank, self.world_size, int(skip)) for rank, (w, skip) in enumerate(sides)]

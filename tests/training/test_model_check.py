@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.training.model_check import IGNORED, MOST_LOOKED_AT, TokenCheck, check_values, spread_samples
+from gridtrain.training.model_check import IGNORED, MAX_LOOKED_AT, TokenCheck, check_values, spread_samples
 
 ROWS, POSITIONS = 10, 6
 NAN, INF = float("nan"), float("inf")
@@ -183,6 +183,6 @@ def test_a_data_set_without_a_token_to_predict(masked: int, caplog: pytest.LogCa
 
 def test_samples_are_spread_over_the_data_set() -> None:
     looked_at = list(spread_samples(range(1000), lambda samples: samples[0]))
-    assert len(looked_at) <= MOST_LOOKED_AT and looked_at[0] == 0 and looked_at[-1] >= 984
+    assert len(looked_at) <= MAX_LOOKED_AT and looked_at[0] == 0 and looked_at[-1] >= 984
     assert list(spread_samples(range(3), lambda samples: samples[0])) == [0, 1, 2]
     assert list(spread_samples(iter(range(3)), lambda samples: samples[0])) == []

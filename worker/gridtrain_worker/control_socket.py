@@ -34,7 +34,7 @@ If the path would be longer, the socket is created at a shorter path, and a link
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
-LEAST_DIGITS = 6
+MIN_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
 
@@ -217,7 +217,7 @@ def find_worker(who: str) -> Path:
     """Return the socket of one worker.
 
     Args:
-        who: the worker's name, RUN/NAME, or at least `LEAST_DIGITS` digits of its key; empty for the only
+        who: the worker's name, RUN/NAME, or at least `MIN_DIGITS` digits of its key; empty for the only
             worker.
 
     Raises:
@@ -259,7 +259,7 @@ def _found_workers() -> list[tuple[Path, Body]]:
 def _matches(who: str, shown: Body) -> bool:
     name, run, key = (str(shown.get(word) or "") for word in ("name", "run", "key"))
     digits = who.lower()
-    return who in (name, f"{run}/{name}") or (len(digits) >= LEAST_DIGITS and key.startswith(digits))
+    return who in (name, f"{run}/{name}") or (len(digits) >= MIN_DIGITS and key.startswith(digits))
 
 
 def _display_name(shown: Body) -> str:

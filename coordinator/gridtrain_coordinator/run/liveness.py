@@ -15,7 +15,7 @@ from gridtrain.core.group.stall_detection import extend_start
 MAX_RESTARTS = 2
 """How many times a worker may restart its state transfer in one generation."""
 
-LEAST_SILENCE_S, FEWEST_BEATS = 2.0, 40
+MIN_SILENCE_S, FEWEST_BEATS = 2.0, 40
 """The shortest heartbeat timeout, and the number of heartbeats with progress after which a worker's timeout
 is derived from its own intervals."""
 
@@ -53,7 +53,7 @@ class HeartbeatIntervals:
         """Return the time without messages after which the worker counts as lost; at most `most_s`."""
         if self._count < FEWEST_BEATS:
             return most_s
-        return min(most_s, max(LEAST_SILENCE_S, INTERVALS * self._longest_s))
+        return min(most_s, max(MIN_SILENCE_S, INTERVALS * self._longest_s))
 
 
 class Liveness:

@@ -45,7 +45,7 @@ WINDOW, FEWEST_DELAYS = 32, 4
 DEVIATIONS = 6.0
 """Number of median absolute deviations above the median at which a delay is unusual."""
 
-LEAST_MARGIN_S, LEAST_MARGIN_SHARE = 0.05, 0.25
+MIN_MARGIN_S, MIN_MARGIN_SHARE = 0.05, 0.25
 """Smallest distance of the limit from the median, in seconds and as a share of the median."""
 
 MAX_ABSENT_S = 300.0
@@ -76,7 +76,7 @@ class UsualDelay:
             self._middle_s = median(self._delays_s)
             self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
         middle_s = scale * self._middle_s
-        margin_s = max(DEVIATIONS * scale * self._deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
+        margin_s = max(DEVIATIONS * scale * self._deviation_s, MIN_MARGIN_SHARE * middle_s, MIN_MARGIN_S)
         return middle_s + margin_s
 
 

@@ -68,7 +68,7 @@ MAX_ORDERED_MEMBERS = 32
 exchanges are compared with ranks in join order, because several searches would block the
 coordinator."""
 
-DEFAULT_ALPHA_s = 1e-3
+DEFAULT_ALPHA_S = 1e-3
 DENSE_RETURN_RATIO = 1.05
 """The choice returns to a dense exchange, which leaves no gradients out, if a dense step takes at most this
 many times as long as a step with the current exchange."""
@@ -370,7 +370,7 @@ class ExchangeChoice:
         In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks.
         """
         count, cpu = self._parameters, CpuCosts()
-        assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
+        assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_S, DEFAULT_LINK_Bps)
         overlapped = self._local.overlapped / self._local.every if self._local is not None else 0.0
         estimates: list[ExchangeEstimate] = []
         orders: dict[ExchangeKind, Sequence[int]] = {}  # searched once for all densities of a kind

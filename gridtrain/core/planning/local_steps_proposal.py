@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gridtrain.errors import ConfigError
 
-MOST_LOCAL_STEPS = 512
+MAX_LOCAL_STEPS = 512
 """The maximum number to propose.  With more local steps the replicas differ too much: DiLoCo (arXiv
 2311.08105, section 3.1) was measured with up to 2,000 steps, and its loss increased from 500 steps on."""
 
@@ -43,7 +43,7 @@ def propose_local_steps(
     exchange_s: float,
     *,
     target_share: float = 0.1,
-    most: int = MOST_LOCAL_STEPS,
+    most: int = MAX_LOCAL_STEPS,
     hidden_s: float = 0.0,
 ) -> LocalStepsProposal:
     """Propose the fewest steps for which exchanges take at most `target_share` of the time.
@@ -77,7 +77,7 @@ def propose_local_steps(
             f"target_share is {target_share}; it must be > 0 and < 1", remedy="use target_share=0.1"
         )
     if most < 1:
-        raise ConfigError(f"most is {most}; it must be >= 1", remedy=f"use most={MOST_LOCAL_STEPS}")
+        raise ConfigError(f"most is {most}; it must be >= 1", remedy=f"use most={MAX_LOCAL_STEPS}")
     blocking_s = exchange_s - hidden_s
     wanted = max(exchange_s, blocking_s / target_share) * (1.0 - target_share) / step_s
     every = min(max(1, math.ceil(wanted - 1e-9)), most)  # 4.000000000001 is 4

@@ -38,7 +38,7 @@ MIN_SPEEDUP = 1.2
 MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
 MAX_LISTED_MEMBERS = 32  # number of members whose links the status shows
 DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s, assumed where nothing has been measured
-MOST_Bps, LEAST_Bps = 1e11, 1e3
+MAX_Bps, MIN_Bps = 1e11, 1e3
 """Bounds on a reported rate."""
 
 MAX_UNCONFIRMED_Bps = 125e6
@@ -99,7 +99,7 @@ class LinkMeasurements:
                 (self.received_Bps, (other, peer), back_Bps),
             )
             for known, pair, rate_Bps in reports if other != peer else ():
-                bounded_Bps = min(max(rate_Bps, LEAST_Bps), MOST_Bps)
+                bounded_Bps = min(max(rate_Bps, MIN_Bps), MAX_Bps)
                 if rate_Bps > 0 and known.get(pair) != bounded_Bps:
                     known[pair], new = bounded_Bps, True
         return new

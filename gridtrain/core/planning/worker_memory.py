@@ -21,7 +21,7 @@ _ENTRY_BYTES = 12
 _LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
 """Bytes of an entry in the update log, and of a step in addition to its entries."""
 
-MOST_LOGGED_STEPS, MOST_LOGGED_BYTES = 512, 128 << 20
+MAX_LOGGED_STEPS, MAX_LOGGED_BYTES = 512, 128 << 20
 """The maximum length of the update log, in steps and in bytes."""
 
 ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
@@ -75,7 +75,7 @@ def worker_memory(
     optimizer_values: float,
     parameter_bytes: float = _FLOAT,
     local: LocalSteps | None = None,
-    logged_steps: int = MOST_LOGGED_STEPS,
+    logged_steps: int = MAX_LOGGED_STEPS,
 ) -> WorkerMemory:
     """Return the bytes that a worker of this run holds per trainable parameter.
 
@@ -104,7 +104,7 @@ def worker_memory(
         summed = min(1.0, share if isinstance(wire, GTopK) else share * workers)
         buffers = 2.0 * _ENTRY_BYTES * summed
         step_bytes = _LOGGED_STEP_BYTES + _LOGGED_ENTRY_BYTES * summed * parameters
-        log = min(logged_steps * step_bytes, MOST_LOGGED_BYTES) / parameters
+        log = min(logged_steps * step_bytes, MAX_LOGGED_BYTES) / parameters
     return WorkerMemory(
         parameter=parameter_bytes,
         gradient=parameter_bytes,

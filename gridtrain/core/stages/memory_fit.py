@@ -14,7 +14,7 @@ from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, S
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes, format_count
 
-MOST_STAGES = 64
+MAX_PROPOSED_STAGES = 64
 """The maximum number of stages to propose; a model that needs more stages needs larger devices."""
 
 
@@ -112,7 +112,7 @@ def _sufficient_remedies(
             yield f"{smaller.micro_batches} micro-batches of {format_count(samples, 'sample')}"
             break
     smallest = min(devices, key=lambda device: device.memory_bytes)
-    for stages in range(len(devices) + 1, min(len(layers), MOST_STAGES) + 1):
+    for stages in range(len(devices) + 1, min(len(layers), MAX_PROPOSED_STAGES) + 1):
         if fits(layers, [*devices, *(smallest,) * (stages - len(devices))], running):
             yield f"{stages} stages, the additional ones on devices of {format_bytes(smallest.memory_bytes)}"
             break

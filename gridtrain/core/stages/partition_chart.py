@@ -16,7 +16,7 @@ from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
 from gridtrain.quantities import format_bytes, format_seconds
 
 BAR = 24
-MOST_NAMES = 44
+MAX_NAMES = 44
 
 TIMES = (("forward", "#0072B2"), ("backward", "#5BA3D0"), ("link", "#D55E00"))
 BYTES = (
@@ -60,7 +60,7 @@ def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_NAMES else text[: MOST_NAMES - 3] + "..."
+    return text if len(text) <= MAX_NAMES else text[: MAX_NAMES - 3] + "..."
 
 
 def _bar(share: float) -> str:

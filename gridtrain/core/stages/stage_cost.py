@@ -24,7 +24,7 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages.schedule import Schedule, fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError
 
-_PICOSECONDS_PER_s = 10**12  # times are summed as whole picoseconds, so that equal stages are exactly equal
+_PICOSECONDS_PER_S = 10**12  # times are summed as whole picoseconds, so that equal stages are exactly equal
 
 
 OPTIMIZER_STATE_COPIES = {
@@ -271,8 +271,8 @@ class StageCostModel:
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
-        self._forward = _sums(round(each_s * _PICOSECONDS_PER_s) for each_s in forwards_s)
-        self._backward = _sums(round(each_s * _PICOSECONDS_PER_s) for each_s in backwards_s)
+        self._forward = _sums(round(each_s * _PICOSECONDS_PER_S) for each_s in forwards_s)
+        self._backward = _sums(round(each_s * _PICOSECONDS_PER_S) for each_s in backwards_s)
         self._parameters = _sums(each.parameter_bytes for each in layers)
         self._trainable = _sums(each.trainable for each in layers)
         self._kept = _sums(each.kept_bytes for each in layers)
@@ -288,7 +288,7 @@ class StageCostModel:
         stages, path_Bps = len(devices), network.path_Bps
         self._in_flight = [running.in_flight(stage, stages) for stage in range(stages)]
         self._recomputes = [running.recomputes_forward(stage, stages) for stage in range(stages)]
-        self._per_s = [_PICOSECONDS_PER_s * device.speed for device in devices]
+        self._per_s = [_PICOSECONDS_PER_S * device.speed for device in devices]
         sides = [(stage > 0) + (stage + 1 < stages) for stage in range(stages)]
         self._messages_s = [number * running.message_s for number in sides]
         self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]

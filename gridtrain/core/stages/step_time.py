@@ -32,7 +32,7 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
-MOST_MICRO_BATCHES = 256
+MAX_MICRO_BATCHES = 256
 """The maximum number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
 
 STEP_TIME_TOLERANCE = 0.02
@@ -146,11 +146,11 @@ def propose_micro_batches(
 
 
 def micro_batch_candidates(batch: int) -> list[int]:
-    """Return the numbers of micro-batches to compare, at most `MOST_MICRO_BATCHES`, in ascending order.
+    """Return the numbers of micro-batches to compare, at most `MAX_MICRO_BATCHES`, in ascending order.
 
     Each number makes the largest micro-batch smaller than the previous number does.
     """
-    most = min(batch, MOST_MICRO_BATCHES)
+    most = min(batch, MAX_MICRO_BATCHES)
     sizes = {math.ceil(batch / number) for number in range(1, most + 1)}
     return sorted(number for number in {math.ceil(batch / size) for size in sizes} if number <= most)
 

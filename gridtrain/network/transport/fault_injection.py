@@ -53,7 +53,7 @@ Point = Literal["before", "during", "after"]
 Target = int | str
 
 RETRY_S = 0.02
-MOST_FAULTS = 10_000
+MAX_FAULTS = 10_000
 MAX_TEXT = 4 << 20
 PARTIAL_SUM_PHASES = frozenset({CollectivePhase.REDUCE, CollectivePhase.FOLD, CollectivePhase.ACTIVATION})
 
@@ -161,7 +161,7 @@ class Faults:
         path = Path(text[1:]) if text.startswith("@") else None
         try:
             body = text if path is None else path.read_text(encoding="utf-8")[:MAX_TEXT]
-            plan = [PlannedFault(**fault) for fault in json.loads(body)[:MOST_FAULTS]]
+            plan = [PlannedFault(**fault) for fault in json.loads(body)[:MAX_FAULTS]]
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"GRIDTRAIN_FAULTS is {text[:80]!r}: {error}",

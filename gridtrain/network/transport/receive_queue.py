@@ -29,11 +29,11 @@ from gridtrain.network.transport.rate_limiter import MAX_LATENESS_S
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Hashable)
-MOST_WAITING_BYTES = 768 * 2**20
+MAX_WAITING_BYTES = 768 * 2**20
 MIN_WAITING_BYTES = 32 * 2**20
-"""The limit on the bytes waiting from all senders together: `MOST_WAITING_BYTES`, or `MIN_WAITING_BYTES` (a
+"""The limit on the bytes waiting from all senders together: `MAX_WAITING_BYTES`, or `MIN_WAITING_BYTES` (a
 flow control window) per sender if that is more."""
-MOST_OWNERS = 1024
+MAX_OWNERS = 1024
 _DEBT_EPSILON = 1e-6
 """A debt of at most this many bytes is treated as a rounding error."""
 
@@ -114,7 +114,7 @@ class ReceiveQueue(Generic[S, T]):
         if self.rate_Bps is not None and debt_bytes > _DEBT_EPSILON:
             debt_bytes += self._take_departed_debt(owner, now_s)  # the debt of another closed connection
             self._departed_debts[owner] = (debt_bytes, now_s)  # the newest entry is last
-            if len(self._departed_debts) > MOST_OWNERS:
+            if len(self._departed_debts) > MAX_OWNERS:
                 del self._departed_debts[next(iter(self._departed_debts))]
         return [item for item, _ in queue.waiting]
 
@@ -134,7 +134,7 @@ class ReceiveQueue(Generic[S, T]):
 
     def find_overfull_sender(self) -> S | None:
         """Return the sender with the most waiting bytes if the total exceeds its limit, otherwise None."""
-        if self._waiting_bytes <= max(MOST_WAITING_BYTES, len(self._queues) * MIN_WAITING_BYTES):
+        if self._waiting_bytes <= max(MAX_WAITING_BYTES, len(self._queues) * MIN_WAITING_BYTES):
             return None
         return max(self._queues, key=lambda sender: self._queues[sender].waiting_bytes)
 

@@ -30,13 +30,13 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
-MOST_TARGETS = 8  # 2 MiB in total
-MOST_BURSTS, BURST_WINDOW_S = 64, 60.0
+MAX_TARGETS = 8  # 2 MiB in total
+MAX_BURSTS, BURST_WINDOW_S = 64, 60.0
 """Maximum number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
 burst whenever it is admitted, and a script that keeps crashing and being restarted may be admitted every two
 seconds."""
 
-MOST_REQUESTS = 4
+MAX_REQUESTS = 4
 """Maximum number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
 
 RATE_LIFETIME_S = 300.0
@@ -71,7 +71,7 @@ class BandwidthProbe:
     """Sends one burst at a time, and measures the bursts that arrive from peers.
 
     Args:
-        rng: the generator that selects the peers to measure if there are more than `MOST_TARGETS`, and that
+        rng: the generator that selects the peers to measure if there are more than `MAX_TARGETS`, and that
             produces the random bytes of a burst, which peers must not be able to predict.
     """
 
@@ -90,7 +90,7 @@ class BandwidthProbe:
         self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Start measuring at most `MOST_TARGETS` of the peers in `rtt_s`, one after the other, in order.
+        """Start measuring at most `MAX_TARGETS` of the peers in `rtt_s`, one after the other, in order.
 
         Args:
             rtt_s: the round-trip time to each peer in seconds.
@@ -106,7 +106,7 @@ class BandwidthProbe:
         self._sent_Bps |= fresh
         self._has_new_rates = self._has_new_rates or bool(fresh)
         targets = [peer for peer in rtt_s if peer not in fresh]
-        drawn = set(self._rng.sample(targets, min(MOST_TARGETS, len(targets))))
+        drawn = set(self._rng.sample(targets, min(MAX_TARGETS, len(targets))))
         self._pending_targets = [peer for peer in reversed(targets) if peer in drawn]
         self._until_s, self._current_burst = until_s, None
 
@@ -134,7 +134,7 @@ class BandwidthProbe:
 
     def handle_burst_request(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
         """Return the burst that a peer has requested; an empty list if the peer sends too many requests."""
-        times = self._request_times.setdefault(peer, deque(maxlen=MOST_REQUESTS))
+        times = self._request_times.setdefault(peer, deque(maxlen=MAX_REQUESTS))
         if len(times) == times.maxlen and now_s - times[0] < BURST_WINDOW_S:
             return []
         times.append(now_s)
@@ -155,9 +155,9 @@ class BandwidthProbe:
         Returns the acknowledgement if the burst is now complete, the reason if the message is a violation,
         and None otherwise.
         """
-        arrivals = self._burst_times.setdefault(peer, deque(maxlen=MOST_BURSTS * BURST_MESSAGES))
+        arrivals = self._burst_times.setdefault(peer, deque(maxlen=MAX_BURSTS * BURST_MESSAGES))
         if len(arrivals) == arrivals.maxlen and now_s - arrivals[0] < BURST_WINDOW_S:
-            return f"sent more than {MOST_BURSTS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
+            return f"sent more than {MAX_BURSTS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
         arrivals.append(now_s)
         if len(burst.payload) != BURST_MESSAGE_BYTES:
             return f"sent a Burst of {len(burst.payload)} bytes; it must be {BURST_MESSAGE_BYTES} bytes long"
@@ -180,7 +180,7 @@ class BandwidthProbe:
 
     def remove_peer(self, peer: PeerId) -> None:
         """Discard the bursts to and from a peer whose connection broke."""
-        if len(self._request_times) > MOST_TARGETS * MOST_BURSTS:
+        if len(self._request_times) > MAX_TARGETS * MAX_BURSTS:
             self._request_times.clear()
         self._incoming.pop(peer, None)
         if self._current_burst is not None and self._current_burst.peer == peer:

@@ -37,7 +37,7 @@ CAUGHT_UP_STEPS = 2
 remaining updates arrive while the generation is forming."""
 
 PROGRESS_INTERVAL_S = 2.0
-MOST_PENDING_BYTES = 4 << 30
+MAX_PENDING_BYTES = 4 << 30
 MAX_UPDATES_PER_WORK = 64
 
 
@@ -156,7 +156,7 @@ class CatchUpReceiver:
             case m.SnapshotBlock():
                 return self._snapshot.receive_block(peer, message, now_s)
             case m.UpdateLogEntry(step, latest, payload):
-                self.latest_step = max(step, min(latest, step + update_log.MOST_UPDATES))
+                self.latest_step = max(step, min(latest, step + update_log.MAX_UPDATES))
                 if self._received is not None and step == self._received[0] + 1:
                     self._receive_update(update_log.decode_update(step, payload, self._n), len(payload))
                 return []
@@ -230,9 +230,9 @@ class CatchUpReceiver:
         self._received = (update.step, history)
         self._pending.append((update, history, nbytes))
         self._pending_bytes += nbytes
-        if self._pending_bytes > MOST_PENDING_BYTES:
+        if self._pending_bytes > MAX_PENDING_BYTES:
             self.failure = (
-                f"{self._pending_bytes} bytes of updates are pending; at most {MOST_PENDING_BYTES} bytes may "
+                f"{self._pending_bytes} bytes of updates are pending; at most {MAX_PENDING_BYTES} bytes may "
                 "be pending"
             )
         self._check_target()

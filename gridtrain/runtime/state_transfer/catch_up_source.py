@@ -32,7 +32,7 @@ MAX_REQUESTS = 64
 """Maximum number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
 A correct receiver repeats its requests only when a source has left."""
 
-MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
+MAX_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 """Maximum size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
 
 BACKLOG_BYTES = 2 << 20
@@ -56,7 +56,7 @@ class CatchUpSource:
         self,
         rate_Bps: float | None,
         submit: Callable[[Callable[[], None]], None],
-        log_bytes: int = update_log.MOST_BYTES,
+        log_bytes: int = update_log.MAX_BYTES,
     ) -> None:
         self._rate_Bps = rate_Bps
         self._submit = submit
@@ -202,7 +202,7 @@ class CatchUpSource:
                     transport.send(peer, m.SnapshotUnavailable("the next update is no longer available"))
                 return
             payload = update_log.encode_update(update, self._n)
-            if len(payload) > MOST_UPDATE_BYTES:
+            if len(payload) > MAX_UPDATE_BYTES:
                 del self._next_step[peer]
                 transport.send(
                     peer,

@@ -32,7 +32,7 @@ FILES = ("state.json", "tensors.safetensors")
 RESIDUAL_FILE = "residual.safetensors"
 """The file with the worker's residual, copied only for a receiver that takes over the worker's layers."""
 
-MOST_WAITING = 4
+MAX_WAITING = 4
 """Maximum number of queued checkpoints for which the group does not wait.  If there are more, the oldest is
 dropped."""
 
@@ -118,7 +118,7 @@ class CheckpointCopier:
             self._yield_to_state()
             return
         self._waiting.append(effect)
-        while len(self._waiting) > MOST_WAITING:
+        while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
 
     def _yield_to_state(self) -> None:

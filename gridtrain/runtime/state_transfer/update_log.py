@@ -27,7 +27,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 
-MOST_UPDATES, MOST_BYTES = 512, 128 << 20
+MAX_UPDATES, MAX_BYTES = 512, 128 << 20
 MAX_SETTINGS_BYTES = 1 << 20
 """Maximum size of the optimizer's settings in bytes.  One parameter group takes about 230 bytes, and each
 parameter may have its own group."""
@@ -83,7 +83,7 @@ def matches_history(history: bytes, voted: bytes) -> bool:
 class UpdateLog:
     """The updates of the latest steps, oldest first and without gaps; each index is stored in 4 bytes."""
 
-    def __init__(self, max_count: int = MOST_UPDATES, max_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, max_count: int = MAX_UPDATES, max_bytes: int = MAX_BYTES) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
         self._updates: deque[StepUpdate] = deque()
         self._bytes = 0

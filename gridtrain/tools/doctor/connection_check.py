@@ -24,8 +24,8 @@ from gridtrain.tools.doctor.findings import Finding, failure, ok
 
 RESOLVE_TIMEOUT_S = 4.0
 CONNECT_TIMEOUT_S = 4.0
-MOST_ADDRESSES = 4
-SLOW_ROUND_TRIP_s = 0.25
+MAX_ADDRESSES = 4
+SLOW_ROUND_TRIP_S = 0.25
 
 _REFUSED = (errno.ECONNREFUSED,)
 _UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
@@ -78,7 +78,7 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
         fix = "check the network, or ask the run's owner for an invitation with a numeric address"
         why = getattr(found, "strerror", None) or found
         return failure("name", f"{host} cannot be resolved on this machine: {why}", fix, host=host)
-    way.addresses = [(family, place) for family, _, _, _, place in found][:MOST_ADDRESSES]
+    way.addresses = [(family, place) for family, _, _, _, place in found][:MAX_ADDRESSES]
     named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.addresses))
     return ok(
         "name",

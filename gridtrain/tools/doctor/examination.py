@@ -285,7 +285,7 @@ def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> li
     up += f" (your limit, {limit.where})" if limit is not None else ""
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
     figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
-    if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_s:
+    if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_S:
         return [
             warning(
                 name,

@@ -24,11 +24,11 @@ from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 
-LEAST_PYTHON = (3, 11)
-LITTLE_MEMORY_bytes = 4 << 30
-LITTLE_DISK_bytes = 2 << 30
-BAD_DISK_bytes = 200 << 20
-MOST_SKEW_s = 5.0
+MIN_PYTHON = (3, 11)
+LITTLE_MEMORY_BYTES = 4 << 30
+LITTLE_DISK_BYTES = 2 << 30
+BAD_DISK_BYTES = 200 << 20
+MAX_SKEW_S = 5.0
 POLL_S = 0.05
 
 TORCH_PROBE = """
@@ -71,8 +71,8 @@ INSTALL_HINT = f"{install_command('torch')} (but first install the torch build f
 def check_python() -> Finding:
     ours = platform.python_version()
     figures = {"version": ours, "platform": sys.platform}
-    if sys.version_info < LEAST_PYTHON:
-        wanted = ".".join(map(str, LEAST_PYTHON))
+    if sys.version_info < MIN_PYTHON:
+        wanted = ".".join(map(str, MIN_PYTHON))
         return failure("python", f"Python {ours}", f"install Python {wanted} or newer", **figures)
     return ok("python", f"Python {ours} on {sys.platform}, {_cores()} CPU cores", **figures, cores=_cores())
 
@@ -209,7 +209,7 @@ def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Fin
             "memory", "this system does not report how much memory is free", "check the free memory yourself"
         )
     text = f"{free / 2**30:.1f} GiB of memory free"
-    if free < LITTLE_MEMORY_bytes:
+    if free < LITTLE_MEMORY_BYTES:
         return warning("memory", text, "close other programs, because model, gradient and residual need "
         "memory",
                        free_bytes=free)  # fmt: skip
@@ -234,14 +234,14 @@ def check_disk(run: str) -> Finding:
     if not os.access(there, os.W_OK):
         fix = "set XDG_STATE_HOME to a folder that you may write to"
         return failure("disk", f"{folder} cannot be written to", fix, free_bytes=free)
-    if free < BAD_DISK_bytes:
+    if free < BAD_DISK_BYTES:
         return failure(
             "disk",
             text,
             "free space on the disk, or set XDG_STATE_HOME to a folder on another disk",
             free_bytes=free,
         )
-    if free < LITTLE_DISK_bytes:
+    if free < LITTLE_DISK_BYTES:
         return warning(
             "disk", text, "free space on the disk, or choose another folder with --state-dir", free_bytes=free
         )
@@ -265,7 +265,7 @@ def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
         return ok("clock", "not compared, because the coordinator did not report its time")
     skew_s = ours_s - theirs_s
     text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
-    if abs(skew_s) > MOST_SKEW_s:
+    if abs(skew_s) > MAX_SKEW_S:
         fix = "switch on time synchronization, which logs and invitations need, but training does not"
         return warning("clock", text, fix, skew_s=skew_s)
     return ok("clock", text, skew_s=skew_s)

@@ -22,8 +22,8 @@ from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.workload import CpuCosts, Workload
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement
 
-MOST_ORDERED = 32
-LEAST_Bps = 1e3
+MAX_ORDERED = 32
+MIN_Bps = 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s:
 
 
 def _look(load: Workload, network: NetworkModel, compute_s: float) -> ExchangeEstimate:
-    look = estimate_best_order if 2 < network.size <= MOST_ORDERED else estimate_exchange
+    look = estimate_best_order if 2 < network.size <= MAX_ORDERED else estimate_exchange
     return look(load, network, CpuCosts(), compute_s)
 
 
@@ -134,7 +134,7 @@ def _joined(
         there = mine.get(min(src, dst), LinkMeasurement())
         rate_Bps = there.up_Bps if src == size else there.down_Bps
         alpha_s = (there.rtt_s if there.rtt_s is not None else usual) / 2
-        return LinkModel(alpha_s, max(LEAST_Bps, rate_Bps)) if rate_Bps else LinkModel(alpha_s)
+        return LinkModel(alpha_s, max(MIN_Bps, rate_Bps)) if rate_Bps else LinkModel(alpha_s)
 
     ups = list(network.up_Bps) if network is not None else [down_Bps] * size
     downs = list(network.down_Bps) if network is not None else [up_Bps] * size
@@ -146,7 +146,7 @@ def _joined(
 def _best(rates_Bps: Sequence[float | None]) -> float:
     """Return the highest rate that was measured on a link; 100 Mbit/s if no rate was measured."""
     known = [rate for rate in rates_Bps if rate]
-    return max(LEAST_Bps, max(known, default=12.5e6))
+    return max(MIN_Bps, max(known, default=12.5e6))
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:

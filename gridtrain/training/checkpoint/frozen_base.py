@@ -36,7 +36,7 @@ the document's parameters are not in any checkpoint."""
 _MARK = "_gridtrain_base"
 _CHUNK_BYTES = 64 << 20
 _SAMPLED_ELEMENTS = 64
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _UNREADABLE = (AttributeError, NotImplementedError, RuntimeError, TypeError)
 _OWN_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|device\(type='\w+'(, index=\d+)?\)")
 
@@ -146,7 +146,7 @@ class FrozenBase:
         """
         if self._digest is None:
             digests: dict[str, bytes] = {}
-            with ThreadPoolExecutor(max(1, min(_MOST_THREADS, os.cpu_count() or 1))) as pool:
+            with ThreadPoolExecutor(max(1, min(_MAX_THREADS, os.cpu_count() or 1))) as pool:
                 for piece in self._pieces():
                     moved, held = _moved_scales(piece), self._parameters_in(piece)
                     scales = [moved.get(id(parameter)) for parameter in held.values()]

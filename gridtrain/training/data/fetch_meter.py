@@ -24,7 +24,7 @@ PIECE_S = 0.1
 
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
-_DOWNLOAD_BPS, _MOST_BYTES, _DAY_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(6)
+_DOWNLOAD_BPS, _MAX_BYTES, _DAY_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(6)
 FIELDS = _FIRST_READER + 1 + MAX_READERS
 
 
@@ -67,7 +67,7 @@ class FetchMeter:
         """Set the limits: bytes per second, and the bytes that the worker may move in total and in a whole
         day."""
         self._fields[_DOWNLOAD_BPS] = download_Bps or math.inf
-        self._fields[_MOST_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
+        self._fields[_MAX_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 
     def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
         """Record the bytes that the sockets have received, and have received or sent, so far."""
@@ -145,7 +145,7 @@ class FetchMeter:
 
     @property
     def _left_bytes(self) -> float:
-        return float(self._fields[_MOST_BYTES]) - float(self._fields[_MOVED_BYTES]) - self.fetched_bytes
+        return float(self._fields[_MAX_BYTES]) - float(self._fields[_MOVED_BYTES]) - self.fetched_bytes
 
     @property
     def _received_bytes(self) -> int:

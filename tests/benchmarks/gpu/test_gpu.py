@@ -266,7 +266,7 @@ def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
 ) -> None:
     (tmp_path / "fakeparts.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(program, "LEAST_S", 0.0)
+    monkeypatch.setattr(program, "MIN_S", 0.0)
     fakes = {name: Part(f"fakeparts:{name}", (), 60.0) for name in ("bad", "crashing")}
     fakes["hanging"] = Part("fakeparts:hanging", (), 5.0)
     fakes["elsewhere"] = Part("fakeparts:good", ("no_such_package",), 60.0)

@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).parents[2] / "integration" / "scripts" / "train.py"
 SPY = Path(__file__).parent / "spy"
 NAMES = ("anna-fe64a1", "bert-07bd93", "cleo-c31d58")
 STEPS = 30
-MOST_SAMPLES = 150
+MAX_SAMPLES = 150
 TIMEOUT_S = 150.0
 
 
@@ -89,7 +89,7 @@ def record(
 def chosen(samples: Sequence[bytes]) -> list[bytes]:
     """Choose some samples of the whole run."""
     different = sorted(set(samples))
-    return random.Random(0).sample(different, min(MOST_SAMPLES, len(different)))
+    return random.Random(0).sample(different, min(MAX_SAMPLES, len(different)))
 
 
 @pytest.fixture(scope="module")

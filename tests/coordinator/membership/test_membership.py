@@ -35,7 +35,7 @@ from gridtrain_coordinator.run.events import (
     WorkerRemoved,
 )
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
-from gridtrain_coordinator.run.liveness import FEWEST_BEATS, LEAST_SILENCE_S
+from gridtrain_coordinator.run.liveness import FEWEST_BEATS, MIN_SILENCE_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_names import unique_name
 
@@ -399,7 +399,7 @@ def test_a_member_that_was_lost_by_its_silence_may_be_silent_longer_when_it_retu
         silences_s.append(run.core.deadline_s - run.now_s)
         run.tick(silences_s[-1])
         assert not run.core.run.workers
-    assert silences_s == pytest.approx([LEAST_SILENCE_S, limits.silence_s])
+    assert silences_s == pytest.approx([MIN_SILENCE_S, limits.silence_s])
 
 
 def test_a_worker_is_admitted_once_its_reachability_is_known() -> None:

@@ -13,7 +13,7 @@ from gridtrain_coordinator.run.liveness import (
     FEWEST_BEATS,
     INTERVALS,
     JOIN_WAIT_S,
-    LEAST_SILENCE_S,
+    MIN_SILENCE_S,
     Liveness,
     StateTransferProgress,
 )
@@ -123,8 +123,8 @@ def test_a_worker_with_regular_heartbeats_counts_as_lost_sooner() -> None:
             assert one.deadline_s(LIMITS) == heard_s + LIMITS.silence_s, "too few heartbeats"
             heartbeat(one, number, 0.5 * number + pause_s)
     now_s = regular.liveness.last_heard_s
-    assert regular.deadline_s(LIMITS) == now_s + LEAST_SILENCE_S
-    assert regular.failure_reason(LIMITS, now_s + LEAST_SILENCE_S) == "sent nothing for 2.0 s"
+    assert regular.deadline_s(LIMITS) == now_s + MIN_SILENCE_S
+    assert regular.failure_reason(LIMITS, now_s + MIN_SILENCE_S) == "sent nothing for 2.0 s"
     assert hesitant.deadline_s(LIMITS) == pytest.approx(now_s + INTERVALS * 0.9, rel=0.05)
     heartbeat(hesitant, 99, now_s + 3.0)
     assert hesitant.deadline_s(LIMITS) == now_s + 3.0 + LIMITS.silence_s, "at most the general timeout"
@@ -156,7 +156,7 @@ def test_a_pause_after_which_a_worker_returned_lengthens_its_timeout(stayed_conn
     after = workers.register(A, "a", "", now_s + 3.0)
     for number in range(1, FEWEST_BEATS + 1):
         heartbeat(after, number, now_s + 3.0 + 0.5 * number)
-    expected_s = LIMITS.silence_s if stayed_connected else LEAST_SILENCE_S
+    expected_s = LIMITS.silence_s if stayed_connected else MIN_SILENCE_S
     assert after.deadline_s(LIMITS) == after.liveness.last_heard_s + expected_s
 
 
@@ -166,7 +166,7 @@ def test_a_stall_of_the_coordinator_does_not_count_as_an_interval() -> None:
         heartbeat(one, number, 0.5 * number)
     one.excuse_stall(3.0, one.liveness.last_heard_s + 3.0, LIMITS)
     heartbeat(one, 99, 0.5 * FEWEST_BEATS + 3.5)
-    assert one.deadline_s(LIMITS) == one.liveness.last_heard_s + LEAST_SILENCE_S
+    assert one.deadline_s(LIMITS) == one.liveness.last_heard_s + MIN_SILENCE_S
 
 
 def test_a_stall_of_the_coordinator_extends_all_deadlines() -> None:

@@ -14,8 +14,8 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import SKIP, absent_flag, absent_ranks, is_absent, is_skipped
 from gridtrain.core.member.stragglers import (
     FEWEST_DELAYS,
-    LEAST_MARGIN_S,
     MAX_ABSENT_S,
+    MIN_MARGIN_S,
     Stragglers,
     UsualDelay,
     UsualDelays,
@@ -98,7 +98,7 @@ def test_a_delay_is_unusual_beyond_six_deviations_above_the_median() -> None:
     assert usual.limit_s() == pytest.approx(1.1 + 6 * 0.1)
     for _ in range(64):
         usual.record(0.01)
-    assert usual.limit_s() == pytest.approx(0.01 + LEAST_MARGIN_S), "old delays are forgotten"
+    assert usual.limit_s() == pytest.approx(0.01 + MIN_MARGIN_S), "old delays are forgotten"
 
 
 def test_a_member_reports_once_that_it_waits_longer_than_usual() -> None:
@@ -109,7 +109,7 @@ def test_a_member_reports_once_that_it_waits_longer_than_usual() -> None:
     member.regular_steps(FEWEST_DELAYS)
     member.submit(0.1)
     due_s = member.subject.deadline_s
-    assert due_s == pytest.approx(member.now_s + 0.1 + STEP_S / 2 + LEAST_MARGIN_S)
+    assert due_s == pytest.approx(member.now_s + 0.1 + STEP_S / 2 + MIN_MARGIN_S)
     assert member.subject.tick(due_s - 0.01) == []
     assert member.subject.tick(due_s) == [Send(PEERS[0], m.Waiting(member.round_id(), SETTINGS))]
     assert member.subject.deadline_s == math.inf and member.subject.tick(due_s + 9) == []
@@ -125,7 +125,7 @@ def test_the_root_requests_late_members_once_half_of_the_samples_wait() -> None:
     assert requests(root.waiting(1, 0.12)) == [], "4 of 16 samples"
     assert requests(root.waiting(2, 0.12)) == [], "rank 3 is not late yet"
     due_s = root.subject.deadline_s
-    assert due_s == pytest.approx(root.now_s + STEP_S / 2 + LEAST_MARGIN_S)
+    assert due_s == pytest.approx(root.now_s + STEP_S / 2 + MIN_MARGIN_S)
     effects = root.subject.tick(due_s)
     assert effects == [Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS))]
     assert root.subject.tick(due_s + 1) == [], "requested once"
@@ -139,7 +139,7 @@ def test_the_first_step_of_a_generation_uses_the_delays_known_from_earlier_ones(
     usual = UsualDelays()
     Group(rank=2, delays=usual).regular_steps(FEWEST_DELAYS)
     usual.compute[PEERS[3]] = usual.compute[PEERS[0]] = usual.compute[PEERS[2]]
-    limit_s = STEP_S / 2 + LEAST_MARGIN_S
+    limit_s = STEP_S / 2 + MIN_MARGIN_S
     member, late = Group(rank=2, delays=usual), Group(rank=3, delays=usual)
     member.submit(0.1)
     assert member.subject.tick(member.subject.deadline_s) == [
@@ -305,7 +305,7 @@ def test_a_trainer_that_has_returned_gets_its_usual_time() -> None:
     member.request(0.02)
     assert member.subject.absence is None
     due_s = member.subject.deadline_s
-    assert due_s == pytest.approx(member.now_s + 0.01 + STEP_S / 2 + LEAST_MARGIN_S)
+    assert due_s == pytest.approx(member.now_s + 0.01 + STEP_S / 2 + MIN_MARGIN_S)
     member.subject.tick(due_s)
     assert member.subject.absence == (member.step, SETTINGS), "it has stalled again"
 

@@ -102,7 +102,7 @@ def test_the_debt_of_an_excluded_peer_is_forgotten():
 
 
 def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gridtrain.network.transport.receive_queue.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("gridtrain.network.transport.receive_queue.MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr("gridtrain.network.transport.receive_queue.MIN_WAITING_BYTES", 300)
     arrivals: ReceiveQueue[str, int] = ReceiveQueue(1.0)
     for item in range(4):
@@ -118,7 +118,7 @@ def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeyp
 
 def test_a_window_of_each_honest_sender_may_wait(monkeypatch: pytest.MonkeyPatch):
     """The root of a star with many members has as many windows under way to it."""
-    monkeypatch.setattr("gridtrain.network.transport.receive_queue.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("gridtrain.network.transport.receive_queue.MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr("gridtrain.network.transport.receive_queue.MIN_WAITING_BYTES", 200)
     arrivals: ReceiveQueue[int, str] = ReceiveQueue(1.0)
     for member in range(20):

@@ -11,8 +11,8 @@ from gridtrain.core.messages import BURST_MESSAGE_BYTES, BURST_MESSAGES, Burst, 
 from gridtrain.errors import TransportError
 from gridtrain.runtime.link_probes.bandwidth_probe import (
     BURST_WINDOW_S,
-    MOST_BURSTS,
-    MOST_TARGETS,
+    MAX_BURSTS,
+    MAX_TARGETS,
     RATE_LIFETIME_S,
     BandwidthProbe,
 )
@@ -84,7 +84,7 @@ def test_a_bounded_sample_of_peers_is_probed_one_at_a_time() -> None:
         probed.append(peer)
         bursts.handle_acknowledgement(peer, answer_to(transport), 0.5)
         transport.messages.clear()
-    assert len(probed) == len(set(probed)) == MOST_TARGETS and probed == sorted(probed), "in the given order"
+    assert len(probed) == len(set(probed)) == MAX_TARGETS and probed == sorted(probed), "in the given order"
     other = BandwidthProbe(Random(4))
     other.begin(peers, until_s=100.0, now_s=0.0)
     other.advance(transport, 0.0)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def test_a_peer_that_does_not_answer_leaves_time_for_the_others() -> None:
 
 def test_too_many_bursts_are_a_violation() -> None:
     bursts = BandwidthProbe(Random(7))
-    for i in range(MOST_BURSTS * BURST_MESSAGES):
+    for i in range(MAX_BURSTS * BURST_MESSAGES):
         assert not isinstance(
             bursts.handle_burst(ANNA, Burst(i // BURST_MESSAGES, i % BURST_MESSAGES, FULL), 0.0), str
         )

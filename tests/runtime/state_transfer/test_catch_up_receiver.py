@@ -175,7 +175,7 @@ def test_only_pending_updates_count_as_pending(monkeypatch: pytest.MonkeyPatch) 
     catch_up(receiver, source)
     payload = update_log.encode_update(STEPS[0], N)
     monkeypatch.setattr(
-        "gridtrain.runtime.state_transfer.catch_up_receiver.MOST_PENDING_BYTES", 3 * len(payload)
+        "gridtrain.runtime.state_transfer.catch_up_receiver.MAX_PENDING_BYTES", 3 * len(payload)
     )
     receiver.handle_message(A, m.UpdateLogEntry(12, 12, payload), 0.0)
     for step in range(13, 60):
@@ -266,7 +266,7 @@ def test_settings_that_fit_into_no_update_are_not_sent() -> None:
 
 def test_an_update_that_fits_into_no_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sending it would end the source's I/O loop."""
-    monkeypatch.setattr(catch_up_source, "MOST_UPDATE_BYTES", 10)
+    monkeypatch.setattr(catch_up_source, "MAX_UPDATE_BYTES", 10)
     receiver, source = CatchUpReceiver(1 << 30, N), Source()
     catch_up(receiver, source)
     assert "does not fit into a message" in receiver.failure
