@@ -189,7 +189,7 @@ def test_the_final_model_is_written_stage_by_stage_with_an_index(tmp_path: Path)
             assert torch.equal(part[name], value)
             assert index["weight_map"][name] == f"final-0000{seen.stage + 1}-of-00003.safetensors"
     names = {path.name: path.read_bytes() for path in tmp_path.glob("final*")}
-    local(lambda grid: run(grid, layers, stages=3), workers=3, export_dir=str(tmp_path))
+    local(lambda grid: run(grid, layers, stages=3, steps=STEPS + 1), workers=3, export_dir=str(tmp_path))
     assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == names
 
 

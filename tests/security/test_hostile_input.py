@@ -121,7 +121,7 @@ def state_of(buffer: CollectiveBuffer) -> Any:
     match buffer:
         case DenseRingBuffer() | DenseStarBuffer():
             return (
-                buffer.update_N.tobytes(),
+                buffer.update.tobytes(),
                 None if buffer.rest_N is None else buffer.rest_N.tobytes(),
             )
         case AllGatherBuffer():
