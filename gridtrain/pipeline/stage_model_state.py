@@ -85,6 +85,7 @@ class StageModelState(ModelState):
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
         )
+        session.is_state_unchanged = lambda: True  # until `Pipeline.step`
         session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` reports its length
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:

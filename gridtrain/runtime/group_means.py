@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, WEIGHTS_INDEX, MeanKey
+from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, MAX_OPEN_MEANS, WEIGHTS_INDEX, MeanKey
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import MAX_NAMES, list_first
@@ -45,11 +45,16 @@ class GroupMeans:
     def __init__(self, connection: GroupConnection, await_generation: Callable[[int], int | None]) -> None:
         self._connection, self._await_generation = connection, await_generation
         self._generation = -1
-        self._values: dict[MeanKey, float] = {}  # of this worker's calls since the latest step but one
+        self._values: dict[MeanKey, float] = {}  # of this worker's latest calls
+        self._place, self._count = (-1, 0), 0  # step and first index of the latest calls, and their number
         self._announced: tuple[int, int, int] | None = None  # generation, step and weight
         self._lone_calls: dict[int, int] = {}  # consecutive ones by index
         self._lone_step, self._lone_steps = -1, 0  # the latest step with a lone call, and the number of them
         self._late_calls = 0
+
+    def begin_turn(self) -> None:
+        """Count the calls of the turn that begins from 0, also if it repeats a step with another batch."""
+        self._place = (-1, 0)
 
     def average(self, step: int, generation: int, value: float, *, is_before_step: bool) -> float:
         """Return the mean of the workers' values, or `value` if this worker cannot make the call in a group.
@@ -60,10 +65,14 @@ class GroupMeans:
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
         """
-        self.repeat(generation)
-        self._values = {key: each for key, each in self._values.items() if step - 1 <= key[0] <= step}
+        self.repeat(step, generation)
+        while len(self._values) >= MAX_OPEN_MEANS:
+            del self._values[next(iter(self._values))]
         first = BEFORE_STEP_INDEX if is_before_step else 0
-        index = first + sum(key[0] == step and key[1] >= first for key in self._values)
+        if (step, first) != self._place:
+            self._place, self._count = (step, first), 0
+        index = first + self._count
+        self._count += 1
         self._values[step, index] = value
         self._connection.loop.request_average(step, index, value)
         self._announced = None  # its answer is no longer awaited
@@ -71,16 +80,21 @@ class GroupMeans:
             self._generation = -1  # the generation has ended, or has not started
             if (new := self._await_generation(step)) is None:
                 return value
-            self.repeat(new)
+            self.repeat(step, new)
         if answer is None or answer.value is None:
             return value
         self._check_missing(answer)
         return answer.value
 
-    def repeat(self, generation: int) -> None:
-        """Contribute the latest values once more in a new generation."""
+    def repeat(self, step: int, generation: int) -> None:
+        """Contribute the latest values once more in a new generation, unless steps are repeated."""
+        if any(key[0] > step for key in self._values):
+            self.begin_turn()
+            self._values = {}
+        self._values = {key: each for key, each in self._values.items() if key[0] >= step - 1}
         if generation != self._generation:
             self._generation = generation
+            self._announced = None  # the answer to it is dropped, so that it is announced again
             for key, value in self._values.items():
                 self._connection.loop.request_average(*key, value)
 

@@ -39,6 +39,7 @@ from gridtrain.runtime.mailbox.worker_task import (
     ApplyMissedSteps,
     CaptureState,
     CopySnapshot,
+    ReadCheckpoint,
     WorkerTask,
 )
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
@@ -198,6 +199,7 @@ class GroupSession:
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
+        self._means.begin_turn()
         self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
@@ -309,9 +311,8 @@ class GroupSession:
             self.end_reason = refused.reason
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
-        return self.tasks.next_task(
-            snapshot, is_round_begun=self._has_begun(snapshot), between_batches=between_batches
-        )
+        has_begun = self._has_begun(snapshot) or self._submitted is not None
+        return self.tasks.next_task(snapshot, is_round_begun=has_begun, between_batches=between_batches)
 
     def _run_task(self, task: WorkerTask, snapshot: WorkerSnapshot) -> None:
         self._is_in_task = True
@@ -399,7 +400,7 @@ class GroupSession:
             return None
         assert snapshot.open_round is not None
         self._turn = snapshot
-        self._means.repeat(snapshot.generation)
+        self._means.repeat(step, snapshot.generation)
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
@@ -571,22 +572,26 @@ class GroupSession:
         if self._turn is None:
             return None
         may_copy = not self.is_turn_done and self.is_state_unchanged()
-        copies = (CaptureState, CopySnapshot) if may_copy else ()
+        copies = (CaptureState, CopySnapshot, io.SaveCheckpoint, ReadCheckpoint) if may_copy else ()
+
+        def due(here: WorkerSnapshot) -> list[WorkerTask]:  # no generation waits for added residuals
+            return [task for task in here.tasks if not isinstance(task, AddResiduals)]
+
         with self._ends_as_standby():
             while True:
                 snapshot = self.connection.wait(
                     lambda here: (
-                        self._can_begin(here) or here.is_finished or bool(here.tasks) or self._is_interrupted
+                        self._can_begin(here) or here.is_finished or bool(due(here)) or self._is_interrupted
                     )
                 )
                 assert snapshot is not None
-                task = self._next_task(snapshot, between_batches=False)
-                if task is not None and isinstance(task, (AddResiduals, *copies)):
-                    self._run_task(task, snapshot)
-                elif not self._can_begin(snapshot) or self._is_interrupted or self.step != step:
-                    return None
-                else:
+                tasks = due(snapshot)
+                if tasks and isinstance(tasks[0], copies):
+                    self._run_task(tasks[0], snapshot)
+                elif self._can_begin(snapshot) and not self._is_interrupted and self.step == step:
                     return snapshot.generation
+                else:
+                    return None
         return None
 
     def announce_weight(self, weight: int) -> None:
@@ -639,7 +644,7 @@ class GroupSession:
         Busy time counts as progress.
         """
         self._compute_rate.discard()
-        self._loop.heartbeat.set_busy(busy)
+        self._loop.heartbeat.is_busy = busy
 
     # -- end of the run ----------------------------------------------------------------------------
 

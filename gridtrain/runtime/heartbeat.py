@@ -24,11 +24,15 @@ PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
 
 
 class HeartbeatSource:
-    """Collects the content of the next heartbeat."""
+    """Collects the content of the next heartbeat.
+
+    Attributes:
+        is_busy: whether the trainer is busy with work that may take a long time, which counts as progress.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._busy = False
+        self.is_busy = False
         self._moved_bytes = 0
         self._figures: dict[str, float] = {}
 
@@ -46,14 +50,6 @@ class HeartbeatSource:
         with self._mailbox.condition:
             return dict(self._figures)
 
-    def set_busy(self, busy: bool) -> None:
-        """Set whether the trainer is busy with work that may take a long time.
-
-        Busy time counts as progress.
-        """
-        with self._mailbox.condition:
-            self._busy = busy
-
     # -- I/O thread ------------------------------------------------------------------------------
 
     def count_missed_step(self) -> None:
@@ -70,7 +66,7 @@ class HeartbeatSource:
         """
         moved_bytes = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
         with self._mailbox.condition:
-            if moved_bytes != self._moved_bytes or self._busy:
+            if moved_bytes != self._moved_bytes or self.is_busy:
                 self._moved_bytes = moved_bytes
                 self._mailbox.count_progress()
             progress, is_waiting = self._mailbox.progress, self._mailbox.is_trainer_waiting

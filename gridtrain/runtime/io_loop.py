@@ -187,7 +187,13 @@ class IoLoop:
 
     def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
         """Return the mean of the members' values; None if no answer came in time."""
-        self.mailbox.wait(lambda _: (step, index) in self._averages, timeout_s)
+        self.mailbox.wait(
+            lambda here: (
+                (step, index) in self._averages
+                or (here.phase is not io.MemberPhase.RUNNING and self.mailbox.should_interrupt())
+            ),
+            timeout_s,
+        )
         with self.mailbox.condition:
             return self._averages.get((step, index))
 

@@ -228,7 +228,7 @@ class TrainerTasks:
         During the task this worker reports itself as busy, because a task may take a long time.
         """
         loop = self._loop
-        loop.heartbeat.set_busy(True)
+        was_busy, loop.heartbeat.is_busy = loop.heartbeat.is_busy, True
         try:
             match task:
                 case ApplyMissedSteps(last_step):
@@ -257,7 +257,7 @@ class TrainerTasks:
                         loop.catch_up_source.store_copy(snapshot.applied, snapshot.history, blobs)
         finally:
             loop.mailbox.finish_task(task)
-            loop.heartbeat.set_busy(False)
+            loop.heartbeat.is_busy = was_busy
 
     def _attached_disk(self) -> StageCheckpointDisk:
         assert self._disk is not None

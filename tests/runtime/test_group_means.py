@@ -10,7 +10,7 @@ import pytest
 
 from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import DeliverMean
-from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX
+from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, MAX_OPEN_MEANS, WEIGHTS_INDEX
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
 from gridtrain.runtime import group_means
@@ -109,7 +109,7 @@ def test_a_call_during_which_the_group_changes_is_repeated_with_those_of_the_lat
     assert worker.means.average(8, 1, 2.0, is_before_step=True) == 4.0
     call = (8, BEFORE_STEP_INDEX, 2.0)
     assert worker.requests == [call, *[(7, 0, 2.0), call] * 2]
-    worker.means.repeat(3)
+    worker.means.repeat(8, 3)
     assert len(worker.requests) == 5, "the generation is the same"
 
 
@@ -117,3 +117,45 @@ def test_a_worker_that_cannot_make_the_call_in_the_next_generation_has_its_own_v
     worker = Worker()
     worker.answers, worker.generations = [DeliverMean(8, 0, None)], [None]
     assert worker.means.average(8, 1, 2.0, is_before_step=False) == 2.0
+
+
+def test_calls_of_steps_that_are_repeated_are_forgotten() -> None:
+    worker = Worker()
+    assert worker.call(6) == worker.call(7) == worker.call(8) == 3.0
+    worker.requests.clear()
+    worker.means.repeat(7, 2)
+    assert worker.call(7) == 3.0
+    assert worker.requests == [(7, 0, 2.0)]
+
+
+def test_few_of_many_calls_in_a_step_are_repeated() -> None:
+    worker = Worker()
+    for number in range(3 * MAX_OPEN_MEANS):
+        worker.call(7)
+        assert worker.requests[-1] == (7, number, 2.0)
+    worker.requests.clear()
+    worker.means.repeat(7, 2)
+    assert worker.requests == [(7, number, 2.0) for number in range(2 * MAX_OPEN_MEANS, 3 * MAX_OPEN_MEANS)]
+
+
+def test_repeated_calls_do_not_displace_the_answer_to_a_weight() -> None:
+    worker = Worker()
+    worker.call(6)
+    worker.means.announce_weight(2, 7, 5)
+    worker.means.repeat(7, 2)
+    worker.requests.clear()
+    worker.answers = [DeliverMean(7, WEIGHTS_INDEX, 4.0)]
+    plan: Any = SimpleNamespace(generation=2, step=7, world_size=2)
+    assert worker.means.total_weight(plan, 5) == 8
+    assert worker.requests == [(7, WEIGHTS_INDEX, 5)]
+
+
+def test_calls_are_the_same_if_a_step_is_repeated_with_another_batch() -> None:
+    worker = Worker()
+    for _ in range(2):
+        worker.means.begin_turn()
+        worker.requests.clear()
+        for number in range(2):
+            worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX + number, 4.0)]
+            assert worker.means.average(7, 1, 2.0, is_before_step=True) == 4.0
+        assert worker.requests == [(7, BEFORE_STEP_INDEX + number, 2.0) for number in range(2)]

@@ -195,6 +195,7 @@ class ScalarMeans:
         if key in self._results:
             return self._send_result(key, rank)
         if is_known:
+            value = self.known.get(key, value)
             self._results[key] = value, ()
             return self._send_results(key)
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]

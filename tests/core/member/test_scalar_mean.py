@@ -87,6 +87,8 @@ def test_an_average_that_a_member_knows_is_that_of_the_others_in_the_next_genera
     assert isinstance(request, Send) and request.message == m.MeanRequest(1, 5, 7, KNOWN_INDEX, 2.0)
     assert root.receive(B, request.message) == [DeliverMean(7, 0, 2.0), Send(B, reply)]
     assert root.receive(C, ask(8.0)) == [Send(C, reply)]
+    liar = m.MeanRequest(1, 5, 7, KNOWN_INDEX, 9.0)
+    assert means(A, known=root.known).receive(C, liar) == [Send(C, reply)], "the root knows better"
     knowing = means(A, known=root.known)
     assert knowing.request((7, 0), 1.0) == [DeliverMean(7, 0, 2.0)]
     assert knowing.receive(C, ask(8.0)) == [Send(C, reply)]
