@@ -211,7 +211,7 @@ def test_a_state_that_others_need_is_written_before_a_worker_leaves() -> None:
     session.connection = SimpleNamespace(wait=wait)
     session.tasks = SimpleNamespace(run=run, next_task=lambda snapshot, **_: next(iter(snapshot.tasks), None))
     session.end_reason, session._is_awaiting_choice = "", False
-    session._early_plan = session._joined = None
+    session._early_plan = session._submitted = session._joined = None
     with pytest.raises(WaitInterrupted):
         session._wait(lambda _: True, between_batches=True)
     assert done == [io.SaveCheckpoint(K1)]
