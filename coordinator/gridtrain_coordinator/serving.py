@@ -28,7 +28,7 @@ from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate

@@ -77,7 +77,7 @@ def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     that was saved for this machine's first worker in the run."""
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.rate_limiter import parse_rate
-    from gridtrain.runtime.client.worker_naming import identity_folder
+    from gridtrain.runtime.client.worker_defaults import identity_folder
     from gridtrain.tools.doctor.examination import UploadLimit
     from gridtrain_worker.saved_settings import SavedSettings
 

@@ -65,7 +65,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
       gridtrain worker show                         also: pause, resume, stop
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
     """
-    from gridtrain.cli import bundle_offer
+    from gridtrain.cli import bundle_prompt
     from gridtrain_worker.agent import supervise
     from gridtrain_worker.console import JsonConsole, console_for
 
@@ -73,9 +73,11 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
     chosen = resolve_settings("worker", given)
     job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
-        partial(bundle_offer.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
+        partial(bundle_prompt.ask_consent, chosen, job)
+        if sys.stdin.isatty() and sys.stderr.isatty()
+        else None
     )
-    show = partial(bundle_offer.show_offer, chosen)
+    show = partial(bundle_prompt.show_offer, chosen)
     try:
         sys.exit(supervise(job, console.say, console=console, ask=ask, show=show))
     except GridtrainError as error:

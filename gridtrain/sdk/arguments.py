@@ -11,7 +11,7 @@ from torch import nn
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.client.worker_naming import run_folder_name, state_directory
+from gridtrain.runtime.client.worker_defaults import run_folder_name, state_directory
 from gridtrain.training.data import readers
 from gridtrain.training.data.fetch_meter import MAX_READERS
 from gridtrain.training.model_state import ModelStateOptions

@@ -52,7 +52,7 @@ from gridtrain.pipeline.stage_state import (
     schedule_for,
 )
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
-from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder
+from gridtrain.runtime.client.worker_defaults import default_listen_address, export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import (
     closed_at_exit,

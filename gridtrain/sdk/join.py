@@ -28,7 +28,7 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, AgentLink
 from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
 from gridtrain.runtime.client.enrollment import enroll
-from gridtrain.runtime.client.worker_naming import name_of_key
+from gridtrain.runtime.client.worker_defaults import name_of_key
 from gridtrain.runtime.process_hooks import install_error_hook
 from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.reported_figures import check_names

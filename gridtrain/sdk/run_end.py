@@ -9,7 +9,7 @@ from gridtrain.config import JoinConfig
 from gridtrain.core.messages import MODEL_NOT_WRITTEN
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.quantities import describe_skipped
-from gridtrain.runtime.client.worker_naming import export_folder
+from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.model_state import ModelState
 

@@ -18,7 +18,7 @@ from gridtrain.cli.main import COMMANDS, cli
 from gridtrain.cli.worker import CONTROL_COMMANDS
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.serving import Settings
 from gridtrain_worker.agent import Job

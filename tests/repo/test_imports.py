@@ -74,7 +74,7 @@ TABLE: dict[str, str] = {
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file "
-                                     f"gridtrain.runtime.client.worker_naming {OPTIONS}",
+                                     f"gridtrain.runtime.client.worker_defaults {OPTIONS}",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",

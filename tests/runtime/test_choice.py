@@ -54,6 +54,7 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
         None,
         GroupMeans(session.connection, lambda step: None),
     )
+    session._submitted = None
     session.is_turn_done = session._is_awaiting_choice = False
     session.end_reason = ""
     session._compute_rate = ComputeRate()

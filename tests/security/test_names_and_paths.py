@@ -15,7 +15,7 @@ import gridtrain
 from gridtrain.core.group.invitation import RUN_NAME, Invitation
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain_coordinator.serving import Settings
 

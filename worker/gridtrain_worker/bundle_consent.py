@@ -29,7 +29,7 @@ from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.client.enrollment import Enrollment
 from gridtrain.runtime.client.private_file import replace_private_file
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
 from gridtrain.training.data.shard_fetch import copy_rest

@@ -23,7 +23,7 @@ from typing import Any
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.agent_link import MAX_LINE_BYTES
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100

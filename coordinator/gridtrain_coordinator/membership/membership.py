@@ -28,8 +28,8 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.rank_layout import group_by_stage
-from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
@@ -63,7 +63,7 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.worker_names import WorkerNames
+from gridtrain_coordinator.run.unique_names import WorkerNames
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.placement import StagePlacement

@@ -25,7 +25,7 @@ from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker, setup_differences, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.worker_names import WorkerNames, rename_events
+from gridtrain_coordinator.run.unique_names import WorkerNames, rename_events
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, is_impossible
 
 MAX_WORKERS = 2000  # the most that the lists in one message can hold

@@ -9,7 +9,7 @@ generation_plan    measurements of workers and links --> rank order, exchange, s
 addressing         how workers reach each other; route_table chooses the routes
 divergence         compares the digests of the members' states
 journal_recovery   reads the run back from the journal
-worker_names       names of workers, unique within the run
+unique_names       names of workers, unique within the run
 paused_workers     workers that their owners have paused
 worker_problems    skipped steps, missed steps and failed checkpoints, as reported by workers
 """

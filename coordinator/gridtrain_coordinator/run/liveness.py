@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from gridtrain.config import Deadlines
-from gridtrain.core.group.stall_detection import extend_start
+from gridtrain.core.group.loop_stalls import extend_start
 
 MAX_RESTARTS = 2
 """How many times a worker may restart its state transfer in one generation."""

@@ -19,7 +19,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gridtrain.core.group.stall_detection import extend_start
+from gridtrain.core.group.loop_stalls import extend_start
 from gridtrain.core.messages import RoundId, Verdict
 from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 

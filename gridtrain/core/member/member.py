@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.member_events import (
     CatchUpFailed,
     CaughtUp,
@@ -47,7 +48,6 @@ from gridtrain.core.group.member_events import (
     TransferResidual,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.generation import Generation, late_submission
 from gridtrain.core.member.view_changes import ViewChanges

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
+from gridtrain.core.group.loop_stalls import extend_start
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.messages import PeerId
 
 BLOCK_TIMEOUT_S = 10.0

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from gridtrain.core import messages as m
+from gridtrain.core.group.loop_stalls import extend_start
 from gridtrain.core.group.member_events import (
     BeginCatchUp,
     DeliverCatchUpMessage,
@@ -23,7 +24,6 @@ from gridtrain.core.group.member_events import (
     SourceConnected,
     SourceDisconnected,
 )
-from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.member.peer_links import PeerLinks
 
 MAX_UNREACHABLE = 1024

@@ -31,7 +31,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.invitation_store import InvitationStore
-from gridtrain.runtime.client.worker_naming import identity_folder
+from gridtrain.runtime.client.worker_defaults import identity_folder
 
 log = logging.getLogger("gridtrain")
 

@@ -27,7 +27,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, R
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 
 Answer = TypeVar("Answer")
 

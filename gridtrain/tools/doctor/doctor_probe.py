@@ -34,7 +34,7 @@ from gridtrain.network.transport.interface import (
 )
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
-from gridtrain.runtime.client.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_defaults import default_listen_address
 from gridtrain.runtime.link_probes.bandwidth_probe import MIN_BURST_S, estimate_rate_Bps
 
 SOFTWARE = f"gridtrain {__version__} doctor"

@@ -20,7 +20,7 @@ from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.quantities import format_count, format_number, format_seconds
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
-from gridtrain.runtime.client.worker_naming import identity_folder
+from gridtrain.runtime.client.worker_defaults import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
 from gridtrain.tools.doctor.findings import Finding, FindingLevel, failure, ok, warning

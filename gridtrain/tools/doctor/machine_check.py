@@ -20,7 +20,7 @@ from typing import Any
 
 from gridtrain.extras import install_command
 from gridtrain.network.transport.zmq.congestion_control import slow_restart
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 

@@ -46,8 +46,8 @@ from gridtrain.runtime.client.agent_link import AgentLink
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.enrollment import Enrollment
 from gridtrain.runtime.client.invitation_store import InvitationStore as RememberedInvitations
-from gridtrain.runtime.client.worker_naming import run_folder_name
-from gridtrain.runtime.client.worker_naming import state_directory as folder_of_run
+from gridtrain.runtime.client.worker_defaults import run_folder_name
+from gridtrain.runtime.client.worker_defaults import state_directory as folder_of_run
 from gridtrain.runtime.contribution import Contribution
 from gridtrain.runtime.state_transfer.blobs import split_blocks as split_state
 from gridtrain.runtime.state_transfer.blobs import state_digest

@@ -37,7 +37,7 @@ from gridtrain_coordinator.run.events import (
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 from gridtrain_coordinator.run.liveness import FEWEST_BEATS, MIN_SILENCE_S
 from gridtrain_coordinator.run.registry import Worker
-from gridtrain_coordinator.run.worker_names import unique_name
+from gridtrain_coordinator.run.unique_names import unique_name
 
 
 class Run(ScriptedCoordinator):

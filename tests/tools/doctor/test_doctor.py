@@ -36,7 +36,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_number, format_seconds
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
-from gridtrain.runtime.client.worker_naming import identity_folder
+from gridtrain.runtime.client.worker_defaults import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import POLL_S, DoctorProbe, LinkMeasurement, download_rate_Bps
 from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination, _line

@@ -13,7 +13,7 @@ from gridtrain.core.group import invitation
 from gridtrain.core.messages import relay_of
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import MAX_TEXT, _parse_status, parse_coordinator_address
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain_coordinator.run import route_table
 
 # -- status: input is the payload of StatusReply --------------------------------------------------

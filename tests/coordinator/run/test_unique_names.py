@@ -12,7 +12,7 @@ from __future__ import annotations
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import LogEvent
 from gridtrain.core.member.generation_entry import own_name_events
-from gridtrain_coordinator.run.worker_names import MAX_REMEMBERED, WorkerNames, rename_events
+from gridtrain_coordinator.run.unique_names import MAX_REMEMBERED, WorkerNames, rename_events
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gridtrain.runtime.client.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_defaults import default_listen_address
 
 ROUTES = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
 """The coordinator's address, and the local address of the route to it."""
