@@ -121,7 +121,7 @@ class GroupMeans:
         """Wait for the other workers' calls, which an evaluation may delay; log a long wait."""
         soon_s = self._connection.config.deadlines.patience_floor_s
         answer = self._connection.loop.await_average(step, index, soon_s)
-        if answer is not None:
+        if answer is not None or self._connection.should_interrupt:
             return answer
         self._late_calls += 1
         if _is_logged(self._late_calls):

@@ -33,7 +33,8 @@ class Worker:
             heartbeat=SimpleNamespace(add_figures=self.figures.update),
             mailbox=SimpleNamespace(snapshot=SimpleNamespace(world_size=world_size)),
         )
-        connection: Any = SimpleNamespace(loop=loop, config=SimpleNamespace(deadlines=DEADLINES))
+        config = SimpleNamespace(deadlines=DEADLINES)
+        connection: Any = SimpleNamespace(loop=loop, config=config, should_interrupt=False)
         self.generations: list[int | None] = []
         self.requests: list[tuple[int, int, float]] = []
         self.means = GroupMeans(connection, lambda step: self.generations.pop(0))
