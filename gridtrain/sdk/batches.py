@@ -81,6 +81,14 @@ class Turns:
         """
         # At least two samples, so that batch norm has statistics.
         stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._sizes.batch_size // self._calls))),)
+        try:
+            yield from self._iterate(stand_in)
+        except GeneratorExit:  # the script has left the loop
+            if self._session.is_turn_done:  # otherwise, changes since the turn's start are not of a step
+                self._record_parameters()
+            raise
+
+    def _iterate(self, stand_in: Spans) -> Iterator[Spans]:
         while (snapshot := self._next_turn()) is not None:
             assert snapshot.open_round is not None
             self._full_share = snapshot.shares[snapshot.rank][1]
@@ -135,14 +143,18 @@ class Turns:
             found += self._divide(spans) if spans else [()]
         return found
 
+    def _record_parameters(self) -> None:
+        if isinstance(self._trainer, GridOptimizer):
+            self._trainer.parameter_watch.record()
+
     # -- the next turn ---------------------------------------------------------------------------------
 
     def _next_turn(self) -> WorkerSnapshot | None:
         """Wait for the next turn, and pause if the agent requests it; return None if the run has ended or the
         agent has stopped this worker."""
         self._rollback.end_turn()
-        if isinstance(self._trainer, GridOptimizer):
-            self._trainer.parameter_watch.record()
+        if not self.is_finished and not self.is_stopped:
+            self._record_parameters()
         while not self.is_finished and not self.is_stopped:
             try:
                 snapshot = self._session.await_turn()

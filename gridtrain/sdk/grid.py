@@ -590,8 +590,8 @@ class Grid:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends.
 
         Call it before loading other weights, such as the best ones, because it saves the model of the last
-        step: if the parameters have changed since, it saves none.  (Of changes through `.data`, it may not
-        notice those of a few values.)
+        step: if the parameters have changed since the loop's end, or the start of a step in which the loop
+        has ended, it saves none.  Of changes through `.data`, it notices only those of a few sampled values.
         """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run

@@ -697,6 +697,8 @@ class WholeModelState(ModelState):
             self._left_at = snapshot
         elif snapshot.world_size <= 1:
             self._lost_step = snapshot.applied + 1, CHANGED if is_after_step else "was stopped within a step"
+        elif is_after_step:
+            log.warning(NOT_SAVED, CHANGED)
 
     def _is_before_step(self, snapshot: WorkerSnapshot) -> bool:
         session = self._session

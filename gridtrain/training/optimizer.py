@@ -171,7 +171,7 @@ class GridOptimizer(WrappingOptimizer):
             None  # the same, while a round may send this worker's state
         )
         self._statistics = RunningStatistics(model)
-        self.parameter_watch = ParameterWatch(self._flat.parameters)
+        self.parameter_watch = ParameterWatch(model, self._flat.parameters)
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Detects that a script has changed its model's parameters outside of the steps of the run.
 
-optimizer.step()                     recorded
-for ... in grid.batches(...)         recorded: what the loop changes between two batches belongs to its step
-break
+for ... in grid.batches(...):        recorded, except within a step whose parameters have changed
+    optimizer.step()                 recorded
+    p.clamp_(-1, 1); break           recorded: what the loop changes after a step belongs to that step
 model.load_state_dict(best)          has_changed: a checkpoint would have these values instead
 grid.close()
 """
@@ -23,10 +23,14 @@ class ParameterWatch:
 
     Torch counts changes, except those through `.data`: these are noticed if they change a sampled value.  A
     move to another device is not a change.
+
+    Args:
+        model: the model.
+        parameters: those of its parameters that are trained.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._model, self._parameters = model, parameters
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._versions: list[int] | None = None
         self._values: list[Tensor] = []
@@ -41,9 +45,14 @@ class ParameterWatch:
         """Whether the parameters have changed since the latest `record`, if any."""
         if self._versions is None:
             return False
-        return self._versions != self._count_versions() or any(
-            _to_bytes(_first_values(parameter)) != _to_bytes(value)
-            for parameter, value in zip(self._sampled, self._values, strict=True)
+        is_replaced = not {*self._parameters} <= {*self._model.parameters()}
+        return (
+            is_replaced
+            or self._versions != self._count_versions()
+            or any(
+                _to_bytes(_first_values(parameter)) != _to_bytes(value)
+                for parameter, value in zip(self._sampled, self._values, strict=True)
+            )
         )
 
     def _count_versions(self) -> list[int]:
@@ -51,7 +60,7 @@ class ParameterWatch:
 
 
 def _first_values(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().as_strided((min(MAX_SAMPLED, parameter.numel()),), (1,)).clone()
+    return parameter.detach().reshape(-1)[:MAX_SAMPLED].clone()
 
 
 def _to_bytes(values: Tensor) -> list[int]:

@@ -139,10 +139,10 @@ def test_weights_that_a_script_loads_after_its_loop_are_not_saved_as_those_of_th
                     break
                 train_batch(model, optimizer, batch)
                 grid._model_state.checkpoints.wait()
-                if ends == "after a step" and grid.step == 5:
-                    break
                 with torch.no_grad():
                     model.bias.clamp_(-1.0, 1.0)  # a change in the loop belongs to the step
+                if ends == "after a step" and grid.step == 5:
+                    break
                 if ends in ("waiting", "by its agent") and grid.step == 5:
                     error = Interrupted if ends == "waiting" else WaitInterrupted
                     monkeypatch.setattr(grid._session, "await_turn", Mock(side_effect=error))

@@ -36,7 +36,7 @@ def move(model: nn.Module) -> None:
 def test_other_values_are_noticed(change: Callable[[nn.Module], object], notices: bool) -> None:
     model = nn.Linear(30, 20)
     nn.init.constant_(model.bias[:1], float("nan"))
-    watch = ParameterWatch([*model.parameters()])
+    watch = ParameterWatch(model, [*model.parameters()])
     assert not watch.has_changed, "nothing is recorded yet"
     watch.record()
     assert not watch.has_changed

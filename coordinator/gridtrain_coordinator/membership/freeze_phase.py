@@ -81,7 +81,7 @@ class FreezePhase:
         Starts over if all members have left permanently, or if the run had not started.
         """
         run = self._run
-        if not run.has_started or run.members <= run.departed_members:
+        if not run.has_started or (run.members <= run.departed_members and not run.left_workers):
             return self._start_over(now_s)
         self.delay_freeze(now_s)
         reason = (

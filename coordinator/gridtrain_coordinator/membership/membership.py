@@ -559,6 +559,8 @@ class Membership:
         self.run.paused_workers.discard(peer)
         entries = self.run.forget_left(peer)
         if peer not in self.run.workers:
+            if peer in self.run.members:
+                self.run.record_departure(peer)
             return [*entries, Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
         return [*entries, refused, *self._departures.dismiss(peer, event.reason, notify=False)]

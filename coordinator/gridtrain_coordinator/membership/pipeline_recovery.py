@@ -282,6 +282,7 @@ class PipelineRecovery:
         last = run.highest_step - 1
         restart = self._find_restart_point(None, last, {})
         if run.left_workers:
+            run.view_change.withdraw()
             reason, incomplete = self._await_left(restart, last) or (run.reason, "")
             return self._await_end(restart, last, reason, now_s, incomplete)
         return self._end_incomplete(last, self._end_reason(restart, last))

@@ -104,6 +104,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 left_workers.pop(peer, None)
                 if stored := tuple(map(_stage_checkpoint, entry["checkpoints"])):
                     left_workers[peer] = LeftWorker(str(entry["name"]), stored)
+                highest_step = max(highest_step, int(body.get("reached", 0)))
             case "state" if "ending" in body:  # the phase has not changed
                 is_ending = True
             case "state":

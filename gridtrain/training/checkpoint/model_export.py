@@ -218,7 +218,8 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
                 kept.append(next(path for path in folders if _can_take(path, other, names)))
                 kept[-1].mkdir(exist_ok=True)
                 for path in paths:
-                    os.rename(path, kept[-1] / path.name)
+                    with contextlib.suppress(FileNotFoundError):  # moved by another worker, where locks fail
+                        os.rename(path, kept[-1] / path.name)
     except OSError as error:
         raise unwritable(folder, error) from None
     return f"; the one that was there before is in {' and '.join(map(str, kept))}" if kept else ""
@@ -228,13 +229,12 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other worker moves files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    opened = os.open(folder, os.O_RDONLY)
-    try:
+    with open(
+        folder / ".final.lock", "a", encoding="utf-8"
+    ) as opened:  # NFS locks only files opened to write
         with contextlib.suppress(OSError):  # not all file systems have locks
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(opened)
 
 
 def _can_take(folder: Path, end: str, names: set[str]) -> bool:
@@ -251,10 +251,10 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
     for path in folder.iterdir():
         metadata: Mapping[str, Any] = {}
         if path.name == FINAL_INDEX:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged
+            with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):  # damaged, or moved
                 metadata = dict(json.loads(path.read_bytes())["metadata"])
         elif _FINAL_PART.fullmatch(path.name):
-            with contextlib.suppress(SafetensorError), safe_open(path, "pt") as file:
+            with contextlib.suppress(SafetensorError, FileNotFoundError), safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
         else:
             continue

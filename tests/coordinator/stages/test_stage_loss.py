@@ -575,6 +575,7 @@ def test_stopped_workers_are_awaited_by_a_restarted_coordinator(leave: m.Message
         first.join(A)
     run = restarted(first)
     assert run.core.run.left_workers == first.core.run.left_workers
+    assert run.core.run.highest_step == first.core.run.highest_step == 13
     join_anew(run, A)
     wait(run)
     assert (run.core.phase, run.core.reason) == (RunPhase.PAUSED, AWAITED)
@@ -704,3 +705,43 @@ def test_members_whose_processes_were_all_replaced_are_not_awaited() -> None:
         ScriptedCoordinator.join(run, peer, setup=setup)
     assert run.view.applied == 9 and run.now_s < run.core.run.limits.regather_s
     assert [note.fields for note in run.notes("restored")] == [{"step": 10}]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("with_older", [False, True])
+def test_an_ended_run_waits_for_the_only_member_of_its_one_stage(
+    is_restarted: bool, with_older: bool
+) -> None:
+    run = run_of_one_stage()
+    run.ready()
+    run.say(A, CTRL_C)
+    if is_restarted:
+        run = restarted(run)
+    if with_older:
+        join_anew(run, B)
+        run.tick(1000)
+    end(run)
+    run.tick(5)
+    assert run.core.phase is RunPhase.PAUSED and run.core.deadline_s > run.now_s
+    join_anew(run, A)
+    run.tick(1)
+    run.ready()
+    assert (run.core.phase, run.core.run.highest_step, run.core.run.missing_model) == (
+        RunPhase.FINISHED,
+        21,
+        "",
+    )
+
+
+def test_an_ended_run_does_not_wait_for_kicked_members() -> None:
+    run = stopped_run(CTRL_C, CTRL_C)
+    for peer in (A, B):
+        run.join(peer)
+    run.ready()
+    run.say(A, CTRL_C)
+    run.lose(B)
+    end(run)
+    for peer in (A, B):
+        run.hear(WorkerRemoved(peer, "kicked", "", ""))
+    wait(run)
+    assert run.core.phase is RunPhase.FINISHED
