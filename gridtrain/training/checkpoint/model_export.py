@@ -209,6 +209,9 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
     """
     kept: list[Path] = []
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _parts(folder).keys() <= {end}:
+            return ""
         with _locked(folder):  # other workers may write their parts to it at the same time
             for other, paths in sorted(_parts(folder).items()):
                 if other == end:
@@ -228,7 +231,6 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other worker moves files in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
     with open(
         folder / ".final.lock", "a", encoding="utf-8"
     ) as opened:  # NFS locks only files opened to write

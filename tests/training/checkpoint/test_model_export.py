@@ -23,7 +23,7 @@ from gridtrain.training.checkpoint.model_export import (
 
 
 def files_in(folder: Path) -> dict[str, str]:
-    paths = (path for path in folder.rglob("*") if path.is_file())
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".final.lock")
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
