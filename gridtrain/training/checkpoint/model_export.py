@@ -230,10 +230,11 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other worker moves files in `folder`."""
-    with open(
-        folder / ".final.lock", "a", encoding="utf-8"
-    ) as opened:  # NFS locks only files opened to write
+    """Wait until no other worker moves files in `folder`.
+
+    The lock is that of a file, because NFS does not lock folders.
+    """
+    with open(folder / ".final.lock", "a", encoding="utf-8") as opened:
         with contextlib.suppress(OSError):  # not all file systems have locks
             fcntl.flock(opened, fcntl.LOCK_EX)
         yield
