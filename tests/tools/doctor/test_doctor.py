@@ -194,6 +194,20 @@ def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordina
     assert found.fix.startswith("ask the run's owner for a new invitation")
 
 
+def test_the_key_that_a_worker_would_use_is_examined(coordinator: LiveCoordinator) -> None:
+    """The first worker was removed, the second is stopped: the next one joins with the second's key."""
+    used = coordinator.invitation(uses=2)
+    with enroll(used, WITHIN_S) as first, enroll(used, WITHIN_S) as second:
+        peer = Identity.read(first.identity).public
+    coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
+    found = look(used)
+    assert found["invitation"].text == "no longer valid, but this machine is already admitted"
+    assert found["run"].level is FindingLevel.OK
+    with enroll(used, WITHIN_S) as third:
+        assert third.identity == second.identity
+        assert look(used)["invitation"].text.startswith(f"this worker, key {peer.hex()[:12]}, was removed")
+
+
 def test_an_invalid_invitation_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
