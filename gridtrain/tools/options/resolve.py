@@ -41,6 +41,12 @@ class ResolvedValue:
     where: str
 
     @property
+    def effective(self) -> OptionValue:
+        """The value, or the constant that applies if the option is not set."""
+        unset = self.option.unset_value
+        return unset if unset is not None and self.value in (None, "") else self.value
+
+    @property
     def shown(self) -> str:
         """The value as text; a secret value is not shown."""
         if self.option.is_secret and self.value:
