@@ -1,6 +1,6 @@
 """Sends the run's bundle to workers that request it, block by block, within a rate limit.
 
-worker  StatusRequest --> status: bundle {digest, bytes, script}
+worker  StatusRequest --> status: bundle {digest, bytes, script, requires}
         BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused
 """
 
@@ -52,5 +52,6 @@ class BundleServer:
         """Return the bundle's entry in the status; None if there is no bundle."""
         if self._bundle is None:
             return None
-        size = len(self._bundle.archive)
-        return {"digest": self._bundle.digest, "bytes": size, "script": self._bundle.run.script}
+        size, run = len(self._bundle.archive), self._bundle.run
+        requires = [f"{name}>={least}" if least else name for name, least in run.requires]
+        return {"digest": self._bundle.digest, "bytes": size, "script": run.script, "requires": requires}

@@ -2,6 +2,8 @@
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second
+
+`gridtrain.cli.status` averages the members' losses for the head of `gridtrain status`.
 """
 
 from __future__ import annotations

@@ -182,6 +182,8 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
     where = [f"the owner says: {data.where}"] if data.where else []
     if offer.data is not None:
         return [f"{offer.data}, {data.digest}", *where]
+    if offer.missing is not None and data.file:
+        return [f"{data.file}, {data.digest}", *where]
     cache = f"kept in a cache of at most {settings['cache_limit'].shown}"
     if offer.index is None:
         return [

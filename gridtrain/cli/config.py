@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -36,13 +37,24 @@ def show(context: click.Context) -> None:
     where.  Ends with an error if the program would refuse a value.
     """
     if context.invoked_subcommand is None:
-        _print([resolve_settings(program, {}) for program in PROGRAMS])
+        _print([_resolve(program, {}) for program in PROGRAMS])
+
+
+def _resolve(program: str, given: dict[str, Any]) -> OptionValues:
+    """Return the values, with the folder that a coordinator uses if none is set."""
+    from gridtrain.runtime.client.worker_defaults import state_directory
+
+    found = resolve_settings(program, given)
+    if program != "coordinator" or found.text("state"):
+        return found
+    state = replace(found["state"], value=str(state_directory(found.text("run"))))
+    return OptionValues(program, {**found, "state": state}, found.runfile)
 
 
 def _of(program: str) -> Callable[..., None]:
     @add_options(program)
     def command(**given: Any) -> None:
-        _print([resolve_settings(program, given)])
+        _print([_resolve(program, given)])
 
     command.__doc__ = f"Show the options of the {program} with these flags."
     return command
@@ -88,7 +100,7 @@ def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
         {
             "program": settings.program,
             "name": name,
-            "value": one.shown if one.option.is_secret and one.value else one.value,
+            "value": one.shown if one.option.is_secret and one.value else one.effective,
             "source": one.source,
             "where": one.where,
         }

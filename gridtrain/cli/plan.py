@@ -42,6 +42,7 @@ MAX_ORDERED_WORKERS = 32
 With more workers, the workers of each site stay together."""
 
 DEFAULT_OPTIMIZER = "adamw"
+ASSUMED_COMPUTE = "Assumed: a step takes {:g} s to compute; specify your model's time with --compute."
 MAX_WORKERS = 8192
 MAX_PARAMETERS = 1e15
 MAX_COMPUTE_S = 1e6
@@ -259,6 +260,8 @@ def plan(
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
         show_plan(links, parameters or 0, compute_s, picture, as_json, pipeline)
+        if not (as_json or given("compute_s")) and (pipeline["layers"] or "1").isdecimal():
+            click.echo(wrap_text(ASSUMED_COMPUTE.format(compute_s)))
         return
     if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
@@ -289,6 +292,8 @@ def plan(
         click.echo(json.dumps([_figures(each, computing, memory_of(each)) for row in rows for each in row]))
     else:
         _print(rows, described, computing, optimizer, memory_of)
+        if not (given("compute_s") or (live is not None and live.compute_s)):
+            click.echo(wrap_text(ASSUMED_COMPUTE.format(compute_s)))
         if picture:
             click.echo(f"picture: {picture}")
 

@@ -38,6 +38,13 @@ class WorkerCommand(click.Command):
             return worker_commands.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; what follows a "--" is the command, also without an invitation."""
+        split = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(context, args[:split])
+        context.params["command"] += tuple(args[split + 1 :])
+        return rest
+
     def invoke(self, context: click.Context) -> Any:
         return super().invoke(context) if context.command is self else context.command.invoke(context)
 
@@ -71,6 +78,8 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
     words = (invitation, *command) if invitation is not None else command
     chosen = resolve_settings("worker", given)
+    if invitation is None and not chosen.text("invitation"):
+        raise _no_invitation()  # otherwise the command's first word would be taken for it
     job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
         partial(bundle_prompt.ask_consent, chosen, job)
@@ -100,11 +109,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     if words and (not invitation or looks_like(words[0]) or words[0][0:1] in ("@", "-")):
         invitation, words = words[0], words[1:]
     if not invitation:
-        raise ConfigError(
-            "no invitation was given",
-            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
-            "(if that command was meant to supply it, see its message above)",
-        )
+        raise _no_invitation()
     accept = chosen.text("accept")
     if accept and not DIGEST.fullmatch(accept):
         raise ConfigError(
@@ -137,6 +142,14 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         prefix=chosen.switch("prefix"),
         accept=accept,
         dry_run=chosen.switch("dry_run"),
+    )
+
+
+def _no_invitation() -> ConfigError:
+    return ConfigError(
+        "no invitation was given",
+        remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
+        "(if that command was meant to supply it, see its message above)",
     )
 
 

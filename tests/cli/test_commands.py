@@ -132,7 +132,7 @@ def test_an_invitation_is_read_from_the_argument_a_file_or_standard_input(
     [
         (None, "No such file"),
         (b"\xff\xfe", "it is not a text file"),
-        (b"", "'' is not an invitation"),
+        (b"", "no invitation was given"),
         (b"gridtrain1:" + b"A" * 5000, "was cut short or altered"),
     ],
     ids=["missing", "no text", "empty", "endless"],

@@ -237,7 +237,11 @@ def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: 
         (("dance",), "No such command 'dance'"),
         (("worker",), "no invitation was given -> run gridtrain worker INVITATION"),
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
-        (("worker", "--", "true"), "not an invitation"),
+        (("worker", "--", "true"), "no invitation was given -> run gridtrain worker INVITATION"),
+        (("worker", "--name", "anna", "--", "true", "--", "x"), "no invitation was given"),
+        (("worker", "", "--", "true"), "no invitation was given"),
+        (("worker", "@/dev/null", "--", "true"), "no invitation was given -> copy the whole line"),
+        (("worker", "true", "--", "true"), "'true' is not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not a whole number of at least 1"),
         (("coordinator", "--listen", "lab-pc"), "--listen lab-pc has no port -> write tcp://lab-pc:7700"),
         (

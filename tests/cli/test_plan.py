@@ -60,6 +60,15 @@ def test_the_table_has_the_expected_figures() -> None:
     assert "Use gtopk at density 0.001 with 4 workers: a step takes" in done.output
 
 
+@pytest.mark.parametrize(
+    "options", [("--workers", "2"), ("--stages", "2"), ("--stages", "2", "--layers", "4")]
+)
+def test_an_assumed_time_to_compute_is_named(options: tuple[str, ...]) -> None:
+    assumed = "Assumed: a step takes 0.5 s to compute; specify your model's time with --compute.\n"
+    assert run("--parameters", "1e6", *options).output.endswith(assumed)
+    assert "Assumed" not in run("--parameters", "1e6", *options, "--compute", "0.5s").output
+
+
 def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     """16 bytes for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for local steps."""
     usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")

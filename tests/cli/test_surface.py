@@ -21,7 +21,10 @@ from gridtrain import errors, extras
 from gridtrain._version import __version__
 from gridtrain.cli import doctor
 from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli, main
+from gridtrain.config import JoinConfig
 from gridtrain.tools.options import PROGRAMS
+from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, parse_limit
+from gridtrain_coordinator.dashboard.listen_address import HOST, PORT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,6 +156,31 @@ def test_config_show_names_the_source_of_each_value(tmp_path: Path, monkeypatch:
     both = CliRunner().invoke(cli, ["config", "show"])
     programs = {json.loads(line)["program"] for line in both.output.splitlines()}
     assert programs == set(PROGRAMS) and "secret" not in done.output
+
+
+def test_config_show_prints_the_defaults_that_apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRIDTRAIN_RUN", "mine")
+    found = {
+        line["name"]: line["value"]
+        for line in map(json.loads, CliRunner().invoke(cli, ["config", "show"]).output.splitlines())
+    }
+    joined = JoinConfig("", "")
+    expected = {
+        "state": str(tmp_path / "gridtrain" / "mine"),
+        "dashboard": f"{HOST}:{PORT}",
+        "donate_limit": joined.donate_limit,
+        "checkpoint_every": int(joined.checkpoint_every),
+        "checkpoint_keep": int(joined.checkpoint_keep),
+        "handover_mib": int(joined.handover_mib),
+        "wait": joined.wait,
+        "base": joined.base,
+        "backup_to": None,
+        "name": "",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert parse_limit("cache_limit", found["cache_limit"]) == DEFAULT_LIMIT_BYTES
 
 
 def test_a_run_is_found_by_the_run_toml_of_the_folder(

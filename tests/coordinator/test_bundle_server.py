@@ -13,7 +13,8 @@ from gridtrain_coordinator.run import events as io
 ANNA, BERT = b"a" * 32, b"b" * 32
 FILES = {"train.py": bytes(MAX_BLOCK_BYTES + 5), "run.toml": b""}
 ARCHIVE = pack(FILES)
-BUNDLE = Bundle(digest_of(ARCHIVE), RunDescription(script="train.py"), FILES, ARCHIVE)
+RUN = RunDescription(script="train.py", requires=(("torch", "2.4"), ("numpy", "")))
+BUNDLE = Bundle(digest_of(ARCHIVE), RUN, FILES, ARCHIVE)
 DIGEST = bytes.fromhex(BUNDLE.digest.removeprefix("sha256:"))
 
 
@@ -32,7 +33,12 @@ def code(message: m.Message) -> str:
 
 def test_the_blocks_make_up_the_archive() -> None:
     server = BundleServer(BUNDLE)
-    assert server.status() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
+    assert server.status() == {
+        "digest": BUNDLE.digest,
+        "bytes": len(ARCHIVE),
+        "script": "train.py",
+        "requires": ["torch>=2.4", "numpy"],
+    }
     blocks = [answer(server, ANNA, index, 0.0) for index in range(2)]
     assert all(isinstance(block, m.BundleBlock) and block.total == 2 for block in blocks)
     assert b"".join(block.payload for block in blocks if isinstance(block, m.BundleBlock)) == ARCHIVE

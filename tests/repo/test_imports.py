@@ -68,7 +68,7 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
     "gridtrain.tools.templates":     "gridtrain torch transformers peft",  # users' programs
     "gridtrain.tools.bench":         f"{LIBRARY} {CHILDREN} gridtrain rich",
-    "gridtrain.tools.doctor":        RUNTIME,
+    "gridtrain.tools.doctor":        f"{RUNTIME} gridtrain.tools.options",
     "gridtrain.tools.demo":          f"{LIBRARY} {CHILDREN} gridtrain rich",
     "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",

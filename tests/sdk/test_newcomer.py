@@ -110,9 +110,9 @@ def test_a_malformed_coordinator_key_is_refused() -> None:
 def test_a_text_that_is_no_invitation_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         gridtrain.join(text)
+    other = f"{text.replace(' ', '')!r} is not an invitation; an invitation begins with gridtrain1:"
     assert str(caught.value) == (
-        f"{text.replace(' ', '')!r} is not an invitation; an invitation begins with gridtrain1: -> "
-        "copy the whole line that the run's owner gave you"
+        f"{other if text else 'no invitation was given'} -> copy the whole line that the run's owner gave you"
         + ("" if text else "; if a command was meant to print it, read that command's output")
     )
 

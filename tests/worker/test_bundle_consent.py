@@ -17,9 +17,11 @@ import pytest
 from faulty_http_server import Server
 from live_coordinator import LiveCoordinator
 
+from gridtrain import extras
 from gridtrain.cli import bundle_prompt
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, DataError, NotAccepted, RemoteProtocolError
+from gridtrain.extras import require_packages
 from gridtrain.runtime.client import bundle_fetch
 from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.options import RunFile, resolve
@@ -138,6 +140,32 @@ def test_a_dry_run_starts_nothing_and_accepts_nothing(owner: Owner, invitation: 
     assert owner.ran() == ""
 
 
+@pytest.mark.parametrize(
+    ("described", "missing"),
+    [
+        ('requires = ["no-such-package-of-ours>=2"]', "not installed: no-such-package-of-ours>=2"),
+        (f'[run.data]\nfile = "corpus.bin"\ndigest = "sha256:{64 * "a"}"', "there is no file"),
+    ],
+)
+def test_a_dry_run_shows_the_script_before_it_says_what_is_missing(
+    owner: Owner, invitation: Invitation, described: str, missing: str
+) -> None:
+    owner.describe(described)
+    owner.serve()
+    screens: list[str] = []
+
+    def show(job: Job, offer: BundleOffer | None) -> None:
+        assert offer is not None and (offer.folder / "train.py").read_text() == SCRIPT
+        screens.append(shown(offer, job)[0])
+
+    with pytest.raises(ConfigError, match=missing):
+        supervise(Job((), invitation, dry_run=True), show=show)
+    (screen,) = screens
+    assert "train.py" in screen and "fetched" not in screen
+    with pytest.raises(ConfigError, match=missing):
+        supervise(Job((), invitation), ask=lambda offer: pytest.fail("it cannot run"))
+
+
 def test_files_are_private_and_restored(owner: Owner, invitation: Invitation, state: Path) -> None:
     digest = owner.serve()
     job = Job((), invitation, accept=digest)
@@ -225,16 +253,16 @@ def test_a_run_without_a_bundle_requires_a_command(invitation: Invitation) -> No
 def test_missing_packages_are_named(requires: tuple[tuple[str, str], ...], missing: str) -> None:
     run = RunDescription(script="train.py", requires=requires, image="registry.example/x")
     if not missing:
-        bundle_consent.check_packages(run)
+        require_packages(run.requires, "the run's script", run.image)
         return
     with pytest.raises(ConfigError, match=f"packages that are not installed: {missing}") as caught:
-        bundle_consent.check_packages(run)
+        require_packages(run.requires, "the run's script", run.image)
     assert f"-m pip install '{missing}'" in caught.value.remedy
     assert "or use the image registry.example/x" in caught.value.remedy
 
 
 def test_versions_are_compared_by_number() -> None:
-    number = bundle_consent._number
+    number = extras._release
     assert number("2.10.0+cpu") > number("2.9") and number("2.0") == number("2") and number("dev") == ()
 
 

@@ -144,7 +144,10 @@ def test_workers_of_one_name_are_distinguished(folder: Path, sensors: FakeSensor
 
 
 def test_without_a_worker_the_error_says_how_to_start_one() -> None:
-    with pytest.raises(ConfigError, match=r"none of your workers is running .* -> start one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none of your workers is running .* -> start one with gridtrain worker INVITATION$",
+    ):
         find_worker("")
 
 

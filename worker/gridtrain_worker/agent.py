@@ -199,8 +199,8 @@ def supervise(
     Raises:
         CoordinatorUnreachable: the coordinator does not answer.
         JoinRefused: the coordinator refuses this worker, or removed it while the script was running.
-        ConfigError: the program does not exist, a key file cannot be used, a rule cannot be enforced, or the
-            final model cannot be written.
+        ConfigError: the program does not exist, a package or the data set is missing, a key file cannot be
+            used, a rule cannot be enforced, or the final model cannot be written.
         TransportError: this machine cannot listen at the chosen address.
         NotAccepted: the run's bundle was not accepted.
         DataError: the data set's file could not be fetched.
@@ -215,6 +215,9 @@ def supervise(
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
         if job.dry_run:
             show(job, offer)
+        if offer is not None and offer.missing is not None:
+            raise offer.missing
+        if job.dry_run:
             return 0
         if offer is not None:
             require_consent(offer, job.accept, ask)

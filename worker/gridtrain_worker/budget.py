@@ -4,6 +4,7 @@
                      rewritten as a whole once `UNWRITTEN_BYTES` are missing from it, or after `UNWRITTEN_S`
 
 `others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
+`gridtrain.training.pause` computes, in the script, how much of the budget a step reserves.
 """
 
 from __future__ import annotations

@@ -13,18 +13,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from gridtrain.core.group.invitation import comparable_key
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
+from gridtrain.extras import require_packages
 from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.client.enrollment import Enrollment
@@ -50,8 +49,9 @@ class BundleOffer:
         folder: the folder with the bundle's files, for the user to read.
         previous_digest: the digest that was accepted last; empty if there is none.
         data: the data set's file, whose digest has been checked unless it is in the cache; None if the run
-            names no such file, or if it has yet to be fetched.
+            names no such file, if it has yet to be fetched, or if something is missing.
         index: the index of the data set, whose files the script fetches; None if the run names none.
+        missing: why the script cannot run on this machine: a package or the data set is missing.
     """
 
     bundle: Bundle
@@ -60,6 +60,7 @@ class BundleOffer:
     previous_digest: str
     data: Path | None
     index: ShardIndex | None = None
+    missing: ConfigError | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     """Fetch and unpack the coordinator's bundle without executing any of it.
 
     Raises:
-        ConfigError: the run has no bundle, or a package or the data set is missing, or its index is invalid.
+        ConfigError: the run has no bundle, or the data set's index is invalid.
         CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch_bundle` and
             `Bundle.from_archive`.
     """
@@ -98,12 +99,15 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
         _put(folder / ARCHIVE, bundle.archive)
         for name, content in bundle.files.items():
             _put(folder / "files" / name, content)
-    accepted = _read_consents(home)
-    check_packages(bundle.run)
-    data = find_data_file(bundle.run, Path(data_dir) if data_dir else folder / "files", folder / "files")
-    named = bundle.run.data_index
-    index = read_index(folder / "files" / named) if named else None
-    return BundleOffer(bundle, entry, folder / "files", next(reversed(accepted), ""), data, index)
+    accepted, run, files = _read_consents(home), bundle.run, folder / "files"
+    data = missing = None
+    try:
+        require_packages(run.requires, "the run's script", run.image)
+        data = find_data_file(run, Path(data_dir) if data_dir else files, files)
+    except ConfigError as error:
+        missing = error
+    index = read_index(files / run.data_index) if run.data_index else None
+    return BundleOffer(bundle, entry, files, next(reversed(accepted), ""), data, index, missing)
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
@@ -159,35 +163,6 @@ def _read_consents(home: Path) -> list[str]:
 
 
 # -- what the script needs ----------------------------------------------------------------------------
-
-
-def check_packages(run: RunDescription) -> None:
-    """Raise `ConfigError` if any packages are missing or too old."""
-    missing = []
-    for name, least in run.requires:
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            missing.append(f"{name}>={least}" if least else name)
-            continue
-        if least and _number(found) < _number(least):
-            missing.append(f"{name}>={least}")
-    if missing:
-        image = f", or use the image {run.image}" if run.image else ""
-        quoted = " ".join(f"'{name}'" for name in missing)
-        raise ConfigError(
-            f"the run's script needs packages that are not installed: {', '.join(missing)}",
-            remedy=f"run {sys.executable} -m pip install {quoted}{image}",
-        )
-
-
-def _number(text: str) -> tuple[int, ...]:
-    """Return the release number of a version without trailing zeros, such as (2, 10) for "2.10.0+cpu"."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    numbers = [int(part) for part in match[0].split(".")] if match else [0]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:

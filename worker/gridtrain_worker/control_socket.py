@@ -251,7 +251,7 @@ def _found_workers() -> list[tuple[Path, Body]]:
     if not found:
         raise ConfigError(
             "none of your workers is running on this machine",
-            remedy="start one with gridtrain worker INVITATION; add --set battery=pause for a rule",
+            remedy="start one with gridtrain worker INVITATION",
         )
     return found
 

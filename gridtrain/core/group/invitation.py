@@ -98,7 +98,9 @@ def parse(text: str) -> Invitation:
     version = _VERSION.match(line)
     if version is None:
         raise ConfigError(
-            f"{line[:24]!r} is not an invitation; an invitation begins with {PREFIX}",
+            f"{line[:24]!r} is not an invitation; an invitation begins with {PREFIX}"
+            if line
+            else "no invitation was given",
             remedy="copy the whole line that the run's owner gave you"
             + ("" if line else "; if a command was meant to print it, read that command's output"),
         )

@@ -230,7 +230,9 @@ def _reason(
         f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
-        text += f"; {running.order} runs {running.ahead:.3g} micro-batches ahead for each later stage"
+        ahead = f"{running.ahead:.3g}"
+        text += f"; {running.order} runs {ahead} micro-batch{'' if ahead == '1' else 'es'} ahead for each "
+        text += "later stage"
     fewer = [each for each in tried if each.settings.micro_batches < running.micro_batches]
     more = [each for each in tried if each.settings.micro_batches > running.micro_batches]
     if fewer:

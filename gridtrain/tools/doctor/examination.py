@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,25 +148,32 @@ class Examination:
         if not any(folder.glob("worker-*.key")):
             yield refused
             return
-        with claim_identity(folder, fresh=False) as claimed:
-            if claimed is None:
-                yield warning(
-                    "invitation",
-                    "in use by a worker on this machine",
-                    "nothing to do: this machine is already training",
-                )
-                return
-            identity, path = claimed
-            with closing(DoctorProbe(self._invitation, identity)) as probe:
-                if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
-                    if probe.responses.is_denied and InvitationStore(folder).was_admitted(path):
-                        error = revoked_error(self._invitation, identity)
-                        refused = failure("invitation", error.reason, error.remedy)
+        store, removed = InvitationStore(folder), None
+        with ExitStack() as locks:  # the same order as in `enroll`: the first free key that is admitted
+            while (claimed := locks.enter_context(claim_identity(folder, fresh=False))) is not None:
+                identity, path = claimed
+                with closing(DoctorProbe(self._invitation, identity)) as probe:
+                    if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+                        self._request_status(probe)
+                        yield ok(
+                            "invitation", "no longer valid, but this machine is already admitted", known=True
+                        )
+                        yield from self._run_findings(probe)
+                        return
+                if not probe.responses.is_denied:
                     yield refused
                     return
-                self._request_status(probe)
-                yield ok("invitation", "no longer valid, but this machine is already admitted", known=True)
-                yield from self._run_findings(probe)
+                if removed is None:
+                    if not store.was_admitted(path):
+                        yield refused
+                        return
+                    removed = identity
+        if removed is not None:
+            error = revoked_error(self._invitation, removed)
+            yield failure("invitation", error.reason, error.remedy)
+            return
+        fix = "nothing to do: this machine is already training"
+        yield warning("invitation", "in use by a worker on this machine", fix)
 
     def _request_status(self, probe: DoctorProbe) -> None:
         self._asked_wall_s = self._wall()
@@ -181,6 +188,7 @@ class Examination:
             yield warning("run", f"the status of the run is unknown: {why}", fix)
             return
         yield self._state_finding()
+        yield from machine_check.check_packages(self._status.get("bundle"))
         yield machine_check.check_clock(_wall_of(self._status), self._asked_wall_s)
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
         measured = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))

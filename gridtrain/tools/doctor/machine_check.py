@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, torch, GPU, memory, disk, clock.
+"""Checks of this machine: Python, torch, GPU, memory, disk, clock, and the packages of the run's script.
 
 torch is imported in another process with a deadline: an import can be slow, and a driver can hang.
 """
@@ -18,11 +18,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gridtrain.extras import install_command
+from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command, require_packages
 from gridtrain.network.transport.zmq.congestion_control import slow_restart
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
+from gridtrain.tools.options.runfile import read_requires
 
 MIN_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES = 4 << 30
@@ -256,6 +258,17 @@ def check_tcp_restart(control: str | None = None) -> Finding:
         text = f"TCP ({control}) starts slowly after each pause: sparse exchanges take up to twice as long"
         return warning("tcp", text, fix, control=control)
     return ok("tcp", "TCP keeps its speed after pauses, as far as this system reports")
+
+
+def check_packages(bundle: object) -> list[Finding]:
+    """Check for the packages that the bundle in a run's status requires; no finding if it requires none."""
+    try:
+        required = read_requires(Path("the run's status"), bundle if isinstance(bundle, dict) else {})
+        require_packages(required, "the run's script")
+    except ConfigError as error:
+        return [failure("packages", error.reason, error.remedy)]
+    names = ", ".join(f"{name} {version(name)}" for name, _ in required)
+    return [ok("packages", f"the run's script needs {names}")] if names else []
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:

@@ -28,7 +28,7 @@ class OptionKind(StrEnum):
 
 
 OptionValue = str | int | float | bool | tuple[str, ...] | None
-"""None means that the option is not set; `Option.default_description` says what happens then."""
+"""None means that the option is not set; `Option.default_text` says what happens then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Option:
     Attributes:
         name: the name with underscores, as in run.toml.
         default: the default value; None if it is determined at run time, see `default_description`.
+        unset_value: the value that applies if the option has no value; None if it is not a constant.
         choices: the allowed values of a TEXT; () allows any.
         minimum: the smallest value of a COUNT or NUMBER.
         each: the repeatable flag that adds one string to TEXTS, if it differs from the name.
@@ -55,6 +56,7 @@ class Option:
     help: str
     _: KW_ONLY
     default: OptionValue = None
+    unset_value: OptionValue = None
     default_description: str = ""
     metavar: str = ""
     choices: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ class Option:
     def default_text(self) -> str:
         """The default as text; "" if there is none."""
         if self.default in (None, "", ()):
-            return self.default_description
+            return self.default_description or format_value(self.unset_value)
         return format_value(self.default)
 
     def toml_location(self, program: str) -> tuple[str, str]:
@@ -176,7 +178,8 @@ TEXT, FOLDER, COUNT, NUMBER, SWITCH, TEXTS = OptionKind
 
 
 def _optional(name: str, kind: OptionKind, help: str, unset: str, **more: Any) -> Option:
-    """Return an option that is empty unless it is set; `unset` describes what happens then."""
+    """Return an option that is empty unless it is set; `unset` describes what happens then, unless
+    `unset_value` is given."""
     return Option(name, kind, help, default="", default_description=unset, **more)
 
 
@@ -254,6 +257,7 @@ COORDINATOR: tuple[Option, ...] = (
         TEXT,
         'Address of the dashboard and /metrics; "off" disables it.',
         "127.0.0.1:7780, or the next free port",
+        unset_value="127.0.0.1:7780",
         metavar="HOST:PORT",
         off_word="off",
     ),
@@ -282,25 +286,32 @@ WORKER: tuple[Option, ...] = (
     _optional("name", TEXT, "This worker's name.", "random", metavar="NAME"),
     _optional("upload_limit", TEXT, "Upload limit, such as 20Mbit.", "none", metavar="RATE"),
     _optional("download_limit", TEXT, "Download limit, such as 100Mbit.", "none", metavar="RATE"),
-    _optional("donate_limit", TEXT, "Limit for sending the model.", _JOIN["donate_limit"], metavar="RATE"),
+    _optional(
+        "donate_limit",
+        TEXT,
+        "Limit for sending the model.",
+        "",
+        unset_value=_JOIN["donate_limit"],
+        metavar="RATE",
+    ),
     _optional("listen", TEXT, "Address to listen on.", "any free port", metavar="ADDRESS"),
     _optional("advertise", TEXT, "Address to be reached at instead.", "--listen", metavar="ADDRESS"),
     _optional("export_dir", FOLDER, "Folder for the final model.", "~/.local/state/..."),
     _optional("state_dir", FOLDER, "Folder of the checkpoints.", "~/.local/state/..."),
     _optional("data_dir", FOLDER, "Folder of the run's data set.", "the bundle's"),
-    _optional("cache_limit", TEXT, "Space for data that is fetched.", "20GB", metavar="SIZE"),
+    _optional("cache_limit", TEXT, "Space for data that is fetched.", "", unset_value="20GB", metavar="SIZE"),
     Option(
         "checkpoint_every",
         COUNT,
         "Steps between checkpoints; 0 writes none.",
-        default_description=_JOIN["checkpoint_every"],
+        unset_value=int(_JOIN["checkpoint_every"]),
         metavar="STEPS",
     ),
     Option(
         "checkpoint_keep",
         COUNT,
         "Number of checkpoints to keep.",
-        default_description=_JOIN["checkpoint_keep"],
+        unset_value=int(_JOIN["checkpoint_keep"]),
         minimum=1,
         metavar="N",
     ),
@@ -309,7 +320,7 @@ WORKER: tuple[Option, ...] = (
         "handover_mib",
         COUNT,
         "Maximum residual to send on leaving.",
-        default_description=_JOIN["handover_mib"],
+        unset_value=int(_JOIN["handover_mib"]),
         metavar="MIB",
     ),
     Option("relay", SWITCH, "Forward encrypted messages between other members.", default=True),
@@ -318,12 +329,10 @@ WORKER: tuple[Option, ...] = (
         "wait",
         TEXT,
         '"auto": do not wait for stalled loops.',
-        default_description=_JOIN["wait"],
+        unset_value=_JOIN["wait"],
         choices=WAITS,
     ),
-    Option(
-        "base", TEXT, '"any": accept other frozen values.', default_description=_JOIN["base"], choices=BASES
-    ),
+    Option("base", TEXT, '"any": accept other frozen values.', unset_value=_JOIN["base"], choices=BASES),
     Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
     _LOG_FORMAT,

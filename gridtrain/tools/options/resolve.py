@@ -13,6 +13,7 @@ from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import ConfigError
 from gridtrain.tools.options.option_table import (
     JOIN_OPTIONS,
+    OTHER_VARIABLES,
     PROGRAMS,
     Option,
     OptionKind,
@@ -39,6 +40,12 @@ class ResolvedValue:
     value: OptionValue
     source: str
     where: str
+
+    @property
+    def effective(self) -> OptionValue:
+        """The value, or the constant that applies if the option is not set."""
+        unset = self.option.unset_value
+        return unset if unset is not None and self.value in (None, "") else self.value
 
     @property
     def shown(self) -> str:
@@ -148,7 +155,9 @@ def check_variables(environ: Mapping[str, str]) -> None:
     known = known_variables()
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
-            near = nearest_word(name, known)
+            meant = {other.removeprefix(ENV_PREFIX) for other in known if OTHER_VARIABLES.get(other) != ""}
+            word = nearest_word(name.removeprefix(ENV_PREFIX), meant)  # the prefix makes all names similar
+            near = word and ENV_PREFIX + word
             raise ConfigError(
                 f"{name} is set, but gridtrain has no such variable",
                 remedy=f"did you mean {near}?  Otherwise unset {name}" if near else f"unset {name}",

@@ -193,7 +193,7 @@ def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
         digest=_digest(path, "[run] digest", _text(path, table, "digest")),
         arguments=_texts(path, table, "arguments"),
         files=tuple(_relative(path, "files", name) for name in _texts(path, table, "files")),
-        requires=tuple(_required(path, text) for text in _texts(path, table, "requires")),
+        requires=read_requires(path, table),
         image=_text(path, table, "image"),
         data=_data(path, table["data"]) if "data" in table else None,
     )
@@ -282,6 +282,14 @@ def _digest(path: Path, key: str, text: str) -> str:
             remedy='write "sha256:" and 64 digits, as sha256sum prints them, or remove the key',
         )
     return text
+
+
+def read_requires(path: Path, table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the packages of the table's `requires`, as (name, minimum version or "").
+
+    Raises a `ConfigError` that names `path`.
+    """
+    return tuple(_required(path, text) for text in _texts(path, table, "requires"))
 
 
 def _required(path: Path, text: str) -> tuple[str, str]:

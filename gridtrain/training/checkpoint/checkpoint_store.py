@@ -183,7 +183,11 @@ class CheckpointStore:
                 remedy="use a separate state directory for each worker: --state-dir",
             ) from None
         except OSError as error:
-            log.warning("no checkpoints will be written: %s is not writable: %s", self.folder, error)
+            log.warning(
+                "no checkpoints will be written: %s is not writable: %s; start this worker with another "
+                "--state-dir, or with --checkpoint-every 0 to write none",
+                *(self.folder, error),
+            )
 
     def _remove_partial(self) -> None:
         """Remove the partial checkpoints of killed processes, because they take up a lot of space."""

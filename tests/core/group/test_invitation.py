@@ -116,9 +116,10 @@ def test_an_invitation_of_a_newer_gridtrain_is_refused() -> None:
     assert "newer" not in refusal(TEXT.replace("gridtrain1:", "gridtrain0:"))
 
 
-@pytest.mark.parametrize("text", ["", "tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
+@pytest.mark.parametrize("text", ["tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
 def test_text_that_is_no_invitation_is_refused(text: str) -> None:
     assert "is not an invitation; an invitation begins with gridtrain1:" in refusal(text)
+    assert refusal(" ''\n") == "no invitation was given"
     assert not looks_like(text)
 
 

@@ -12,7 +12,7 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages import step_time
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind, StageCostModel
-from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
+from gridtrain.core.stages.step_time import StepEstimate, _reason, estimate_step, propose_micro_batches
 from gridtrain.errors import ConfigError
 
 RUNNING = ExecutionSettings(message_s=0.0, rematerialise=False)
@@ -130,6 +130,8 @@ def test_1f1b_runs_ahead_on_links_with_latency() -> None:
     )
     assert slow.chosen.settings.ahead > 0
     assert "micro-batches ahead for each later stage" in slow.reason
+    one = replace(slow.chosen, settings=replace(slow.chosen.settings, ahead=1.0))
+    assert "runs 1 micro-batch ahead for each later stage" in _reason(one, slow.alternatives, 64, ())
     without_ahead = replace(slow.chosen.settings, ahead=0.0)
     devices, network = [Device()] * 4, uniform_network(4, 0.05, 12.5e6)
     without = estimate_step(layers(8, 100), devices, network, without_ahead, 64, slow.chosen.cut)

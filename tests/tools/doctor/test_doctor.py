@@ -37,11 +37,14 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_number, format_seconds
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
 from gridtrain.runtime.client.worker_defaults import identity_folder
+from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import POLL_S, DoctorProbe, LinkMeasurement, download_rate_Bps
 from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination, _line
 from gridtrain.tools.doctor.findings import Finding, FindingLevel
 from gridtrain.tools.doctor.speedup_prediction import RunStatus, predict_speedup
+from gridtrain.tools.options.runfile import RunDescription
+from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_worker.saved_settings import SavedSettings
 
 pytestmark = pytest.mark.integration
@@ -99,6 +102,35 @@ def test_a_machine_that_can_join_has_no_failures(coordinator: LiveCoordinator) -
     assert "no worker trains yet" in found["prediction"].text
     with enroll(once, WITHIN_S):  # the use is not spent
         pass
+
+
+def test_packages_that_the_script_lacks_are_a_failure(coordinator: LiveCoordinator) -> None:
+    served = Bundle(digest_of(b""), RunDescription(requires=(("no-such-package-of-ours", "2"),)), {}, b"")
+    coordinator.daemon._bundle_server = BundleServer(served)
+    try:
+        found = look(coordinator.invitation())
+    finally:
+        coordinator.daemon._bundle_server = BundleServer()
+    assert found["packages"].level is FindingLevel.FAILURE
+    assert found["packages"].text.endswith("not installed: no-such-package-of-ours>=2")
+    assert found["packages"].fix == f"run {sys.executable} -m pip install 'no-such-package-of-ours>=2'"
+    assert found["run"].level is FindingLevel.OK
+
+
+@pytest.mark.parametrize(
+    ("bundle", "expected"),
+    [
+        (None, ""),
+        ({"digest": "sha256:..."}, ""),  # of an older coordinator
+        ({"requires": ["numpy>=1.0"]}, "ok"),
+        ({"requires": ["numpy'; rm -rf '"]}, "failure"),
+        ({"requires": "numpy"}, "failure"),
+    ],
+)
+def test_findings_about_packages(bundle: object, expected: str) -> None:
+    found = machine_check.check_packages(bundle)
+    assert [str(finding.level) for finding in found] == expected.split()
+    assert not any("pip" in finding.fix for finding in found), "nothing to copy"
 
 
 def test_a_buffered_burst_is_not_measured_as_a_fast_link() -> None:
@@ -160,6 +192,20 @@ def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordina
         f'this worker, key {peer.hex()[:12]}, was removed from the run "default" (kick'
     )
     assert found.fix.startswith("ask the run's owner for a new invitation")
+
+
+def test_the_key_that_a_worker_would_use_is_examined(coordinator: LiveCoordinator) -> None:
+    """The first worker was removed, the second is stopped: the next one joins with the second's key."""
+    used = coordinator.invitation(uses=2)
+    with enroll(used, WITHIN_S) as first, enroll(used, WITHIN_S) as second:
+        peer = Identity.read(first.identity).public
+    coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
+    found = look(used)
+    assert found["invitation"].text == "no longer valid, but this machine is already admitted"
+    assert found["run"].level is FindingLevel.OK
+    with enroll(used, WITHIN_S) as third:
+        assert third.identity == second.identity
+        assert look(used)["invitation"].text.startswith(f"this worker, key {peer.hex()[:12]}, was removed")
 
 
 def test_an_invalid_invitation_is_reported(

@@ -33,6 +33,16 @@ def test_only_the_owner_may_read_a_new_folder(tmp_path: Path) -> None:
     assert modes == [0o700, 0o755], "permissions of an existing folder do not change"
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    CheckpointStore(tmp_path / "file" / "x", every=1, keep=1).claim()
+    (record,) = caplog.records
+    assert record.message.startswith(f"no checkpoints will be written: {tmp_path}/file/x is not writable")
+    assert "another --state-dir" in record.message
+
+
 @pytest.mark.parametrize(
     ("written", "facts", "fits"),
     [
