@@ -40,9 +40,12 @@ FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
     "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
     "dashboard_failed", "step_skipped", "step_missed", "lone_mean", "checkpoint_failed", "upload_failed",
-    "model_not_written",
+    "model_not_written", "not_learning",
 }  # fmt: skip
-CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
+CHANGES = {
+    "generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again",
+    "learning_again",
+}  # fmt: skip
 ARRIVAL_EVENTS = {
     "joined",
     "left",
