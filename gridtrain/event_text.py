@@ -40,7 +40,7 @@ SENTENCES = {
     "paused": "the run is paused: {reason}",
     "readmitted": "the key {peer} has access again: {reason}",
     "recalled": "the journal lacks generation {generation}, which has {workers}",
-    "refused": "a worker was refused: {reason}",
+    "refused": "{name} was refused: {reason}",
     "renamed": "{name} asked for the name {asked}: {reason}",
     "restored": "the run continues from the checkpoints of step {step}; any later steps are lost",
     "rollback": "steps are lost: the run returns from step {from} to step {to}",

@@ -150,7 +150,7 @@ class Board:
         for row in self._rows.values():
             if row.description["name"] == name and row.departed_s is None:
                 row.description = {**row.description, "reason": reason}
-                if event in ("lost", "left"):
+                if event in ("lost", "left", "refused"):
                     row.description["ended"] = event
 
     def update(self, status: Mapping[str, Any], at_s: float) -> None:

@@ -103,7 +103,8 @@ class Departures:
         worker = self._run.workers.pop(peer, None)
         name = worker.name if worker is not None else "a worker"
         self._record_departure(peer, f"{name} was refused: {reason}")
-        note = LogEvent("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
+        fields = {"name": name, "peer": peer.hex()[:12], "code": code, "reason": reason}
+        note = LogEvent("warning", "refused", fields)
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:

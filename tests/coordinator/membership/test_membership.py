@@ -140,6 +140,7 @@ def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
     (refused,) = [e.message for e in run.say(C, other) if isinstance(e, Send)]
     assert isinstance(refused, m.Refused)
     assert "model is huge here and tiny in the run" in refused.reason
+    assert [note.fields["name"] for note in run.notes("refused")] == ["a worker", "c"]
 
 
 UNBALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
