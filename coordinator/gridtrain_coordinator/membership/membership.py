@@ -549,7 +549,8 @@ class Membership:
             return refused
         effects: list[Effect] = []
         if self._is_new_process(peer, join):
-            effects = self._departures.replace_process(peer, join.name) + self._advance(now_s)
+            earlier = self.worker_name(peer) or join.name
+            effects = self._departures.replace_process(peer, earlier) + self._advance(now_s)
             self._settled_reason = None
         effects += self._admission.register(peer, join, now_s)
         self._catch_up.on_reconnected(peer)
@@ -574,7 +575,7 @@ class Membership:
         if peer not in self.run.workers:
             return [*entries, Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [*entries, refused, *self._departures.dismiss(peer, event.reason, notify=False)]
+        return [*entries, refused, *self._departures.dismiss(peer, event.reason, "removed", notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a worker may have missed while its connection was broken."""

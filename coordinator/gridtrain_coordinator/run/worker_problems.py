@@ -262,9 +262,11 @@ class WorkerProblems:
             steps = self._lone_means.describe()
             texts.append(f"called grid.mean without other workers in {steps}: {LONE_MEAN_REMEDY}")
         if failed := self._checkpoints.count:
-            texts.append(f"could not write {failed} checkpoints in a row: {CHECKPOINT_REMEDY}")
+            what = "its latest checkpoint" if failed == 1 else f"{failed} checkpoints in a row"
+            texts.append(f"could not write {what}: {CHECKPOINT_REMEDY}")
         if failed := self._uploads.count:
-            texts.append(f"could not upload a checkpoint in {failed} attempts: {UPLOAD_REMEDY}")
+            attempts = format_count(failed, "attempt")
+            texts.append(f"could not upload a checkpoint in {attempts}: {UPLOAD_REMEDY}")
         return "; ".join(texts)
 
 

@@ -498,6 +498,7 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
     assert Disconnect(B) in effects
     assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects, "it learns of it at once"
+    assert LogEvent("info", "removed", {"name": "b", "reason": "was put out of the run"}) in effects
     run.report(A)
     run.start(A)
     assert run.core.snapshot(run.now_s)["world_size"] == 1

@@ -98,14 +98,14 @@ def test_missed_steps_are_counted_apart_from_skipped_ones() -> None:
             "checkpoint_failed",
             "checkpoint_written",
             "free space on its disk; its log names the folder",
-            "could not write 1 checkpoints in a row",
+            "could not write its latest checkpoint",
         ),
         (
             m.FAILED_UPLOADS,
             "upload_failed",
             "checkpoint_uploaded",
             "check the storage and its credentials; its log names the URL",
-            "could not upload a checkpoint in 1 attempts",
+            "could not upload a checkpoint in 1 attempt",
         ),
     ],
 )

@@ -178,4 +178,4 @@ export class Table {
 }
 
 // The colour of a state; a paused worker is not a fault.
-const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["refused", "lost"], ["paused", "left"]]);
+const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["removed", "left"], ["refused", "lost"], ["paused", "left"]]);
