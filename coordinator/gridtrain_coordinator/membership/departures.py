@@ -164,9 +164,11 @@ class Departures:
         run.unregister(worker)
         self._record_departure(peer, cause or f"{worker.name} {reason}", is_final=is_final)
         fields = {"name": worker.name, "reason": reason.removeprefix("left: ")}
-        if event == "lost" and not run.is_finished:
-            return LogEvent("warning", "lost", fields)
-        return LogEvent("info", "removed" if event == "removed" else "left", fields)
+        if event == "removed":
+            return LogEvent("info", "removed", fields)
+        if event == "left" or run.is_finished:
+            return LogEvent("info", "left", fields)
+        return LogEvent("warning", "lost", fields)
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
         """Discard a worker's measurements; if it was a member, request another generation."""
