@@ -25,6 +25,7 @@ SENTENCES = {
     "freeze": "the members wait for a new generation: {reason}",
     "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
     "joined": "{name} has joined",
+    "learning_again": "{reason}",
     "left": "{name} has left: {reason}",
     "lone_mean": "{name} called grid.mean without other workers near step {step}: {remedy}",
     "loop_stalled": "the coordinator did not run for {late_s} s",
@@ -33,13 +34,15 @@ SENTENCES = {
     "no_route": "{name} cannot connect to {to}",
     "no_room": "the disk is full: {reason}; {remedy}",
     "no_such_piece": "{name} does not have its checkpoint any more",
+    "not_learning": "{reason}",
     "not_enrolled": "an invitation was refused: {reason}",
     "not_following": "{name} does not receive the state: {reason}",
     "paused": "the run is paused: {reason}",
     "readmitted": "the key {peer} has access again: {reason}",
     "recalled": "the journal lacks generation {generation}, which has {workers}",
-    "refused": "a worker was refused: {reason}",
+    "refused": "{name} was refused: {reason}",
     "renamed": "{name} asked for the name {asked}: {reason}",
+    "removed": "{name} {reason}",
     "restored": "the run continues from the checkpoints of step {step}; any later steps are lost",
     "rollback": "steps are lost: the run returns from step {from} to step {to}",
     "room_again": "the disk has room again, after {after_s} s",
@@ -47,8 +50,8 @@ SENTENCES = {
     "source_replaced": "{source} did not send the state, so another member sends it to {names}",
     "stalled": "{name} reports no progress at step {step}: {reason}",
     "started": "the coordinator has started",
-    "step_missed": "{name} was too late for {missed} steps, the latest near step {step}",
-    "step_skipped": "{name} had unusable gradients in {skipped} steps, the latest near step {step}: {reason}",
+    "step_missed": "{name} was too late for {missed}, the latest near step {step}",
+    "step_skipped": "{name} had unusable gradients in {skipped}, the latest near step {step}: {reason}",
     "superseded": "{name} follows a coordinator that started later",
     "training": "training continues with {workers} from step {step}",
     "upload_failed": "{name} could not upload its checkpoints, {failed} in a row: {remedy}",
@@ -56,6 +59,7 @@ SENTENCES = {
     "waiting": "the run waits for workers: {reason}",
     "worker_finished": "{name} has reached the end of the run",
 }
+COUNTED = ("workers", "worker"), ("skipped", "step"), ("missed", "step")
 
 
 class _Fields(dict[str, str]):
@@ -68,8 +72,9 @@ def event_text(event: Mapping[str, Any]) -> str:
     fields = format_fields({name: value for name, value in event.items() if name not in ("at_s", "event")})
     kind = str(event.get("event", "?"))
     if kind in SENTENCES:
-        if isinstance(workers := event.get("workers"), int):
-            fields["workers"] = format_count(workers, "worker")
+        for field, noun in COUNTED:
+            if isinstance(count := event.get(field), int):
+                fields[field] = format_count(count, noun)
         if event.get("at_least"):
             fields["from"] = f"{fields.get('from', '?')} or later"
         can = "can" if event.get("reachable") else "cannot"

@@ -22,6 +22,7 @@ EVENT_TEXTS = {
     "stalled": "the step makes no progress (%(reason)s); the coordinator is asked for a new generation",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
+    "not_learning": "%(reason)s",
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",

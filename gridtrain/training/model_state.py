@@ -585,6 +585,7 @@ class WholeModelState(ModelState):
         if self._is_resumed:
             self.checkpoints.mark_verified()
             assert self._checkpoint_step is not None
+            log.warning("the run continues from the checkpoint of step %d", self._checkpoint_step)
             # The URL may lack it.
             self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:

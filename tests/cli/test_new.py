@@ -166,7 +166,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert coordinator.wait(WITHIN_S) == 0
 
     accuracies = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of new images", seen + out)]
-    assert len(accuracies) == 10 and accuracies[-1] > 80 and accuracies[-1] > accuracies[0] + 10
+    assert len(accuracies) == 12 and accuracies[-1] > 80 and accuracies[-1] > accuracies[0] + 10
     assert re.search(r"step [\d,]+, 2 workers \| here: [\d,]+ steps, [\d,]+ samples", seen)
     thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
     events = [json.loads(line) for line in err.splitlines() if line.startswith('{"ts"')]

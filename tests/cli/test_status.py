@@ -106,6 +106,12 @@ def test_events_are_sentences() -> None:
         "others cannot connect to bert"
     )
     assert event_text({"event": "training", "workers": 1}) == "training continues with 1 worker from step ?"
+    assert event_text(
+        {"event": "step_skipped", "name": "bert", "skipped": 1, "step": 7, "reason": "why"}
+    ) == ("bert had unusable gradients in 1 step, the latest near step 7: why")
+    assert event_text({"event": "removed", "name": "bert", "reason": "was removed from the run: slow"}) == (
+        "bert was removed from the run: slow"
+    )
     assert event_text({"event": "a_later_one", "name": "bert"}) == "a later one name=bert"
 
 

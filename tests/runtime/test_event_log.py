@@ -12,7 +12,7 @@ from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.runtime.event_log import log_event
 
 
-def test_the_end_of_a_pause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_ends_of_a_pause_and_of_skipped_steps_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise the last message would be that the run is paused, also after it has resumed."""
     link = CoordinatorLink(b"0" * 32, m.Join("r", "a", ""))
     announced = [
@@ -20,6 +20,9 @@ def test_the_end_of_a_pause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         ("training", "2 workers since step 0"),
         ("paused", "the coordinator restarted"),
         ("training", "2 workers since step 7"),
+        ("training", "nothing is being learned: the last 11 steps were skipped"),
+        ("training", "steps are applied again, near step 40"),
+        ("training", "2 workers since step 41"),
     ]
     caplog.set_level(logging.WARNING, "gridtrain")
     for state, reason in announced:
@@ -30,6 +33,8 @@ def test_the_end_of_a_pause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         "the run is waiting for 2 workers",
         "the run is paused: the coordinator restarted",
         "the run is training again: 2 workers since step 7",
+        "nothing is being learned: the last 11 steps were skipped",
+        "the run is training again: steps are applied again, near step 40",
     ]
 
 

@@ -223,6 +223,7 @@ def test_a_loop_that_all_workers_leave_early_keeps_its_model(
     if every:
         again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=STEPS), every=every)
         assert [each["steps"][0] for each in again] == [8, 8]
+        assert caplog.messages.count("the run continues from the checkpoint of step 8") == 2
 
 
 def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(

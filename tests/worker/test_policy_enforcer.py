@@ -42,6 +42,8 @@ from gridtrain_worker.policy_enforcer import AgentMeter, PolicyEnforcer
 from gridtrain_worker.saved_settings import RULES_FILE
 
 WITHIN_S = 60.0
+SAVED_RULES_APPLY = "saved rules of this worker's key apply"
+HOW_TO_CHANGE = "(change them with gridtrain worker set)"
 
 
 class Clock:
@@ -412,11 +414,14 @@ def test_a_restart_uses_the_owners_latest_settings(
     with PolicyEnforcer(folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors) as edited:
         assert edited._policy.rules.upload == "8Mbit"
         assert "on request" not in edited.decision.reasons
+        assert said[-1] == f"{SAVED_RULES_APPLY}: hours=22:00-07:00 {HOW_TO_CHANGE}"
         ask_agent(folder / SOCKET, {"ask": "set", "settings": {"hours": "off"}})
         ask_agent(folder / SOCKET, {"ask": "pause"})
         ask_agent(folder / SOCKET, {"ask": "stop"})
-    with PolicyEnforcer(folder, "anna", {}, said.append, sensors=sensors) as afresh:
+    said.clear()
+    with PolicyEnforcer(folder, "full", {}, said.append, sensors=sensors) as afresh:
         assert afresh.decision.may_train, "a start after `stop` ends the stop"
+        assert said == [f"{SAVED_RULES_APPLY}: upload=5Mbit {HOW_TO_CHANGE}"], "hours=off is no rule"
 
 
 def test_a_timed_pause_ends_also_after_a_restart(

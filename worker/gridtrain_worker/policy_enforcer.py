@@ -115,11 +115,22 @@ class PolicyEnforcer:
                 "still paused, because its owner paused it before it was restarted; to continue, run "
                 "gridtrain worker resume"
             )
-        for key, text in self._saved_settings.later_rules(self._start_settings).items():
+        saved = self._saved_settings.later_rules(self._start_settings)
+        for key, text in saved.items():
             if key in self._start_settings:
                 self._tell(
                     f"{key}={text} applies instead of {self._start_settings[key]}, because it was set later"
                 )
+        kept = [
+            f"{key}={text}"
+            for key, text in saved.items()
+            if key not in self._start_settings and Rules().with_settings({key: text}) != Rules()
+        ]
+        if kept:
+            self._tell(
+                f"saved rules of this worker's key apply: {' '.join(kept)} (change them with gridtrain "
+                "worker set)"
+            )
 
     def __enter__(self) -> PolicyEnforcer:
         self._thread.start()

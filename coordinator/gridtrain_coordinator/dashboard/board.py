@@ -40,12 +40,16 @@ FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
     "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
     "dashboard_failed", "step_skipped", "step_missed", "lone_mean", "checkpoint_failed", "upload_failed",
-    "model_not_written",
+    "model_not_written", "not_learning",
 }  # fmt: skip
-CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
+CHANGES = {
+    "generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again",
+    "learning_again",
+}  # fmt: skip
 ARRIVAL_EVENTS = {
     "joined",
     "left",
+    "removed",
     "caught_up",
     "following",
     "enrolled",
@@ -54,6 +58,9 @@ ARRIVAL_EVENTS = {
     "checkpoint_written",
     "checkpoint_uploaded",
 }
+DEPARTURE_EVENTS = "lost", "left", "removed", "refused"
+"""The events after which a worker is no longer registered; they are its state from then on."""
+
 EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
 """The state of a worker that its owner has paused."""
@@ -136,7 +143,7 @@ class Board:
         )
         self._next_event += 1
         who = sanitize.text(fields.get("name", ""), 64)
-        if name in ("lost", "left", "refused", "stalled", "no_route") and who:
+        if name in (*DEPARTURE_EVENTS, "stalled", "no_route") and who:
             self._explain(who, name, sanitize.text(fields.get("reason", name)))
         if name == "worker_finished":
             for row in self._present():
@@ -147,7 +154,7 @@ class Board:
         for row in self._rows.values():
             if row.description["name"] == name and row.departed_s is None:
                 row.description = {**row.description, "reason": reason}
-                if event in ("lost", "left"):
+                if event in DEPARTURE_EVENTS:
                     row.description["ended"] = event
 
     def update(self, status: Mapping[str, Any], at_s: float) -> None:

@@ -57,7 +57,7 @@ class Departures:
         return [
             *missed,
             *entries,
-            *self._remove(worker, f"left: {reason}", is_voluntary=True),
+            *self._remove(worker, f"left: {reason}", "left"),
             Disconnect(peer),
         ]
 
@@ -71,16 +71,19 @@ class Departures:
         fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
         return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
-    def dismiss(self, peer: m.PeerId, reason: str, *, notify: bool = True) -> list[Effect]:
+    def dismiss(
+        self, peer: m.PeerId, reason: str, event: str = "lost", *, notify: bool = True
+    ) -> list[Effect]:
         """Remove and disconnect a worker.
 
         Args:
+            event: the event's name in the log, "lost" or "removed".
             notify: whether to send `reason` to the worker; False if it has already been sent.
         """
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
-        effects = self._remove(worker, reason)
+        effects = self._remove(worker, reason, event)
         if notify and not self._run.is_finished:
             effects.append(Send(peer, m.Refused("dismissed", reason, RESTART)))
         return [*effects, Disconnect(peer)]
@@ -103,7 +106,8 @@ class Departures:
         worker = self._run.workers.pop(peer, None)
         name = worker.name if worker is not None else "a worker"
         self._record_departure(peer, f"{name} was refused: {reason}")
-        note = LogEvent("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
+        fields = {"name": name, "peer": peer.hex()[:12], "code": code, "reason": reason}
+        note = LogEvent("warning", "refused", fields)
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:
@@ -134,8 +138,8 @@ class Departures:
             effects += [run.phase_message(peer)] if peer in ending else self.refuse_late(peer)
         return effects
 
-    def _remove(self, worker: Worker, reason: str, *, is_voluntary: bool = False) -> list[Effect]:
-        note = self._unregister(worker, reason, is_voluntary=is_voluntary)
+    def _remove(self, worker: Worker, reason: str, event: str) -> list[Effect]:
+        note = self._unregister(worker, reason, event)
         self._addresses.route_table.forget(worker.peer)
         self._divergence.forget(worker.peer)
         return [note]
@@ -144,23 +148,27 @@ class Departures:
         self,
         worker: Worker,
         reason: str,
+        event: str = "lost",
         *,
         cause: str = "",
-        is_voluntary: bool = False,
         is_final: bool = True,
     ) -> LogEvent:
         """Remove a worker from the registry; return the event for the log.
 
         Args:
+            event: the event's name; a worker is not called lost once the run is finished.
             cause: the reason for the next generation, if the worker was a member; by default its name and
                 `reason`.
         """
         run, peer = self._run, worker.peer
         run.unregister(worker)
         self._record_departure(peer, cause or f"{worker.name} {reason}", is_final=is_final)
-        is_normal = is_voluntary or run.is_finished
-        level, event = ("info", "left") if is_normal else ("warning", "lost")
-        return LogEvent(level, event, {"name": worker.name, "reason": reason.removeprefix("left: ")})
+        fields = {"name": worker.name, "reason": reason.removeprefix("left: ")}
+        if event == "removed":
+            return LogEvent("info", "removed", fields)
+        if event == "left" or run.is_finished:
+            return LogEvent("info", "left", fields)
+        return LogEvent("warning", "lost", fields)
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
         """Discard a worker's measurements; if it was a member, request another generation."""

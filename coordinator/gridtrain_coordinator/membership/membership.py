@@ -524,19 +524,33 @@ class Membership:
 
     def _handle_heartbeat(self, worker: Worker, beat: m.Heartbeat, now_s: float) -> list[Effect]:
         run = self.run
-        notes = worker.record_heartbeat(beat, now_s)
+        notes: list[Effect] = [*worker.record_heartbeat(beat, now_s)]
         self._planner.record_compute_metrics(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.members:
             run.record_step(beat.step)  # so that a rollback is recognized
+        if run.phase is RunPhase.TRAINING and worker.peer in run.members:
+            notes += self._announce_alert(worker, now_s)
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
+
+    def _announce_alert(self, worker: Worker, now_s: float) -> list[Effect]:
+        """Report to the owner and to all workers that the alert about skipped steps has begun or ended."""
+        run = self.run
+        if not run.skip_alert.is_check_due(worker.figures, now_s):
+            return []
+        effects: list[Effect] = []
+        for event in run.skip_alert.update(run.skipped_steps, now_s):
+            told = m.RunStateUpdate(str(run.phase), event.fields["reason"])
+            effects += [event, *(Send(peer, told) for peer in run.workers)]
+        return effects
 
     def _handle_join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
         if refused := self._admission.check_join(peer, join):
             return refused
         effects: list[Effect] = []
         if self._is_new_process(peer, join):
-            effects = self._departures.replace_process(peer, join.name) + self._advance(now_s)
+            earlier = self.worker_name(peer) or join.name
+            effects = self._departures.replace_process(peer, earlier) + self._advance(now_s)
             self._settled_reason = None
         effects += self._admission.register(peer, join, now_s)
         self._catch_up.on_reconnected(peer)
@@ -563,7 +577,7 @@ class Membership:
                 self.run.record_departure(peer)
             return [*entries, Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [*entries, refused, *self._departures.dismiss(peer, event.reason, notify=False)]
+        return [*entries, refused, *self._departures.dismiss(peer, event.reason, "removed", notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a worker may have missed while its connection was broken."""

@@ -22,7 +22,7 @@ from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.run.worker_problems import SkippedSteps
+from gridtrain_coordinator.run.worker_problems import SkipAlert, SkippedSteps
 
 MAX_STEPS = 2**62
 """The highest step accepted from a worker; sums that include it still fit into a protocol field."""
@@ -47,6 +47,7 @@ class RunState:
             know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
+        skip_alert: whether the alert about skipped steps was announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the highest step reported by generations and finished workers.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
@@ -76,6 +77,7 @@ class RunState:
         self.partition = StageBounds()
         self.paused_workers = PausedWorkers()
         self._last_skipped = SkippedSteps()
+        self.skip_alert = SkipAlert()
         self.highest_step = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
@@ -137,7 +139,12 @@ class RunState:
         """The skipped steps reported by the connected members, or the last known ones if there are none."""
         workers = [self.workers[peer] for peer in self.present_members]
         reports = [(worker.step, worker.figures) for worker in workers]
-        return SkippedSteps.from_reports(reports) if reports else self._last_skipped
+        skipped = SkippedSteps.from_reports(reports) if reports else self._last_skipped
+        if not (skipped.alert and reports):
+            return skipped
+        began = skipped.step - skipped.in_a_row
+        names = [worker.name for worker in workers if worker.problems.caused_skips_after(began)]
+        return replace(skipped, causes=tuple(names) if len(names) < len(workers) else ())
 
     @property
     def is_finished(self) -> bool:
@@ -318,7 +325,8 @@ class RunState:
         return Send(peer, m.Welcome(self.term, self.name, self._software))
 
     def phase_message(self, peer: m.PeerId) -> Send:
-        return Send(peer, m.RunStateUpdate(str(self.phase), self.reason))
+        alert = self.skip_alert.reason if self.phase is RunPhase.TRAINING else ""
+        return Send(peer, m.RunStateUpdate(str(self.phase), alert or self.reason))
 
     def freeze_message(self) -> m.Freeze:
         departed = tuple(sorted(self.departed_members))

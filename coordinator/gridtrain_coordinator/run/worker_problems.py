@@ -4,6 +4,7 @@ without it, averages that it requested alone, and checkpoints that it could not 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
 those of all members --> SkippedSteps --> "the last 558 steps ..."    for their headlines, and the run's end
+                         SkipAlert    --> LogEvent                    when the alert begins and ends
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median_high
 
 from gridtrain.core import messages as m
-from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count
+from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count, list_first
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
@@ -35,6 +36,12 @@ ALERT_SKIPS = 10
 A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
 divide the scale by 1,024.  With a higher number, noticing would take minutes over slow links."""
 
+ALERT_CHECK_INTERVAL_S = 2.0
+"""The shortest time between two checks of whether the alert begins or ends, which read all members' reports;
+long enough for a heartbeat of every member, so that the second check knows who caused the skipped steps."""
+
+MAX_CAUSES_SHOWN = 3
+
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
 LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
@@ -51,12 +58,15 @@ class SkippedSteps:
         samples: the number of samples in all steps.
         in_a_row: the number of consecutive skipped steps, up to the latest step.
         step: the number of steps that the reports cover.
+        causes: the names of the members whose gradients caused the skipped steps in a row; empty if all
+            members did, or if it is not known.
     """
 
     skipped_samples: int = 0
     samples: int = 0
     in_a_row: int = 0
     step: int = 0
+    causes: tuple[str, ...] = ()
 
     @classmethod
     def from_reports(cls, reports: Sequence[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
@@ -80,7 +90,16 @@ class SkippedSteps:
         """The alert for the headline of the status; "" unless many consecutive steps are skipped."""
         if self.in_a_row < ALERT_SKIPS:
             return ""
-        return f"nothing is being learned: the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
+        steps = f"the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
+        return f"{m.NOTHING_LEARNED}: {steps}{self._causes_text()}"
+
+    def _causes_text(self) -> str:
+        if not self.causes:
+            return ""
+        is_one = len(self.causes) == 1
+        names, whose = list_first(self.causes, MAX_CAUSES_SHOWN), "its" if is_one else "their"
+        kick = f"it with gridtrain kick {names}" if is_one else "one with gridtrain kick NAME"
+        return f"; caused by {names}: check {whose} loss and data, or remove {kick}"
 
     def ending(self, steps: int = 0) -> str:
         """Return what to append to a sentence about the end of the run; "" if few steps were skipped.
@@ -92,6 +111,40 @@ class SkippedSteps:
         last = self.in_a_row if ALERT_SKIPS <= self.in_a_row < self.step else 0
         learned = describe_skipped(self.skipped_samples, self.samples, last, of)
         return f"; {learned}" if learned else ""
+
+
+@dataclass(slots=True)
+class SkipAlert:
+    """Decides when to announce that the alert of `SkippedSteps` begins or ends.
+
+    It begins if two checks find it, at the earliest `SKIP_EVENT_INTERVAL_S` after an earlier alert has begun.
+
+    Attributes:
+        reason: the announced alert; empty after its end.
+    """
+
+    reason: str = ""
+    _is_found: bool = False
+    _began_s: float = -math.inf
+    _checked_s: float = -math.inf
+
+    def is_check_due(self, figures: Mapping[str, float], now_s: float) -> bool:
+        """Return whether to call `update` after a member's heartbeat with these figures."""
+        may_change = self._is_found or _count(figures, m.SKIPPED_IN_A_ROW) >= ALERT_SKIPS
+        return may_change and now_s >= self._checked_s + ALERT_CHECK_INTERVAL_S
+
+    def update(self, skipped: SkippedSteps, now_s: float) -> list[LogEvent]:
+        """Return an event if the alert has begun or ended."""
+        was_found, self._is_found, self._checked_s = self._is_found, bool(skipped.alert), now_s
+        if self.reason and not self._is_found:
+            self.reason = ""
+            reason = f"steps are applied again, near step {skipped.step:,}"
+            return [LogEvent("info", "learning_again", {"reason": reason})]
+        is_allowed = now_s >= self._began_s + SKIP_EVENT_INTERVAL_S
+        if not self.reason and was_found and self._is_found and is_allowed:
+            self.reason, self._began_s = skipped.alert, now_s
+            return [LogEvent("warning", "not_learning", {"reason": self.reason})]
+        return []
 
 
 @dataclass(slots=True)
@@ -194,6 +247,10 @@ class WorkerProblems:
         events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
         return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
+    def caused_skips_after(self, step: int) -> bool:
+        """Return whether the worker has made the group skip a step after its step `step`."""
+        return self._skips.latest_step > step
+
     def text(self, now_s: float) -> str:
         """Describe the problems for the status; return "" if there are none."""
         texts = []
@@ -205,9 +262,11 @@ class WorkerProblems:
             steps = self._lone_means.describe()
             texts.append(f"called grid.mean without other workers in {steps}: {LONE_MEAN_REMEDY}")
         if failed := self._checkpoints.count:
-            texts.append(f"could not write {failed} checkpoints in a row: {CHECKPOINT_REMEDY}")
+            what = "its latest checkpoint" if failed == 1 else f"{failed} checkpoints in a row"
+            texts.append(f"could not write {what}: {CHECKPOINT_REMEDY}")
         if failed := self._uploads.count:
-            texts.append(f"could not upload a checkpoint in {failed} attempts: {UPLOAD_REMEDY}")
+            attempts = format_count(failed, "attempt")
+            texts.append(f"could not upload a checkpoint in {attempts}: {UPLOAD_REMEDY}")
         return "; ".join(texts)
 
 

@@ -102,7 +102,12 @@ class CoordinatorLink:
             case m.Reachability(address):
                 return [LogEvent("reach", {"address": address})]
             case m.RunStateUpdate(state, reason):
-                event = "resumed" if (self.run_state[0], state) == ("paused", "training") else "run_state"
+                before, reason_before = self.run_state
+                is_learning = not reason.startswith(m.NOTHING_LEARNED)
+                had_stopped = before == "paused" or reason_before.startswith(m.NOTHING_LEARNED)
+                event = "run_state" if is_learning else "not_learning"
+                if state == "training" and had_stopped and is_learning:
+                    event = "resumed"
                 self.run_state = (state, reason)
                 return [LogEvent(event, {"state": state, "reason": reason})]
 

@@ -325,6 +325,10 @@ class Leave(Message):
     reason: Reason
 
 
+NOTHING_LEARNED = "nothing is being learned"
+"""The beginning of the reason in `RunStateUpdate` while all recent steps were skipped; see decision 0088."""
+
+
 ON_REQUEST = "on request"
 """The beginning of the reason for a pause that the owner ordered, rather than a rule."""
 

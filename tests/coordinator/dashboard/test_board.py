@@ -99,6 +99,26 @@ def test_a_departed_worker_stays_for_a_while_with_the_reason() -> None:
     assert [row["name"] for row in board.workers()] == ["anna"]
 
 
+def test_a_removed_worker_is_no_fault() -> None:
+    board = Board()
+    board.update(status(1, (member("anna"), member("bert", 1))), 0.0)
+    board.add_event(1.0, "info", "removed", {"name": "bert", "reason": "was removed from the run: slow"})
+    board.update(status(2, (member("anna"),)), 2.0)
+    row, event = board.workers()[1], board.events[-1]
+    assert (row["state"], row["reason"]) == ("removed", "was removed from the run: slow")
+    assert (event["kind"], event["text"]) == ("worker", "bert was removed from the run: slow")
+
+
+def test_a_refused_worker_is_shown_with_the_reason() -> None:
+    board = Board()
+    board.update(status(1, (member("anna"), member("bert") | {"rank": None, "state": "joining"})), 0.0)
+    assert board.workers()[1]["reason"] == "its links are being measured"
+    board.add_event(1.0, "warning", "refused", {"name": "bert", "reason": "its data differs"})
+    board.update(status(2, (member("anna"),)), 2.0)
+    assert (board.workers()[1]["state"], board.workers()[1]["reason"]) == ("refused", "its data differs")
+    assert board.events[-1]["text"] == "bert was refused: its data differs"
+
+
 def ended_run() -> Board:
     """One worker, of which the status has step 29 when it ends its run with step 30 at 2.0 and leaves."""
     board = Board()

@@ -252,6 +252,20 @@ def test_a_member_that_is_not_connected_is_drawn_in_the_topology(opened) -> None
     assert page.run("document.getElementById('count').textContent") == "5 present, 1 has left"
 
 
+def test_a_refused_worker_is_shown_with_the_reason(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(6, shape="ring")
+    _, status, _ = next(shown._statuses)
+    newcomer = {**status["members"][0], "rank": None, "name": "gerd", "peer": "7" * 64, "state": "joining"}
+    shown.service.publish({**status, "members": [*status["members"], newcomer]})
+    page.until("document.getElementById('count').textContent === '7'")
+    shown.service.note("warning", "refused", {"name": "gerd", "reason": "its data differs"})
+    shown.service.publish(status)
+    page.until("document.getElementById('count').textContent === '6 present, 1 was refused'")
+    row = "[...document.querySelectorAll('#body tr')].find((row) => row.textContent.includes('gerd'))"
+    assert page.run(f"{row}.cells[2].textContent") == "refusedits data differs"
+    assert page.run(f"{row}.querySelector('.badge').className") == "badge lost" and page.errors == []
+
+
 @pytest.mark.parametrize(("state", "stages"), [("training", 1), ("training", 3), ("away", 1), ("resting", 1)])
 def test_the_table_fits_into_a_wide_window(opened, state: str, stages: int) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(6, shape="ring", stages=stages, state=state)

@@ -140,6 +140,7 @@ def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
     (refused,) = [e.message for e in run.say(C, other) if isinstance(e, Send)]
     assert isinstance(refused, m.Refused)
     assert "model is huge here and tiny in the run" in refused.reason
+    assert [note.fields["name"] for note in run.notes("refused")] == ["a worker", "c"]
 
 
 UNBALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
@@ -497,6 +498,7 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
     assert Disconnect(B) in effects
     assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects, "it learns of it at once"
+    assert LogEvent("info", "removed", {"name": "b", "reason": "was put out of the run"}) in effects
     run.report(A)
     run.start(A)
     assert run.core.snapshot(run.now_s)["world_size"] == 1
@@ -1171,6 +1173,41 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
     skips(run, B, 36, 0, 35)
     status = run.core.snapshot(run.now_s)
     assert (status["alert"], status["skipped_in_a_row"], status["skipped_samples"]) == ("", 0, 280)
+
+
+def test_all_workers_and_the_log_are_told_who_causes_skipped_steps_and_when_they_end() -> None:
+    run = Run(A, B, C)
+    run.event_s = 0.0
+    run.event_s = 0.0
+
+    def beats(after_s: float, step: int, in_a_row: int, own: int) -> list[str]:
+        """Heartbeats of all members, of which B has caused `own` skipped steps; what is announced."""
+        run.now_s += after_s
+        begin = len(run.seen)
+        for peer, caused in ((A, 0), (B, own), (C, 0)):
+            figures = {m.SKIPPED_IN_A_ROW: in_a_row, m.OWN_SKIPPED_STEPS: caused}
+            metrics = tuple((name, float(n)) for name, n in figures.items())
+            run.say(peer, m.Heartbeat(1, step, step, metrics))
+        news = run.seen[begin:]
+        told = {peer: [x.reason for x in sent(news, m.RunStateUpdate, to=peer)] for peer in (A, B, C)}
+        logged = [x.fields["reason"] for x in news if isinstance(x, LogEvent) and "learning" in x.event]
+        assert told == dict.fromkeys((A, B, C), logged)
+        return logged
+
+    assert beats(0.0, 20, 0, 0) == beats(1.0, 29, 9, 9) == beats(1.0, 30, 10, 10) == []
+    assert beats(2.0, 31, 11, 11) == [], "not all heartbeats of step 31 have arrived"
+    (alert,) = beats(2.0, 32, 12, 12)
+    assert alert == (
+        "nothing is being learned: the last 11 steps were skipped, because a gradient was not finite; "
+        "caused by b: check its loss and data, or remove it with gridtrain kick b"
+    )
+    assert beats(2.0, 33, 13, 13) == [], "once"
+    run.join(A, generation=1)
+    assert alert in [x.reason for x in sent(run.seen[-8:], m.RunStateUpdate, to=A)], "after a reconnection"
+    assert beats(2.0, 40, 0, 15) == []
+    assert beats(2.0, 41, 0, 15) == ["steps are applied again, near step 40"]
+    assert beats(2.0, 52, 11, 26) == beats(2.0, 54, 13, 28) == beats(2.0, 56, 15, 30) == [], "within a minute"
+    assert len(beats(50.0, 60, 19, 34)) == 1
 
 
 def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:

@@ -104,6 +104,20 @@ def test_a_new_process_has_no_rank_and_the_others_continue_from_their_state(noti
     assert run.joining() == {B: False, A: True}
 
 
+def test_the_reason_for_a_new_generation_has_the_name_of_the_process_that_has_ended() -> None:
+    run = Run(least=2)
+    run.train(A, B)
+    run.hear(PeerDisconnected(A, "reset"))
+    while not run.notes("lost"):
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.steps(7, B)
+        run.tick()
+    run.say(A, m.Join("r", "new", "memory://a"))
+    assert run.core.run.view_change.reason == (
+        "a is lost: its process has ended, and another process joined with its key"
+    )
+
+
 def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logged() -> None:
     """The run must not continue from the step at which the generation began."""
     run = Run()

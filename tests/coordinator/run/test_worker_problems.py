@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.worker_problems import ALERT_SKIPS, SkippedSteps, WorkerProblems
+from gridtrain_coordinator.run.worker_problems import ALERT_SKIPS, SkipAlert, SkippedSteps, WorkerProblems
 
 
 def events(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
@@ -97,14 +98,14 @@ def test_missed_steps_are_counted_apart_from_skipped_ones() -> None:
             "checkpoint_failed",
             "checkpoint_written",
             "free space on its disk; its log names the folder",
-            "could not write 1 checkpoints in a row",
+            "could not write its latest checkpoint",
         ),
         (
             m.FAILED_UPLOADS,
             "upload_failed",
             "checkpoint_uploaded",
             "check the storage and its credentials; its log names the URL",
-            "could not upload a checkpoint in 1 attempts",
+            "could not upload a checkpoint in 1 attempt",
         ),
     ],
 )
@@ -183,6 +184,24 @@ def test_a_long_sequence_of_skipped_steps_is_an_alert() -> None:
         "nothing is being learned: the last 558 steps were skipped, because a gradient was not finite"
     )
     assert SkippedSteps.from_reports([reported(559, 0, 558 * 8)]).alert == ""
+
+
+def test_the_alert_names_the_workers_that_cause_the_skipped_steps() -> None:
+    skipped = SkippedSteps.from_reports([reported(558, 558)])
+    assert replace(skipped, causes=("anna", "bert", "clara", "dora")).alert == (
+        f"{skipped.alert}; caused by anna, bert, clara and 1 more: check their loss and data, or remove one "
+        "with gridtrain kick NAME"
+    )
+
+
+def test_changing_claims_cause_an_alert_at_most_once_a_minute() -> None:
+    alert, skipped = SkipAlert(), SkippedSteps(in_a_row=ALERT_SKIPS, step=ALERT_SKIPS)
+    logged = [
+        event
+        for number in range(1200)
+        for event in alert.update(skipped if number % 3 else SkippedSteps(), number / 2)
+    ]
+    assert len(logged) == 20  # in ten minutes, with the ends
 
 
 @pytest.mark.parametrize(

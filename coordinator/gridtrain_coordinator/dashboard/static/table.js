@@ -27,8 +27,9 @@ const COLUMNS = [
 
 /** How many workers of the table are no longer there, in words; "" if all are. */
 export function departures(workers) {
-  const gone = workers.filter((w) => w.departed_s), lost = gone.filter((w) => w.state === "lost").length, left = gone.length - lost;
-  return [left && `${left} ${left === 1 ? "has" : "have"} left`, lost && `${lost} ${lost === 1 ? "was" : "were"} lost`].filter(Boolean).join(", ");
+  const gone = workers.filter((w) => w.departed_s), [lost, refused] = ["lost", "refused"].map((state) => gone.filter((w) => w.state === state).length);
+  const left = gone.length - lost - refused, were = (n, what) => n && `${n} ${n === 1 ? "was" : "were"} ${what}`;
+  return [left && `${left} ${left === 1 ? "has" : "have"} left`, were(lost, "lost"), were(refused, "refused")].filter(Boolean).join(", ");
 }
 
 export class Table {
@@ -177,4 +178,4 @@ export class Table {
 }
 
 // The colour of a state; a paused worker is not a fault.
-const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["paused", "left"]]);
+const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["removed", "left"], ["refused", "lost"], ["paused", "left"]]);
