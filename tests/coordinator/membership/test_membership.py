@@ -1220,7 +1220,7 @@ def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
     run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
     assert run.core.snapshot(run.now_s)["alert"] == (
         "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
-        "latest checkpoint"
+        "latest checkpoint, if there is one"
     )
     assert recover_run(run.journal).end_reason == (
         "its owner has ended it after 0 steps; " + run.core.snapshot(run.now_s)["alert"]
