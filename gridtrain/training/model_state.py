@@ -19,6 +19,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -610,13 +611,19 @@ class WholeModelState(ModelState):
             self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:
             log.warning(
-                "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
-                snapshot.applied + 1,
-                self._checkpoint_step,
-                self.checkpoints.folder,
+                "the run continues from step %d, not from the checkpoint of step %d, which %s",
+                *(snapshot.applied + 1, self._checkpoint_step, self._keep_other_history(snapshot)),
             )
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
+
+    def _keep_other_history(self, snapshot: WorkerSnapshot) -> str:
+        """Move checkpoints of another history than the group's, which later ones must not replace; return
+        where the latest checkpoint is, as the end of a sentence."""
+        with suppress(OSError):
+            if kept := self.checkpoints.keep_other_history(self._facts, position_of(snapshot)):
+                return f"is now in {kept}"
+        return f"stays in {self.checkpoints.folder} until later ones replace it"
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         if self._lost_step is not None:

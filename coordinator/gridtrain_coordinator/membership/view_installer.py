@@ -122,7 +122,9 @@ class ViewInstaller:
             holders = self._initial_state.start_with(
                 run.workers[source], [run.workers[peer] for peer in admitted]
             )
-            outcome = replace(initial_outcome(), holders=holders)
+            again = self._next_generation if self._next_generation > 1 else 0
+            ledger = m.LedgerState(restart_generation=again)
+            outcome = replace(initial_outcome(), holders=holders, ledger=ledger)
         effects: list[Effect] = []
         step = outcome.applied + 1
         if run.highest_step > step:
@@ -194,7 +196,7 @@ class ViewInstaller:
         )
         view = m.MembershipView(
             term=run.term,
-            generation=max(run.generation, self._generation_reports.highest_generation) + 1,
+            generation=self._next_generation,
             world_size=len(order),
             verdict=outcome.verdict,
             decided_round=outcome.decided_round,
@@ -218,6 +220,10 @@ class ViewInstaller:
             messages.append(Send(peer, view))
         entry = JournalEntry("generation", generation_entry(view, members))
         return [entry, self._log_event(view), *messages]
+
+    @property
+    def _next_generation(self) -> int:
+        return max(self._run.generation, self._generation_reports.highest_generation) + 1
 
     def _member(self, peer: m.PeerId, share: int, placement: RankPlacement, joining: bool) -> m.Member:
         worker = self._run.workers[peer]
