@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridtrain.core.collectives import ring
 from gridtrain.core.collectives.direct_allgather import neighbours as all_ranks
@@ -156,7 +156,7 @@ class StageModelState(ModelState):
         snapshot, path = self._session.snapshot, folder / _part_name(held.stage, stages.stages)
         end = f"step {snapshot.applied + 1}, {snapshot.history.hex()}, stages cut at {list(stages.cuts)}"
         earlier = keep_earlier_parts(folder, end)
-        save_model(plain_state(held.module), path, {END: end})
+        save_model(plain_state(self._exported), path, {END: end})
         if held.stage == 0:
             parts = {
                 name: _part_name(stage, stages.stages)
@@ -172,6 +172,10 @@ class StageModelState(ModelState):
         log.warning("the run is finished; %s is in %s%s", part, path, earlier)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
+
+    @property
+    def _exported(self) -> nn.Module:
+        return self._held.assigned().module
 
     @property
     def _continuation_text(self) -> str:

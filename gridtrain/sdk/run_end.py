@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from time import sleep
 
 from gridtrain.config import JoinConfig
 from gridtrain.core.messages import MODEL_NOT_WRITTEN
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.quantities import describe_skipped
+from gridtrain.quantities import describe_skipped, format_bytes
 from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.model_state import ModelState
@@ -18,6 +19,9 @@ log = logging.getLogger("gridtrain")
 FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
 """How many seconds the end of a run waits for the previous checkpoint, for that of the last step, and for its
 upload, each."""
+
+EXPORT_ATTEMPTS, EXPORT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
+"""How often, and at which interval, the final model is tried to be written again if no checkpoint has it."""
 
 
 def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
@@ -46,9 +50,14 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     ledger = session.snapshot.ledger
     if learned := describe_skipped(ledger.skipped, ledger.consumed):
         log.warning("%s; check the run's loss, learning rate and data", learned)
+    if not isinstance(written, Exception):
+        model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
+    if failed is not None and not model_state.has_final_checkpoint:
+        failed = _repeat_export(session, model_state, config, failed)
+    elif isinstance(failed, ConfigError) and model_state.export_text:
+        failed = ConfigError(failed.reason, remedy=f"{failed.remedy}; {model_state.export_text}")
     if isinstance(written, Exception):
         raise written
-    model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
     if failed is not None:
         raise failed
 
@@ -74,7 +83,33 @@ def _try_export(session: GroupSession, model_state: ModelState, config: JoinConf
         reason = error.reason.rpartition(": ")[2] if isinstance(error, ConfigError) else type(error).__name__
         session.failure = f"{MODEL_NOT_WRITTEN}: {reason} (see its output)"
         return error
+    session.failure = ""
     return None
+
+
+def _repeat_export(
+    session: GroupSession, model_state: ModelState, config: JoinConfig, failed: Exception
+) -> Exception | None:
+    """Try again to write the final model, which only this worker's memory has, until its user has made room
+    for it or gives up; return the last error."""
+    for attempt in range(EXPORT_ATTEMPTS):
+        if not isinstance(failed, (ConfigError, OSError)):
+            break
+        if attempt % ATTEMPTS_PER_WARNING == 0:
+            log.error(
+                "%s; the final model is only in this worker's memory; free %s on that disk, or make the "
+                "folder writable: this worker tries again every %g s, for %g minutes or until Ctrl-C",
+                failed.reason if isinstance(failed, ConfigError) else failed,
+                format_bytes(model_state.export_bytes),
+                EXPORT_INTERVAL_S,
+                (EXPORT_ATTEMPTS - attempt) * EXPORT_INTERVAL_S / 60,
+            )
+        sleep(EXPORT_INTERVAL_S)
+        error = _try_export(session, model_state, config)
+        if error is None:
+            return None
+        failed = error
+    return failed
 
 
 def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:

@@ -19,6 +19,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -253,8 +254,13 @@ class ModelState(ABC):
             self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
-        if self._final_step is not None and self._final_step == self._written_step:
+        if self.has_final_checkpoint:
             log.warning("a run with more steps can continue from %s", self._continuation_text)
+
+    @property
+    def has_final_checkpoint(self) -> bool:
+        """Whether the checkpoint of the run's last step has been written."""
+        return self._final_step is not None and self._final_step == self._written_step
 
     @property
     def others_wait(self) -> bool:
@@ -358,7 +364,22 @@ class ModelState(ABC):
 
     @abstractmethod
     def export(self, folder: Path) -> None:
-        """Write the final model, or this worker's part of it."""
+        """Write the final model, or this worker's part of it.  May be called again after an error."""
+
+    @property
+    def export_text(self) -> str:
+        """How to write the model from this worker's checkpoint of the last step; "" if others are needed."""
+        return ""
+
+    @property
+    def export_bytes(self) -> int:
+        """The size of what `export` writes, in bytes."""
+        return sum(x.nbytes for x in plain_state(self._exported).values() if isinstance(x, torch.Tensor))
+
+    @property
+    @abstractmethod
+    def _exported(self) -> torch.nn.Module:
+        """The module that `export` writes."""
 
     # -- what a subclass decides -------------------------------------------------------------------------
 
@@ -503,6 +524,7 @@ class WholeModelState(ModelState):
     """A model that this worker holds as a whole, as every other worker does."""
 
     _layers = WHOLE_MODEL
+    _earlier: str | None = None  # the result of `keep_earlier`, whose files a repeated export must not move
 
     def __init__(self, session: GroupSession, optimizer: GridOptimizer, options: ModelStateOptions) -> None:
         super().__init__(session, options)
@@ -590,13 +612,19 @@ class WholeModelState(ModelState):
             self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:
             log.warning(
-                "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
-                snapshot.applied + 1,
-                self._checkpoint_step,
-                self.checkpoints.folder,
+                "the run continues from step %d, not from the checkpoint of step %d, which %s",
+                *(snapshot.applied + 1, self._checkpoint_step, self._keep_other_history(snapshot)),
             )
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
+
+    def _keep_other_history(self, snapshot: WorkerSnapshot) -> str:
+        """Move checkpoints of another history than the group's, which later ones must not replace; return
+        where the latest checkpoint is, as the end of a sentence."""
+        with suppress(OSError):
+            if kept := self.checkpoints.keep_other_history(self._facts, position_of(snapshot)):
+                return f"is now in {kept}"
+        return f"stays in {self.checkpoints.folder} until later ones replace it"
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         if self._lost_step is not None:
@@ -620,21 +648,24 @@ class WholeModelState(ModelState):
         return snapshot.world_size > 0 and snapshot.rank == 0
 
     def export(self, folder: Path) -> None:
-        model, layout = self._optimizer.model, self._layout
-        try:
-            earlier = keep_earlier(folder, FINAL_FILE, *pretrained.FINAL_FOLDERS)
-            path = None if layout is None else pretrained.export_final(model, layout, folder)
-            if path is None:
-                path = folder / FINAL_FILE
-                save_model(plain_state(model), path)
-        except ConfigError as error:
-            if not self._has_checkpoints:
-                raise
-            instead = f"gridtrain export {self._options.folder} OUT writes it from the latest checkpoint"
-            raise ConfigError(error.reason, remedy=f"{error.remedy}; {instead}") from None
-        log.warning("the run is finished; the model is in %s%s", path, earlier)
+        model, layout = self._exported, self._layout
+        if self._earlier is None:
+            self._earlier = keep_earlier(folder, FINAL_FILE, *pretrained.FINAL_FOLDERS)
+        path = None if layout is None else pretrained.export_final(model, layout, folder)
+        if path is None:
+            path = folder / FINAL_FILE
+            save_model(plain_state(model), path)
+        log.warning("the run is finished; the model is in %s%s", path, self._earlier)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
+
+    @property
+    def export_text(self) -> str:
+        return f"gridtrain export {self._options.folder} OUT writes it from the latest checkpoint"
+
+    @property
+    def _exported(self) -> torch.nn.Module:
+        return self._optimizer.model
 
     @cached_property
     def _layout(self) -> pretrained.PretrainedLayout | None:

@@ -483,6 +483,37 @@ def test_checkpoints_of_another_history_are_not_deleted(
     assert "not from the checkpoint of step 3, which stays in" in caplog.text
 
 
+def test_checkpoints_from_before_a_start_at_step_0_are_moved_out_of_the_reach_of_later_ones(
+    new_group: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All have left; a worker without a checkpoint begins again, and then the old one returns, twice."""
+    started, over = threading.Event(), threading.Event()
+
+    def work(grid: gridtrain.Grid, number: int) -> None:
+        for step in steps_of(grid):
+            grid._model_state.checkpoints.wait()
+            if number == 1 and step == 5:
+                started.set()
+            if step >= 3 and (number != 1 or over.is_set()):
+                break
+
+    old = {"checkpoint_every": 1, "state_dir": str(tmp_path / "worker-0")}
+    with new_group(workers=1) as group:
+        group.result(group.start(work, **old))
+        group.wait_for("waiting")
+        group.start(work)
+        assert started.wait(WITHIN_S)
+        for _ in range(2):
+            group.result(group.start(work, **old))
+        over.set()
+        group.finish()
+    kept = tmp_path / "worker-0" / "earlier-1"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000002", "step-00000003"]
+    assert f"not from the checkpoint of step 3, which is now in {kept}" in caplog.text
+    assert [path.name for path in kept.parent.glob("earlier-*")] == ["earlier-1"], "no more at each return"
+    assert len(list(kept.parent.glob("step-*"))) <= 3
+
+
 def steps_of(grid: gridtrain.Grid) -> Iterator[int]:
     model = copy.deepcopy(NET)
     optimizer = sgd(grid, model, lr=0.001, momentum=0.9)

@@ -23,6 +23,7 @@ from gridtrain.core.messages import EndRun, OperatorReply, Refused
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.sdk import run_end
 
 DATA = [torch.full((2,), float(i)) for i in range(8)]
 
@@ -101,8 +102,11 @@ def test_a_worker_logs_at_the_end_how_much_was_skipped(
     ] * (2 if skips else 0)
 
 
-def test_the_owner_is_told_that_the_final_model_was_not_written(new_group: Any, tmp_path: Path) -> None:
+def test_the_owner_is_told_that_the_final_model_was_not_written(
+    new_group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "final.safetensors").mkdir()
+    monkeypatch.setattr(run_end, "sleep", lambda seconds_s: None)
     with new_group(workers=2) as group:
         for _ in range(2):
             group.start(lambda grid, number: train_steps(grid, 1.0))
@@ -114,7 +118,53 @@ def test_the_owner_is_told_that_the_final_model_was_not_written(new_group: Any, 
     assert (status["phase"], status["reason"]) == ("finished", "2 workers reached the end of the run")
     assert status["alert"] == (
         f"the final model was not written: worker-{failed[0]}: Is a directory (see its output); "
-        "gridtrain export writes it from any worker's latest checkpoint"
+        "gridtrain export writes it from any worker's latest checkpoint, if there is one"
+    )
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_room(
+    new_group: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_mended: bool,
+) -> None:
+    waits_s: list[float] = []
+
+    def sleep(seconds_s: float) -> None:
+        waits_s.append(seconds_s)
+        if is_mended and len(waits_s) == 2:
+            (tmp_path / "final.safetensors").rmdir()
+
+    (tmp_path / "final.safetensors").mkdir()
+    monkeypatch.setattr(run_end, "sleep", sleep)
+    with new_group(workers=1) as group:
+        result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0)))
+        group.wait_for("finished", "left" if is_mended else "model_not_written")
+        assert bool(group.coordinator.snapshot()["alert"]) != is_mended
+    lines = [text for text in caplog.messages if "only in this worker's memory" in text]
+    assert lines[0] == (
+        f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is only in "
+        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker tries again "
+        "every 10 s, for 10 minutes or until Ctrl-C"
+    )
+    if is_mended:
+        assert result is None and (len(waits_s), len(lines)) == (2, 1)
+        assert (tmp_path / "final.safetensors").is_file()
+    else:
+        assert isinstance(result, ConfigError) and "gridtrain export" not in str(result)
+        assert (sum(waits_s), len(lines)) == (600.0, 3)
+
+
+def test_a_final_model_that_a_checkpoint_has_is_not_waited_for(new_group: Any, tmp_path: Path) -> None:
+    (tmp_path / "final.safetensors").mkdir()
+    with new_group(workers=1) as group:
+        options = {"checkpoint_every": 2, "state_dir": str(tmp_path / "state")}
+        result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0), **options))
+    assert isinstance(result, ConfigError) and "cannot be written: Is a directory" in result.reason
+    assert result.remedy.endswith(
+        f"; gridtrain export {tmp_path / 'state'} OUT writes it from the latest checkpoint"
     )
 
 

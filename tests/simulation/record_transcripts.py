@@ -252,9 +252,11 @@ ADDED = {
     (m.LedgerSpec, "shards"),
     (m.LedgerState, "pending"),
     (m.LedgerState, "leases"),
+    (m.LedgerState, "restart_generation"),
     (m.Member, "entries_share"),
 }
-"""Fields that classes did not have when the baseline was recorded; all histories have their defaults."""
+"""Fields that classes did not have when the baseline was recorded; all histories have their defaults, or show
+them in the journal."""
 
 _WRITTEN: dict[type[Any], tuple[str, ...] | None] = {}
 

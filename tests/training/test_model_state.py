@@ -10,19 +10,22 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.training.checkpoint import checkpoint_store
+from gridtrain.training.checkpoint import checkpoint_store, model_export
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
     save,
     step_folder,
 )
+from gridtrain.training.checkpoint.model_export import save_model
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual, transfer_residual
 
@@ -184,14 +187,21 @@ def test_a_group_that_has_overtaken_a_pause_has_dropped_only_steps_that_no_other
     assert caplog.text.count("this worker continues after the group's step 10; gridtrain export") == is_warned
 
 
-def test_a_final_model_that_cannot_be_written_can_be_exported_from_a_checkpoint(
-    state: Any, tmp_path: Path
+def test_a_repeated_export_keeps_the_earlier_model_once(
+    state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state._optimizer = SimpleNamespace(model=nn.Linear(2, 1))
-    with pytest.raises(ConfigError) as caught:
-        state.export(tmp_path / "missing")
-    assert "cannot be written" in caught.value.reason
-    assert f"gridtrain export {tmp_path} OUT" in caught.value.remedy
+    final = tmp_path / "final.safetensors"
+    save_model({"weight": torch.ones(1)}, final)
+    state._optimizer = SimpleNamespace(model=nn.Linear(2, 1), base=SimpleNamespace(describe=lambda: ""))
+    with monkeypatch.context() as patch:
+        patch.setattr(model_export, "write_safetensors", Mock(side_effect=OSError(28, "No space left")))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="cannot be written: No space left"):
+                state.export(tmp_path)
+    state.export(tmp_path)
+    assert [path.name for path in tmp_path.glob("earlier-*")] == ["earlier-1"]
+    assert load_file(tmp_path / "earlier-1" / final.name)["weight"] == 1.0
+    assert load_file(final)["weight"].shape == (1, 2) and state.export_bytes == 12
 
 
 @pytest.mark.parametrize(

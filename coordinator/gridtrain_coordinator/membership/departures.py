@@ -23,7 +23,7 @@ from gridtrain_coordinator.run.run_state import RunState
 
 RESTART = "restart this worker to join again, or let `gridtrain worker --restarts N` restart it"
 
-MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint"
+MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, if there is one"
 
 
 class Departures:

@@ -119,7 +119,7 @@ class FreezePhase:
         what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
-        reason = f"no connected worker holds the model; {what}"
+        reason = f"no connected worker holds the model; {what}; gridtrain finish ends the run"
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),

@@ -19,6 +19,7 @@ from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.stages.rank_placement import RankPlacement
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.member_lists import MemberLists
 from gridtrain_coordinator.membership.readiness import Readiness
@@ -30,6 +31,11 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import generation_entry
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
+
+_START_AT_0 = (
+    "waiting for its start at step 0, because no connected worker has a checkpoint of its {0}; to continue "
+    "from them instead, stop this worker and start one with a checkpoint first"
+)
 
 
 class InitialState:
@@ -116,13 +122,20 @@ class ViewInstaller:
             holders = self._initial_state.start_with(
                 run.workers[source], [run.workers[peer] for peer in admitted]
             )
-            outcome = replace(initial_outcome(), holders=holders)
+            again = self._next_generation if self._next_generation > 1 else 0
+            ledger = m.LedgerState(restart_generation=again)
+            outcome = replace(initial_outcome(), holders=holders, ledger=ledger)
         effects: list[Effect] = []
         step = outcome.applied + 1
         if run.highest_step > step:
             lost = {"from": run.highest_step, "to": step}
             reason = f"the state of step {run.highest_step} is lost, so the run returns to step {step}"
             effects = [run.phase_entry(run.phase, reason, rollback=lost), LogEvent("error", "rollback", lost)]
+            if not step:
+                update = m.RunStateUpdate(
+                    str(run.phase), _START_AT_0.format(format_count(run.highest_step, "step"))
+                )
+                effects += [Send(peer, update) for peer in admitted]
             run.roll_back(outcome.applied)
         return effects + self.install(outcome, now_s, source=source)
 
@@ -183,7 +196,7 @@ class ViewInstaller:
         )
         view = m.MembershipView(
             term=run.term,
-            generation=max(run.generation, self._generation_reports.highest_generation) + 1,
+            generation=self._next_generation,
             world_size=len(order),
             verdict=outcome.verdict,
             decided_round=outcome.decided_round,
@@ -207,6 +220,10 @@ class ViewInstaller:
             messages.append(Send(peer, view))
         entry = JournalEntry("generation", generation_entry(view, members))
         return [entry, self._log_event(view), *messages]
+
+    @property
+    def _next_generation(self) -> int:
+        return max(self._run.generation, self._generation_reports.highest_generation) + 1
 
     def _member(self, peer: m.PeerId, share: int, placement: RankPlacement, joining: bool) -> m.Member:
         worker = self._run.workers[peer]

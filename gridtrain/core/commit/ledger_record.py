@@ -44,6 +44,8 @@ def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
         del body[name]
         if batches := getattr(state, name):  # usually there are none; earlier versions never had any
             body[name] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in batches]
+    if not state.restart_generation:  # as in records of earlier versions
+        del body["restart_generation"]
     del body["leases"]
     if state.leases:
         body["leases"] = [[peer.hex(), asdict(span)] for peer, span in state.leases]

@@ -202,6 +202,8 @@ class LedgerState:
         pending: the batches of the previous step, if `LedgerSpec.delay` is 1, sorted by peer.
         leases: the positions of a shard that later steps assign to each member, if `LedgerSpec.shards` is
             not empty, sorted by peer.
+        restart_generation: the generation that began at step 0 again, because earlier states were
+            lost; 0 if none did.
     """
 
     step: UInt = 0
@@ -213,6 +215,7 @@ class LedgerState:
     late: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
     pending: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
     leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
+    restart_generation: UInt = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ def export_folder(run: str, export_dir: str) -> Path:
     except OSError as error:
         raise ConfigError(
             f"the final model cannot be written to {folder}: {error.strerror or error}",
-            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...)); if the run "
-            "is finished, gridtrain export writes its model from this worker's --state-dir",
+            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...)); if this "
+            "worker has a checkpoint of a finished run, gridtrain export writes its model from --state-dir",
         ) from None
 
 

@@ -205,6 +205,17 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
+    def keep_other_history(self, facts: Facts, current: CheckpointInfo) -> Path | None:
+        """Move the checkpoints with these settings that belong to another history than the group's state to a
+        new folder `earlier-N`; return it, or None if none is known to do so.  Raises `OSError`."""
+        found = []
+        for path in list_checkpoints(self.folder) if self._every else ():
+            with contextlib.suppress(ConfigError):  # it cannot be read
+                position, written = read_header(path)
+                if matches_facts(written, facts) and is_of_other_history(position, current):
+                    found.append(path)
+        return _move_to_earlier(self.folder, found) if found else None
+
     def _prune_unverified(self, step: int) -> None:
         """Remove checkpoints of earlier processes with the same settings before `step`.
 
@@ -367,15 +378,25 @@ def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> Non
 def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
     """Move the checkpoints that were written with different training settings from `folders` to a new folder
     `earlier-N` in `place`, so that they are neither replaced nor removed.  Raises `OSError`."""
-    refused = refused_checkpoints(folders, facts)
-    if not refused:
-        return
+    if refused := refused_checkpoints(folders, facts):
+        kept = _move_to_earlier(place, refused)
+        log.warning("the checkpoints that were written with different training settings are now in %s", kept)
+
+
+def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
     kept = next(path for n in itertools.count(1) if not (path := place / f"earlier-{n}").exists())
-    for path in refused:
+    for path in paths:
         target = kept / path.relative_to(place)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.rename(path, target)
-    log.warning("the checkpoints that were written with different training settings are now in %s", kept)
+    return kept
+
+
+def is_of_other_history(written: CheckpointInfo, current: CheckpointInfo) -> bool:
+    """Whether the state in a checkpoint is certainly none of those from which `current` was trained."""
+    is_same = (written.applied, written.history) == (current.applied, current.history)
+    is_restarted = written.ledger.restart_generation != current.ledger.restart_generation
+    return is_restarted or (written.applied >= current.applied and not is_same)
 
 
 def step_folder(folder: Path, step: int) -> Path:

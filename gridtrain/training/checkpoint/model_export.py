@@ -189,7 +189,11 @@ def keep_earlier(folder: Path, *names: str) -> str:
         for name in found:
             kept.mkdir(exist_ok=True)
             if (folder / name).is_dir():
-                shutil.copytree(folder / name, kept / name, copy_function=_keep_file)
+                try:
+                    shutil.copytree(folder / name, kept / name, copy_function=_keep_file)
+                except OSError:  # the export is tried again
+                    shutil.rmtree(kept / name, ignore_errors=True)
+                    raise
             else:
                 _keep_file(folder / name, kept / name)
     except OSError as error:

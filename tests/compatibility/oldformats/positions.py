@@ -10,6 +10,7 @@ ADDED = {
     ("LedgerState", "late"),
     ("LedgerState", "pending"),
     ("LedgerState", "leases"),
+    ("LedgerState", "restart_generation"),
     ("LedgerSpec", "delay"),
     ("LedgerSpec", "shards"),
     ("Member", "entries_share"),

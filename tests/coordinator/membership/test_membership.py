@@ -1099,7 +1099,7 @@ def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() 
     run.say(A, m.TemporaryLeave("on battery"))
     missing = (
         "the final model was not written: no worker was training; gridtrain export writes it from any "
-        "worker's latest checkpoint"
+        "worker's latest checkpoint, if there is one"
     )
     assert end(run) == f'the run "r" is finished; {missing}; 1 is paused and exits when its pause ends'
     assert run.core.snapshot(run.now_s)["alert"] == missing
@@ -1129,7 +1129,7 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
     run.say(B, m.TemporaryLeave("hot"))
     assert run.core.reason == (
         "no connected worker holds the model; the next ones continue from a checkpoint, or start at step 0 "
-        "if they have none"
+        "if they have none; gridtrain finish ends the run"
     )
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
         f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "
@@ -1257,7 +1257,7 @@ def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
     run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
     assert run.core.snapshot(run.now_s)["alert"] == (
         "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
-        "latest checkpoint"
+        "latest checkpoint, if there is one"
     )
     assert recover_run(run.journal).end_reason == (
         "its owner has ended it after 0 steps; " + run.core.snapshot(run.now_s)["alert"]

@@ -130,6 +130,24 @@ def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logg
     run.form()
     assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
     assert run.view.applied == 4
+    assert run.view.ledger.restart_generation == 0
+    assert not [x for x in sent(run.seen, m.RunStateUpdate) if "start at step 0, because" in x.reason]
+
+
+def test_a_new_process_without_a_checkpoint_is_told_that_it_begins_a_run_again() -> None:
+    run = Run()
+    run.train(A)
+    run.steps(9, A)
+    run.join(A)
+    run.enter(A)
+    run.form()
+    assert run.view.ledger == m.LedgerState(restart_generation=run.view.generation), "another history"
+    assert run.view.applied == -1 and [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 0}]
+    told = [x.reason for x in sent(run.seen, m.RunStateUpdate)]
+    assert told[-1] == (
+        "waiting for its start at step 0, because no connected worker has a checkpoint of its 9 steps; to "
+        "continue from them instead, stop this worker and start one with a checkpoint first"
+    )
 
 
 def test_the_readiness_of_the_old_process_does_not_count() -> None:

@@ -18,7 +18,7 @@ from gridtrain.network.wire.codec import (
 
 KEY = bytes(32)
 ROUND = [1, 2, 3, 0]
-LEDGER = [0, 0, [], 0, 0, None, [], [], []]
+LEDGER = [0, 0, [], 0, 0, None, [], [], [], 0]
 MEMBER = [KEY, "ada", "tcp://h:1", 8, False, -1, [], b"", [], 256]
 DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], 0]
 
@@ -165,7 +165,7 @@ FIELDS = [
     ),
     refused(
         r"FreezeReport.ledger.requeued\[0\] is Span\(start=2, stop=1\)",
-        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None, [], [], []], None, b"", 0, [0, 1]),
+        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None, [], [], [], 0], None, b"", 0, [0, 1]),
         "a span that stops before it starts",
     ),
     refused(
@@ -177,7 +177,7 @@ FIELDS = [
             True,
             0,
             b"",
-            [*LEDGER[:-3], [[bytes(31), [[0, 1]], 1, 0]], [], []],
+            [*LEDGER[:-4], [[bytes(31), [[0, 1]], 1, 0]], [], [], 0],
             None,
             b"",
             0,
@@ -222,7 +222,9 @@ ACCEPTED = [
     pytest.param(header(35, 1, 1, 0, 1, [MEMBER] * 384), id="384 members on a page"),
     pytest.param(header(14, 1, 1, True, -1, b"", LEDGER, None, b"", 0, [0, 1]), id="nothing applied yet"),
     pytest.param(
-        header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None, [], [], []], None, b"", 0, [0, 1]),
+        header(
+            14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None, [], [], [], 0], None, b"", 0, [0, 1]
+        ),
         id="4096 spans",
     ),
     pytest.param([*header(*DATA), b""], id="empty payload"),
