@@ -26,7 +26,7 @@ from gridtrain.core.messages.declaration import (
     UInt,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_GENERATION_MEMBERS = 2048
 """Maximum number of entries in a list with one entry for each member."""
