@@ -65,12 +65,13 @@ class GroupMeans:
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
         """
-        self.repeat(step, generation)
-        while len(self._values) >= MAX_OPEN_MEANS:
-            del self._values[next(iter(self._values))]
         first = BEFORE_STEP_INDEX if is_before_step else 0
         if (step, first) != self._place:
             self._place, self._count = (step, first), 0
+            self._values = {key: each for key, each in self._values.items() if key < (step, first)}
+        self.repeat(step, generation)
+        while len(self._values) >= MAX_OPEN_MEANS:
+            del self._values[next(iter(self._values))]
         index = first + self._count
         self._count += 1
         self._values[step, index] = value

@@ -160,3 +160,16 @@ def test_calls_are_the_same_if_a_step_is_repeated_with_another_batch() -> None:
             worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX + number, 4.0)]
             assert worker.means.average(7, 1, 2.0, is_before_step=True) == 4.0
         assert worker.requests == [(7, BEFORE_STEP_INDEX + number, 2.0) for number in range(2)]
+
+
+def test_values_of_a_dropped_batch_are_not_contributed_again() -> None:
+    worker = Worker()
+    for number, value in enumerate((100.0, 101.0)):
+        worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX + number, 4.0)]
+        worker.means.average(7, 1, value, is_before_step=True)
+    worker.means.begin_turn()
+    worker.requests.clear()
+    worker.generations = [3]
+    worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX, None), DeliverMean(7, BEFORE_STEP_INDEX, 5.0)]
+    assert worker.means.average(7, 2, 1.0, is_before_step=True) == 5.0
+    assert worker.requests == [(7, BEFORE_STEP_INDEX, 1.0)] * 2
