@@ -127,7 +127,8 @@ def test_workers_use_as_much_memory_as_the_table_says(
     wire = exchange if local is None else local.exchange
     size = {"parameters": N, "workers": WORKERS, "optimizer_values": values}
     documented = worker_memory(wire, **size, local=local, logged_steps=STEPS)
-    assert found["always"] == pytest.approx(documented.always, abs=0.3)
+    # A model with fewer parameters than `WIDTH` leaves some of the interpreter's caches unfilled.
+    assert found["always"] == pytest.approx(documented.always, abs=0.5)
     assert found["state"] - found["always"] == pytest.approx(documented.state, abs=0.05)
     if local is None or not local.overlap:  # otherwise the next turn computes meanwhile
         in_flight = 1.0  # a payload of a quarter of the elements
