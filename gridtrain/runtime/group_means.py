@@ -52,9 +52,11 @@ class GroupMeans:
         self._lone_step, self._lone_steps = -1, 0  # the latest step with a lone call, and the number of them
         self._late_calls = 0
 
-    def begin_turn(self) -> None:
-        """Count the calls of the turn that begins from 0, also if it repeats a step with another batch."""
-        self._place = (-1, 0)
+    def begin_turn(self, step: int) -> None:
+        """Count the calls of this step's turn from 0, and discard those with its batch and of later steps: it
+        may be repeated with another batch, or after a rollback."""
+        self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
+        self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
 
     def average(self, step: int, generation: int, value: float, *, is_before_step: bool) -> float:
         """Return the mean of the workers' values, or `value` if this worker cannot make the call in a group.
@@ -68,12 +70,12 @@ class GroupMeans:
         first = BEFORE_STEP_INDEX if is_before_step else 0
         if (step, first) != self._place:
             self._place, self._count = (step, first), 0
-            self._values = {key: each for key, each in self._values.items() if key < (step, first)}
-        self.repeat(step, generation)
+        self.repeat(generation)
         while len(self._values) >= MAX_OPEN_MEANS:
             del self._values[next(iter(self._values))]
         index = first + self._count
         self._count += 1
+        self._values.pop((step, index), None)  # the awaited call is repeated last
         self._values[step, index] = value
         self._connection.loop.request_average(step, index, value)
         self._announced = None  # its answer is no longer awaited
@@ -81,18 +83,14 @@ class GroupMeans:
             self._generation = -1  # the generation has ended, or has not started
             if (new := self._await_generation(step)) is None:
                 return value
-            self.repeat(step, new)
+            self.repeat(new)
         if answer is None or answer.value is None:
             return value
         self._check_missing(answer)
         return answer.value
 
-    def repeat(self, step: int, generation: int) -> None:
-        """Contribute the latest values once more in a new generation, unless steps are repeated."""
-        if any(key[0] > step for key in self._values):
-            self.begin_turn()
-            self._values = {}
-        self._values = {key: each for key, each in self._values.items() if key[0] >= step - 1}
+    def repeat(self, generation: int) -> None:
+        """Contribute the latest values once more in a new generation."""
         if generation != self._generation:
             self._generation = generation
             self._announced = None  # the answer to it is dropped, so that it is announced again

@@ -199,7 +199,7 @@ class GroupSession:
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
-        self._means.begin_turn()
+        self._means.begin_turn(self.step)
         self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
@@ -400,7 +400,7 @@ class GroupSession:
             return None
         assert snapshot.open_round is not None
         self._turn = snapshot
-        self._means.repeat(step, snapshot.generation)
+        self._means.repeat(snapshot.generation)
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]

@@ -103,6 +103,7 @@ def test_a_worker_that_computes_for_long_is_awaited_and_the_wait_is_logged(
 def test_a_call_during_which_the_group_changes_is_repeated_with_those_of_the_latest_step() -> None:
     worker = Worker()
     assert worker.call(6) == worker.call(7) == 3.0
+    worker.means.begin_turn(8)
     worker.requests.clear()
     worker.generations = [2, 3]
     worker.answers = [DeliverMean(8, BEFORE_STEP_INDEX, None)] * 2
@@ -110,7 +111,7 @@ def test_a_call_during_which_the_group_changes_is_repeated_with_those_of_the_lat
     assert worker.means.average(8, 1, 2.0, is_before_step=True) == 4.0
     call = (8, BEFORE_STEP_INDEX, 2.0)
     assert worker.requests == [call, *[(7, 0, 2.0), call] * 2]
-    worker.means.repeat(8, 3)
+    worker.means.repeat(3)
     assert len(worker.requests) == 5, "the generation is the same"
 
 
@@ -124,9 +125,11 @@ def test_calls_of_steps_that_are_repeated_are_forgotten() -> None:
     worker = Worker()
     assert worker.call(6) == worker.call(7) == worker.call(8) == 3.0
     worker.requests.clear()
-    worker.means.repeat(7, 2)
+    worker.means.begin_turn(7)
     assert worker.call(7) == 3.0
     assert worker.requests == [(7, 0, 2.0)]
+    worker.means.repeat(2)
+    assert worker.requests[1:] == [(6, 0, 2.0), (7, 0, 2.0)]
 
 
 def test_few_of_many_calls_in_a_step_are_repeated() -> None:
@@ -135,7 +138,7 @@ def test_few_of_many_calls_in_a_step_are_repeated() -> None:
         worker.call(7)
         assert worker.requests[-1] == (7, number, 2.0)
     worker.requests.clear()
-    worker.means.repeat(7, 2)
+    worker.means.repeat(2)
     assert worker.requests == [(7, number, 2.0) for number in range(2 * MAX_OPEN_MEANS, 3 * MAX_OPEN_MEANS)]
 
 
@@ -143,7 +146,7 @@ def test_repeated_calls_do_not_displace_the_answer_to_a_weight() -> None:
     worker = Worker()
     worker.call(6)
     worker.means.announce_weight(2, 7, 5)
-    worker.means.repeat(7, 2)
+    worker.means.repeat(2)
     worker.requests.clear()
     worker.answers = [DeliverMean(7, WEIGHTS_INDEX, 4.0)]
     plan: Any = SimpleNamespace(generation=2, step=7, world_size=2)
@@ -154,7 +157,7 @@ def test_repeated_calls_do_not_displace_the_answer_to_a_weight() -> None:
 def test_calls_are_the_same_if_a_step_is_repeated_with_another_batch() -> None:
     worker = Worker()
     for _ in range(2):
-        worker.means.begin_turn()
+        worker.means.begin_turn(7)
         worker.requests.clear()
         for number in range(2):
             worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX + number, 4.0)]
@@ -167,7 +170,7 @@ def test_values_of_a_dropped_batch_are_not_contributed_again() -> None:
     for number, value in enumerate((100.0, 101.0)):
         worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX + number, 4.0)]
         worker.means.average(7, 1, value, is_before_step=True)
-    worker.means.begin_turn()
+    worker.means.begin_turn(7)
     worker.requests.clear()
     worker.generations = [3]
     worker.answers = [DeliverMean(7, BEFORE_STEP_INDEX, None), DeliverMean(7, BEFORE_STEP_INDEX, 5.0)]
