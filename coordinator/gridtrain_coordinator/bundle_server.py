@@ -53,5 +53,5 @@ class BundleServer:
         if self._bundle is None:
             return None
         size, run = len(self._bundle.archive), self._bundle.run
-        requires = [f"{name}>={least}" if least else name for name, least in run.requires]
-        return {"digest": self._bundle.digest, "bytes": size, "script": run.script, "requires": requires}
+        about = {"script": run.script, "requires": run.requirements}
+        return {"digest": self._bundle.digest, "bytes": size, **about}

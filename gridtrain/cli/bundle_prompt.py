@@ -78,7 +78,7 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
         "command": list(offer.command),
         "folder": str(offer.folder),
         "files": {name: len(content) for name, content in sorted(offer.bundle.files.items())},
-        "requires": [f"{name}>={least}" if least else name for name, least in run.requires],
+        "requires": run.requirements,
         "data": str(offer.data) if offer.data is not None else None,
         "data_set": _data_facts(offer),
         "name": job.name,

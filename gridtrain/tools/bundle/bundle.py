@@ -112,7 +112,7 @@ def run_to_toml(run: RunDescription) -> str:
         ("digest", run.digest),
         ("arguments", list(run.arguments)),
         ("files", list(run.files)),
-        ("requires", [f"{name}>={least}" if least else name for name, least in run.requires]),
+        ("requires", run.requirements),
         ("image", run.image),
     ]
     lines = ["[run]", *(f"{key} = {_quoted(value)}" for key, value in pairs if value)]

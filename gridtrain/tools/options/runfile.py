@@ -79,6 +79,11 @@ class RunDescription:
     data: DatasetDescription | None = None
 
     @property
+    def requirements(self) -> list[str]:
+        """The required packages as in run.toml, such as "torch>=2.4"."""
+        return [f"{name}>={least}" if least else name for name, least in self.requires]
+
+    @property
     def data_index(self) -> str:
         """The path of the data set's index; "" if the run names none."""
         return "" if self.data is None else self.data.index

@@ -383,8 +383,13 @@ def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
         log.warning("the checkpoints that were written with different training settings are now in %s", kept)
 
 
+def earlier_folder(place: Path, is_free: Callable[[Path], bool]) -> Path:
+    """Return the first folder `earlier-N` in `place` that is free."""
+    return next(path for n in itertools.count(1) if is_free(path := place / f"earlier-{n}"))
+
+
 def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
-    kept = next(path for n in itertools.count(1) if not (path := place / f"earlier-{n}").exists())
+    kept = earlier_folder(place, lambda path: not path.exists())
     for path in paths:
         target = kept / path.relative_to(place)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

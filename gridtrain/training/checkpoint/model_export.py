@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -33,7 +32,12 @@ from gridtrain.core.messages import LedgerState
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import checkpoint_store
-from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, checkpoint_step, parse_step
+from gridtrain.training.checkpoint.checkpoint_store import (
+    Checkpoint,
+    checkpoint_step,
+    earlier_folder,
+    parse_step,
+)
 from gridtrain.training.checkpoint.flat_gradient import canonical_names
 from gridtrain.training.checkpoint.frozen_base import is_base
 from gridtrain.training.checkpoint.pretrained import (
@@ -184,8 +188,7 @@ def keep_earlier(folder: Path, *names: str) -> str:
     """
     try:
         found = [name for name in names if _is_model(folder / name)]
-        folders = (folder / f"earlier-{n}" for n in itertools.count(1))
-        kept = next(path for path in folders if not any((path / name).exists() for name in found))
+        kept = earlier_folder(folder, lambda path: not any((path / name).exists() for name in found))
         for name in found:
             kept.mkdir(exist_ok=True)
             if (folder / name).is_dir():
@@ -221,8 +224,7 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
                 if other == end:
                     continue
                 names = {path.name for path in paths}
-                folders = (folder / f"earlier-{n}" for n in itertools.count(1))
-                kept.append(next(path for path in folders if _can_take(path, other, names)))
+                kept.append(earlier_folder(folder, partial(_can_take, end=other, names=names)))
                 kept[-1].mkdir(exist_ok=True)
                 for path in paths:
                     with contextlib.suppress(FileNotFoundError):  # moved by another worker, where locks fail
