@@ -28,6 +28,8 @@ N = WIDTH * WIDTH
 STEPS, WORKERS, WITHIN_S, MIN_BYTES = 3, 2, 60.0, 1 << 14
 DATA = [(torch.ones(WIDTH), torch.ones(WIDTH) * i) for i in range(64)]
 GTOPK = gridtrain.GTopK(density=0.01)
+# Agents of earlier tests wait in their threads, each with a buffer of 16 KiB; these workers have none.
+NO_AGENTS = [tracemalloc.Filter(False, f"*/{name}.py") for name in ("agent_link", "control_socket")]
 CASES: dict[str, tuple[Any, str, float]] = {  # the exchange, the optimizer, its values for each parameter
     "dense, sgd": (gridtrain.Dense(), "sgd", 0),
     "dense, int8": (gridtrain.Dense(values="int8", topology="ring"), "momentum", 1),
@@ -61,7 +63,7 @@ def allocated_bytes(models: list[nn.Module]) -> int:
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)] + gradients
     tensors = [each for each in tensors if each.layout is torch.strided and each.device.type == "cpu"]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    traces = tracemalloc.take_snapshot().traces if tracemalloc.is_tracing() else ()
+    traces = tracemalloc.take_snapshot().filter_traces(NO_AGENTS).traces if tracemalloc.is_tracing() else ()
     return sum(storages.values()) + sum(each.size for each in traces if each.size >= MIN_BYTES)
 
 
@@ -127,8 +129,7 @@ def test_workers_use_as_much_memory_as_the_table_says(
     wire = exchange if local is None else local.exchange
     size = {"parameters": N, "workers": WORKERS, "optimizer_values": values}
     documented = worker_memory(wire, **size, local=local, logged_steps=STEPS)
-    # A model with fewer parameters than `WIDTH` leaves some of the interpreter's caches unfilled.
-    assert found["always"] == pytest.approx(documented.always, abs=0.5)
+    assert found["always"] == pytest.approx(documented.always, abs=0.3)
     assert found["state"] - found["always"] == pytest.approx(documented.state, abs=0.05)
     if local is None or not local.overlap:  # otherwise the next turn computes meanwhile
         in_flight = 1.0  # a payload of a quarter of the elements
