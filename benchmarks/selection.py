@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import record
-from gridtrain.sparsify.cuda_selection import make_selection
-from gridtrain.sparsify.selection import AccumulationTerms, Selection
+from gridtrain.sparsify.selection import make_selection
+from gridtrain.sparsify.tensor_selection import AccumulationTerms, Selection
 
 _LAYERS = 50
 _WEIGHT = 0.3

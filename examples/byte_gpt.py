@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 import gridtrain  # grid
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 

@@ -17,7 +17,7 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, partition
 from gridtrain.tools.demo import pipeline_model
-from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.demo_model import Windows
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 STAGES, BATCH, MICRO_BATCHES = 4, 16, 8

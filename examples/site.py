@@ -15,7 +15,7 @@ import torch
 
 import gridtrain
 from gridtrain.adapters.site import Site
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from accuracy.llama import ByteLlama, with_lora
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY, ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
 

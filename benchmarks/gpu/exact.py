@@ -19,9 +19,10 @@ from torch import Tensor
 from gpu.parts import TRAINING, Setting, Store, missing_packages
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify import error_feedback
-from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct, make_selection
+from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct
 from gridtrain.sparsify.error_feedback import ErrorFeedback
-from gridtrain.sparsify.selection import Selection, TensorSelection
+from gridtrain.sparsify.selection import make_selection
+from gridtrain.sparsify.tensor_selection import Selection, TensorSelection
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "mark.gpu"

@@ -24,7 +24,7 @@ from accuracy.llama import LoRALinear
 from gpu.parts import Setting, Store
 from gpu.speed import copies_of
 from gridtrain.tools.demo import pipeline_model, recipe
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
 from gridtrain.training.checkpoint import serialization

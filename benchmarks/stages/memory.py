@@ -18,7 +18,7 @@ import torch
 from gridtrain.core.stages.schedule import ActionKind, fill_drain, one_forward_one_backward
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec
-from gridtrain.tools.demo.byte_gpt import TransformerBlock
+from gridtrain.tools.demo.demo_model import TransformerBlock
 from gridtrain.tools.demo.recipe import ModelSize
 from procfs import forget_peak, in_own_process, memory_bytes
 

@@ -13,7 +13,7 @@ import os
 import torch
 
 import gridtrain
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 EVERY = 20

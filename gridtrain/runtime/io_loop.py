@@ -63,7 +63,7 @@ from gridtrain.runtime.snapshot_builder import SnapshotBuilder
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
-from gridtrain.runtime.state_transfer.residual_exchange import ResidualExchange
+from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
 from gridtrain.runtime.step_plan import StepPlan
@@ -134,7 +134,7 @@ class IoLoop:
         )
         self.state_sender, self.state_receiver = StateSender(self.mailbox), StateReceiver(self.mailbox)
         self.catch_up = CatchUpSession(self.mailbox, self.state_receiver.blobs, idle_s=deadlines.ready_s / 4)
-        self.residuals = ResidualExchange(self.mailbox)
+        self.residuals = ResidualMailbox(self.mailbox)
         self.checkpoint_requests = CheckpointRequests(self.mailbox, donate_Bps)
         self._snapshot_builder = SnapshotBuilder(
             self.state_sender,

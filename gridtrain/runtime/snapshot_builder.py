@@ -16,7 +16,7 @@ from gridtrain.runtime.mailbox.worker_task import (
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
-from gridtrain.runtime.state_transfer.residual_exchange import ResidualExchange
+from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
 from gridtrain.runtime.step_rounds import StepRounds
@@ -31,7 +31,7 @@ class SnapshotBuilder:
         state_receiver: StateReceiver,
         catch_up_source: CatchUpSource,
         catch_up: CatchUpSession,
-        residuals: ResidualExchange,
+        residuals: ResidualMailbox,
         checkpoint_requests: CheckpointRequests,
         step_rounds: StepRounds,
     ) -> None:

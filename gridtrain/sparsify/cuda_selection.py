@@ -1,4 +1,4 @@
-"""Selection on a CUDA device in one fused kernel, and `make_selection`, which chooses by device.
+"""Selection of the entries to send on a CUDA GPU, in one fused Triton kernel; checks that Triton works.
 
 A selection usually waits for the device only once, to copy k entries and a count.
 
@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 
 from gridtrain.sparsify.cpu_selection import ThresholdHint
-from gridtrain.sparsify.selection import (
+from gridtrain.sparsify.tensor_selection import (
     AccumulationTerms,
-    ChunkedSelection,
-    HostSelection,
     SelectedEntries,
-    Selection,
     TensorSelection,
     check_k,
     key_indices,
@@ -38,17 +35,6 @@ _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # times k keys
 _MIN_CAPACITY = 1 << 14
-
-
-def make_selection(device: torch.device, chunk: int = 0) -> Selection:
-    """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
-    if chunk:
-        return ChunkedSelection(chunk)
-    if device.type == "cpu":
-        return HostSelection()
-    if device.type == "cuda" and are_kernels_correct(device):
-        return CudaSelection()
-    return TensorSelection()
 
 
 class CudaSelection:

@@ -38,9 +38,9 @@ from torch import Tensor
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import ValueKind
-from gridtrain.sparsify.cuda_selection import make_selection
 from gridtrain.sparsify.merge import TruncatedEntries
-from gridtrain.sparsify.selection import AccumulationTerms, Selection
+from gridtrain.sparsify.selection import make_selection
+from gridtrain.sparsify.tensor_selection import AccumulationTerms, Selection
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 

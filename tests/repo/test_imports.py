@@ -54,6 +54,7 @@ TABLE: dict[str, str] = {
     "gridtrain.sparsify.selection":  "gridtrain.network.wire gridtrain.sparsify numpy torch",
     "gridtrain.sparsify.error_feedback": "gridtrain.network.wire gridtrain.sparsify numpy torch",
     "gridtrain.sparsify.cuda_selection": "gridtrain.network.wire gridtrain.sparsify numpy torch",
+    "gridtrain.sparsify.tensor_selection": "gridtrain.network.wire gridtrain.sparsify numpy torch",
     "gridtrain.sparsify.triton_kernels": "triton",
     "gridtrain.runtime":             f"{NETWORK} gridtrain.sparsify numpy",
     "gridtrain.training":            TRAINING,

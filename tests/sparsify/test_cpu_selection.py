@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gridtrain.errors import LocalProtocolError
-from gridtrain.sparsify import cpu_selection, selection
+from gridtrain.sparsify import cpu_selection, tensor_selection
 from gridtrain.sparsify.cpu_selection import (
     BlockwiseSum,
     CpuSelection,
@@ -13,7 +13,7 @@ from gridtrain.sparsify.cpu_selection import (
     value_bits,
     value_from_bits,
 )
-from gridtrain.sparsify.selection import AccumulationTerms, HostSelection, TensorSelection
+from gridtrain.sparsify.tensor_selection import AccumulationTerms, HostSelection, TensorSelection
 
 INFINITE_BITS = 0x7F80_0000
 
@@ -45,7 +45,7 @@ WAYS = {"blocks": by_blocks, "tensors": by_tensors}
 def way(request, monkeypatch):
     """Small enough blocks and bounds that 300 elements take every branch."""
     monkeypatch.setattr(cpu_selection, "BLOCK", 32)
-    monkeypatch.setattr(selection, "_FEW", 20)
+    monkeypatch.setattr(tensor_selection, "_FEW", 20)
     return WAYS[request.param]
 
 

@@ -17,8 +17,8 @@ import torch
 
 from gridtrain.sparsify import cuda_selection as device_module
 from gridtrain.sparsify.cpu_selection import value_bits
-from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct, make_selection
-from gridtrain.sparsify.selection import AccumulationTerms, HostSelection, TensorSelection
+from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct
+from gridtrain.sparsify.tensor_selection import AccumulationTerms, HostSelection
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,13 +130,6 @@ def test_a_launch_that_fails_leaves_torch(device, monkeypatch):
     are_kernels_correct.cache_clear()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gets_kernels_or_torch():
-    chosen = make_selection(torch.device("cuda"))
-    assert isinstance(chosen, CudaSelection if HAS_TRITON else TensorSelection)
-
-
 def test_what_a_gpu_has_selected_is_copied_to_pinned_memory(monkeypatch):
     made = []
 
@@ -149,10 +142,6 @@ def test_what_a_gpu_has_selected_is_copied_to_pinned_memory(monkeypatch):
     assert device_module._copy_to_host(on_host) is on_host and made == []
     assert device_module._copy_to_host(on_gpu) == ("copied", on_gpu)
     assert made == [{"device": "cpu", "pin_memory": True}]
-
-
-def test_host_memory_is_selected_from_by_numpy():
-    assert isinstance(make_selection(torch.device("cpu")), HostSelection)
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,6 @@
 """Selection: exactly k, ties by the lowest index, zeros never.  Checked against a sort in plain Python."""
 
+import importlib.util
 import math
 import random
 
@@ -9,7 +10,16 @@ import torch
 from gridtrain.config import TopK
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify.cpu_selection import CpuSelection
-from gridtrain.sparsify.selection import AccumulationTerms, ChunkedSelection, TensorSelection, _lower_bound
+from gridtrain.sparsify.cuda_selection import CudaSelection
+from gridtrain.sparsify.selection import ChunkedSelection, make_selection
+from gridtrain.sparsify.tensor_selection import (
+    AccumulationTerms,
+    HostSelection,
+    TensorSelection,
+    _lower_bound,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def select_topk(acc_N, k):
@@ -86,6 +96,17 @@ def test_k_out_of_range_is_our_own_bug(k):
 def test_a_gpu_selects_what_the_cpu_selects():
     acc = torch.randint(-50, 50, (100_000,)).float()
     assert torch.equal(select_topk(acc.cuda(), 1000).cpu(), select_topk(acc, 1000))
+
+
+def test_host_memory_is_selected_from_by_numpy():
+    assert isinstance(make_selection(torch.device("cpu")), HostSelection)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_kernels_or_torch():
+    chosen = make_selection(torch.device("cuda"))
+    assert isinstance(chosen, CudaSelection if HAS_TRITON else TensorSelection)
 
 
 # -- chunks ------------------------------------------------------------------------------------------

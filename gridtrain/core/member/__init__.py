@@ -7,5 +7,5 @@ joining members, and `scalar_means` computes averages for display; `stragglers` 
 without a member whose trainer has stalled.
 
 `context` holds the objects that outlive a generation: `coordinator_link`, `peer_links`, `replica_state`,
-`member_checkpoints`, `worker_catch_up`, `residual_transfer` and `step_pace`.
+`member_checkpoints`, `worker_catch_up`, `residual_recipients` and `step_pace`.
 """

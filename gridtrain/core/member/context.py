@@ -16,7 +16,7 @@ from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.member_checkpoints import MemberCheckpoints
 from gridtrain.core.member.peer_links import PeerLinks
 from gridtrain.core.member.replica_state import ReplicaState
-from gridtrain.core.member.residual_transfer import ResidualTransfer
+from gridtrain.core.member.residual_recipients import ResidualTransfer
 from gridtrain.core.member.step_pace import StepPace
 from gridtrain.core.member.stragglers import UsualDelays
 from gridtrain.core.member.worker_catch_up import WorkerCatchUp

@@ -294,7 +294,7 @@ class SnapshotUnavailable(Message):
 class ResidualBlock(Message):
     """Block `index` of `total` of a leaving member's residual, as it was after step `applied`.
 
-    The blocks together are one sparse payload of fp32 values; see `core.member.residual_transfer`.
+    The blocks together are one sparse payload of fp32 values; see `core.member.residual_recipients`.
     """
 
     term: UInt

@@ -31,7 +31,7 @@ class ApplyMissedSteps:
 
 @dataclass(frozen=True, slots=True)
 class AddResiduals:
-    """Add the residuals of workers that have left (`ResidualExchange.take_confirmed`)."""
+    """Add the residuals of workers that have left (`ResidualMailbox.take_confirmed`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
     recipient's residual_N += entries <-- kept until confirmed <-- checked <-- joined <-----+
 
-`gridtrain.core.member.residual_transfer` chooses the recipient and decides when a residual is confirmed.
+`gridtrain.core.member.residual_recipients` chooses the recipient and decides when a residual is confirmed.
 """
 
 from __future__ import annotations

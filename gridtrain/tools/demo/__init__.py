@@ -2,7 +2,7 @@
 
 recipe            sizes, learning rates, densities: the tuned settings
 text_corpus       the standard library's source as training and held-out bytes
-byte_gpt          the model and its windows of text (imports torch)
+demo_model        the model and its windows of text (imports torch)
 small_llama       a Llama with its tokenizer as a folder, for examples (imports transformers)
 demo_worker       the script of every worker, an ordinary user of the SDK (imports torch)
 step_records      the file that the first worker writes and the demo reads

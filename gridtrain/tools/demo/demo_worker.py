@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import gridtrain
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import (
     BATCH_SIZE,
     DENSITY,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.tools.demo.byte_gpt import TransformerBlock
+from gridtrain.tools.demo.demo_model import TransformerBlock
 from gridtrain.tools.demo.recipe import VOCABULARY, ModelSize
 
 SIZE = ModelSize(width=96, layers=8, heads=4, context=64)

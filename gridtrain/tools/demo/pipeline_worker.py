@@ -27,7 +27,7 @@ from gridtrain.pipeline.memory_usage import (
     storage_bytes,
 )
 from gridtrain.tools.demo import pipeline_model as recipe
-from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.demo_model import Windows
 from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes
 from gridtrain.tools.demo.text_corpus import load_corpus
 

@@ -21,7 +21,7 @@ from gpu import __main__ as program  # noqa: E402
 from gpu import exact, parts, report, runs, speed  # noqa: E402
 from gpu.parts import PARTS, Part, Setting  # noqa: E402
 from gridtrain.sparsify.cuda_selection import CudaSelection  # noqa: E402
-from gridtrain.sparsify.selection import AccumulationTerms, SelectedEntries, TensorSelection  # noqa: E402
+from gridtrain.sparsify.tensor_selection import AccumulationTerms, SelectedEntries, TensorSelection  # noqa: E402
 
 SMALL = Setting("cpu", small=True)
 Function = Callable[[Setting, Callable[[str, Any], None]], None]

@@ -12,7 +12,7 @@ from staged_run import StagedRun, repartitioned_without_b
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
-from gridtrain.core.member.residual_transfer import residual_recipients
+from gridtrain.core.member.residual_recipients import residual_recipients
 from gridtrain.core.stages import repartition
 from gridtrain.core.stages.rank_placement import StateLocations, place_ranks, placement_cost_s, stage_shares
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError

@@ -1,6 +1,6 @@
-"""Transfers this worker's residual when it leaves, and accepts the residuals of other workers.
+"""Passes residuals between the training thread, the core and other workers; decides nothing itself.
 
-`gridtrain.core.member.residual_transfer` decides which worker accepts a residual, and when the residual is
+`gridtrain.core.member.residual_recipients` decides which worker accepts a residual, and when the residual is
 confirmed.
 
     io.StoreResidualBlock, AddResidual, ... --> IncomingResiduals --AddResiduals (task)--> take_confirmed
@@ -15,7 +15,7 @@ from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
 
 
-class ResidualExchange:
+class ResidualMailbox:
     """Sends and receives residuals.
 
     Attributes:

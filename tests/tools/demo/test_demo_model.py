@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.demo_model import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import SIZES
 
 

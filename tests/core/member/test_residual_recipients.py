@@ -14,7 +14,7 @@ from gridtrain.core.group.member_events import (
     StoreResidualBlock,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.member.residual_transfer import ResidualTransfer, residual_recipients
+from gridtrain.core.member.residual_recipients import ResidualTransfer, residual_recipients
 from gridtrain.errors import RemoteProtocolError
 
 A, B, C, D = PEERS = tuple(letter * 32 for letter in (b"a", b"b", b"c", b"d"))
