@@ -17,7 +17,7 @@ MUTANTS ?= 400
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep mutants chaos hostile fuzz lab rivals lint types format check clean
+.PHONY: help setup demo test sweep mutants chaos hostile fuzz lab rivals files lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -99,6 +99,9 @@ docs: $(DOCS) ## the documentation as HTML in build/docs, with the figures of be
 $(DOCS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@
+
+files: ## every file of the product, with one line on what it decides: make files | grep -i "batch norm"
+	@$(or $(PYTHON),python3) docs/files.py
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

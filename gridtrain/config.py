@@ -1,5 +1,7 @@
-"""The users' options as small frozen dataclasses, and the deadlines of all waits.  Imports neither torch nor
-sockets."""
+"""The options of scripts (Dense, TopK, GTopK, Auto, LocalSteps, Overlap), and all deadlines and timeouts.
+
+Imports neither torch nor sockets.
+"""
 
 from __future__ import annotations
 

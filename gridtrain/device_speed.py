@@ -1,4 +1,4 @@
-"""Measures the floating-point operations per second of a device, to compare a newcomer with the members."""
+"""Measures a device's speed in floating-point operations a second, to compare a newcomer with members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions that gridtrain raises deliberately.
+"""The exceptions that gridtrain raises deliberately, and their exit codes.
 
 A message says what happened, with the value, the bound and the peer, and what to do next (`remedy`), so that
 the last line of a traceback tells users how to continue.

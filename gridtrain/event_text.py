@@ -1,4 +1,4 @@
-"""The coordinator's events as sentences for a run's owner; docs/cli.md lists the events."""
+"""The sentences in which a run's owner reads events (joined, lost, ...); docs/cli.md lists the events."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers", and terms of
-the coordinator's status.
-"""
+"""Parse and format sizes, durations and counts ("500MB", "10ms", "7d", "2 workers"), fields of the status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m gridtrain_coordinator`: the coordinator configured by its environment, for containers.
+"""`python -m gridtrain_coordinator`: the coordinator configured by environment variables, for containers.
 
     GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_STATE  ...      or a run.toml in the working directory
     GRIDTRAIN_DASHBOARD (HOST:PORT, or "off")  GRIDTRAIN_DASHBOARD_OPEN  GRIDTRAIN_DASHBOARD_HOSTS

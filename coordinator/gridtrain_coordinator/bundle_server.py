@@ -1,4 +1,4 @@
-"""Sends the run's bundle to workers that request it, block by block, within a rate limit.
+"""Sends the run's bundle to workers, block by block, and limits how often each may download it.
 
 worker  StatusRequest --> status: bundle {digest, bytes, script, requires}
         BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused

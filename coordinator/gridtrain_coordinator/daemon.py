@@ -1,4 +1,4 @@
-"""The coordinator's loop, which carries out the effects that the membership core and access control return.
+"""The coordinator's loop: receives messages, and carries out the effects of membership and access control.
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+

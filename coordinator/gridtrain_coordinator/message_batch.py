@@ -1,4 +1,4 @@
-"""Encodes each message among a turn's effects once, even if it goes to many workers.
+"""Encodes each message that goes to many workers at once only one time.
 
 Send(anna, page) --+
 Send(bert, page) --+--> the frames of `page`       N members receive the same pages of a member list

@@ -1,4 +1,4 @@
-"""Runs the coordinator as a process: opens its parts, then serves until the run ends or a signal stops it.
+"""Starts and stops the coordinator's process: folder, keys, port, dashboard, greeting, signals, relay policy.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
                                                  a start that fails up to here leaves no trace

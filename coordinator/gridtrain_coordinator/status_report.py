@@ -1,4 +1,4 @@
-"""Builds the status for `gridtrain status` and the dashboard from the core's snapshot, rates and other data.
+"""The content of the status (steps per second, bytes, members) for `gridtrain status` and the dashboard.
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second

@@ -1,4 +1,4 @@
-"""A gTop-k communication hook for torch's DistributedDataParallel.
+"""A gTop-k communication hook for torch's DistributedDataParallel (DDP), without a coordinator.
 
     state = GTopKState(gridtrain.GTopK(density=0.01, momentum=0.9))
     ddp.register_comm_hook(state, gtopk_hook)

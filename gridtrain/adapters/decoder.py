@@ -1,4 +1,4 @@
-"""Language models from transformers as chains of blocks, for `grid.pipeline`.
+"""Language models from transformers (GPT-2, Llama, Qwen, ...), with LoRA, as blocks for `grid.pipeline`.
 
     pipe = grid.pipeline(decoder_blueprint(config), adamw, stages=4, loss_fn=next_token_loss)
 

@@ -1,4 +1,4 @@
-"""Send messages of a few integers and an optional payload between two processes of a gloo group.
+"""Messages between the processes of one site over torch's gloo: a few integers and an optional payload.
 
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty

@@ -1,4 +1,4 @@
-"""Write figures to TensorBoard, Weights & Biases, MLflow, or to any object with `write` and `close`.
+"""TensorBoard, Weights & Biases, MLflow and other loggers: only the group's first worker writes figures.
 
     log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine", run=grid.run_id))
     for batch in grid.batches(...):

@@ -1,4 +1,4 @@
-"""Run several processes at one site (the GPUs of a machine, the machines in a room) as one worker of a run.
+"""Several processes at one site (GPUs of a machine, machines in a room; torchrun) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 

@@ -1,4 +1,4 @@
-"""`gridtrain ban`: remove a member and refuse its key."""
+"""`gridtrain ban`: removes a worker and refuses its key from then on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain bench`: options for `gridtrain.tools.bench.main`."""
+"""`gridtrain bench`: its options (sizes, workers, exchanges); `gridtrain.tools.bench.main` measures."""
 
 from __future__ import annotations
 

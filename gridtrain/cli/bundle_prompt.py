@@ -1,4 +1,4 @@
-"""Shows a volunteer what a bundle would run, and asks for consent.
+"""Shows a volunteer what a bundle (script, packages, data) would run and send, and asks for consent.
 
 Strings from the owner are printable (`gridtrain.tools.options.runfile` checks this), and are never
 interpreted as markup.

@@ -1,4 +1,4 @@
-"""`gridtrain coordinator`: options for `gridtrain_coordinator.serving.serve`."""
+"""`gridtrain coordinator`: its options; `gridtrain_coordinator.serving.serve` runs the coordinator."""
 
 from __future__ import annotations
 

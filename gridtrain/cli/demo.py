@@ -1,4 +1,4 @@
-"""`gridtrain demo`: compares dense and gTop-k training over limited connections on this machine."""
+"""`gridtrain demo`: its options; compares dense and gTop-k training over limited connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain doctor INVITATION`: checks whether this machine can join, and predicts what it would contribute.
+"""`gridtrain doctor INVITATION`: output and exit codes of the checks whether this machine can join.
 
 The checks are in `gridtrain.tools.doctor`.  In a pipe, or with --json, the output is one JSON object per
 line, {"check", "level", "text", "fix", ...}; the last object is

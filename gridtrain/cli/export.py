@@ -1,4 +1,4 @@
-"""`gridtrain export`: options for `gridtrain.training.checkpoint.model_export.export_by_url`."""
+"""`gridtrain export`: writes a checkpoint's model for other programs; see `checkpoint.model_export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain finish`: end a run before its script ends it."""
+"""`gridtrain finish`: ends a run before its script ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain invite --until-joined`: reports the workers that join with an invitation, until all are members.
+"""`gridtrain invite --until-joined`: waits for the invited workers, and reports them, until all are members.
 
 Asks the coordinator twice a second, and keeps waiting while the coordinator restarts.
 

@@ -1,4 +1,4 @@
-"""`gridtrain kick`: remove a member until it has a new invitation."""
+"""`gridtrain kick`: removes a worker until it has a new invitation."""
 
 from __future__ import annotations
 

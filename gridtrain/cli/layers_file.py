@@ -1,5 +1,6 @@
-"""Reads a model's layers from a TOML file that was written by hand or by `gridtrain.pipeline.profile`, or
-makes N equal layers.
+"""Reads a model's layers for `gridtrain plan --stages`, from a TOML file or as N equal layers.
+
+A person or `gridtrain.pipeline.profile` writes the file:
 
 input = "2kB"              # per sample, input of the first layer
 

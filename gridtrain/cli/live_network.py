@@ -1,4 +1,4 @@
-"""Builds the network of a run from the links that its workers have measured.
+"""Builds the network for `gridtrain plan` of a live run from the links that its workers have measured.
 
 The links come from the coordinator's status, which arrives over the network, so each figure is checked before
 it is used.

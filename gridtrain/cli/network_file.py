@@ -1,4 +1,4 @@
-"""Reads a network from a TOML file of sites and the links between them, or makes one site of equal workers.
+"""Reads a network for `gridtrain plan` from a TOML file of sites and links, or makes one site of equals.
 
 [[site]]
 name = "office"

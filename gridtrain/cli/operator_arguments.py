@@ -1,4 +1,4 @@
-"""Parses the arguments of the operator's commands: coordinator, members by name or key, and durations.
+"""Finds whom the operator's commands name (name or key digits), and parses their durations.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 unban WHO    a banned member's name, or the first 6 or more digits of its key

@@ -1,4 +1,4 @@
-"""Makes command-line flags from the option table of `gridtrain.tools.options`, and resolves their values."""
+"""Makes command-line flags and their help from `gridtrain.tools.options`, and resolves their values."""
 
 from __future__ import annotations
 

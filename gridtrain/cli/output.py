@@ -1,6 +1,4 @@
-"""Output widths and paragraphs, and the console and field checks that the commands showing a status
-share.
-"""
+"""The width and paragraphs of all commands' output, and checks of the fields of a status before display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain status`: shows the status of a run as a table or as JSON.
+"""`gridtrain status`: its head (loss, rates, reasons), table of workers, problems and events, or JSON.
 
 Names, facts and events come from workers.  They are never interpreted as markup, and the client has already
 removed control characters.

@@ -1,4 +1,4 @@
-"""`gridtrain unban`: lift a ban."""
+"""`gridtrain unban`: lifts a ban."""
 
 from __future__ import annotations
 

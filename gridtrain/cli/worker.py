@@ -1,4 +1,4 @@
-"""`gridtrain worker`: options for `gridtrain_worker.agent.supervise`, and commands for running workers."""
+"""`gridtrain worker`: its options, arguments and invitation; `gridtrain_worker.agent.supervise` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses addresses from configuration and the command line.  Host names are not resolved."""
+"""Parses addresses (host, port) from configuration and command line.  Host names are not resolved."""
 
 from __future__ import annotations
 

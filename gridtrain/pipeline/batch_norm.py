@@ -1,4 +1,4 @@
-"""Manage the buffers that a forward pass writes to: batch norm's running statistics, and others of layers.
+"""When batch norm's running mean and variance change in a pipeline, and other buffers that a forward writes.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each

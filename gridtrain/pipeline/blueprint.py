@@ -1,4 +1,4 @@
-"""Build a model stage by stage, so that no worker ever holds the whole model.
+"""Build a model stage by stage, so that no worker holds the whole model; initial values from the seed.
 
     with torch.device("meta"):  model          only shapes: no memory
                 |

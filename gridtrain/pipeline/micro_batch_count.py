@@ -1,5 +1,4 @@
-"""Determine the number of micro-batches of the next step: configured, or chosen from the first steps'
-timings.
+"""The number of micro-batches of the next step: configured, or by trials and free memory.
 
     step committed --> summaries of all members --> timings --> after the last trial: the run's number
                                                        |

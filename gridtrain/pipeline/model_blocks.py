@@ -1,4 +1,4 @@
-"""Divide a model into a chain of blocks, between which the model may be partitioned.
+"""Divide a model into blocks (`split_at`, `Sequence`), between which it may be partitioned; refused models.
 
     nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
     Sequence                  its members, which may also be functions

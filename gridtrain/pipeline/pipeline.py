@@ -1,4 +1,4 @@
-"""Take training steps with a model in stages: `pipe = grid.pipeline(...)`, `pipe.step(...)`.
+"""`pipe = grid.pipeline(...)`, `pipe.step(...)`: a training step with a model in stages, vote included.
 
 `Pipeline` computes and exchanges, `HeldStage` keeps the stage in memory, and `StageModelState` saves and
 exports it.

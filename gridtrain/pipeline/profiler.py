@@ -1,4 +1,4 @@
-"""Measure the cost of each block of a model on this machine: seconds, bytes, and the size of its output.
+"""`profile(model, x)`: measure each block's time, bytes and size of output on this machine.
 
     example (n samples) --block 0--> --block 1--> ...    each runs on n and on 2 n samples:
                           |

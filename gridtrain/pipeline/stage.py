@@ -1,4 +1,4 @@
-"""Compute one stage of a model: the forward and backward passes of micro-batches.
+"""Compute one stage: forward and backward of micro-batches, loss, recomputation, tied parameters.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |

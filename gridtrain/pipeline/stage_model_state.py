@@ -1,4 +1,4 @@
-"""Handle the checkpoints, pauses, departure and export of a stage between two steps (see `ModelState`).
+"""Checkpoints, pauses, departure, residual and export of a stage between two steps (see `ModelState`).
 
 When this worker leaves or pauses:
 

@@ -1,4 +1,4 @@
-"""Give schedulers one optimizer object for a model in stages, regardless of the stage that is held.
+"""`pipe.optimizer`: one object for schedulers, whichever stage is held; keeps lr when the stage changes.
 
 scheduler --> pipe.optimizer --.-- before the group has formed: the whole model's, on the meta device
               (one object)     |-- stage 2's, as it was built

@@ -1,4 +1,4 @@
-"""Keep a stage in memory: its module and the objects that train it.
+"""A stage in memory with its optimizer, gradient, exchange and executor, and the options of a pipeline.
 
 ModelStages.build --> module --> optimizer, flat gradient, exchange      when this worker's rank is known
                         +------> Stage, StageExecutor                    when a batch shows the input's shape

@@ -1,4 +1,4 @@
-"""Check a batch, the number of micro-batches and the values from another stage; find the origin of a fault.
+"""Check a pipeline's batch and number of micro-batches; find which stage is the origin of a fault.
 
     pipe.step(inputs, targets) --> check_batch              the same samples in every tensor, on every stage
     grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins

@@ -1,4 +1,4 @@
-"""Encode the activations and gradients of a pipeline as bytes, exactly or with fewer bits, on their device.
+"""Precision (exact, bf16, fp16, int8) in which a pipeline sends activations and gradients.
 
 The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
 

@@ -1,4 +1,4 @@
-"""Collective buffers of a pipeline's round: activation transfers between stages, and summaries of stages.
+"""Buffers of a pipeline's round: activations sent and received, and the summaries that stages vote on.
 
 ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
 ActivationReceiveBuffer  ActivationReceiver  the received pieces, joined when all have arrived

@@ -1,4 +1,4 @@
-"""Writes the core's events (`io.LogEvent`) to the log, each with its message and level."""
+"""The messages that a worker logs for events of its core (drifted, stalled, disconnected, ...)."""
 
 from __future__ import annotations
 

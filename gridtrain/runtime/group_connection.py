@@ -1,4 +1,4 @@
-"""Owns this worker's I/O loop, and replaces it with a new I/O loop after each pause."""
+"""This worker's connection to its group: starts its I/O loop, closes it for a pause, counts traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects the content of this worker's heartbeats: progress, whether the trainer is waiting, and figures.
+"""What a worker's heartbeat contains: figures, whether it is busy, and what counts as progress.
 
     trainer: add_figures, set_busy --+
     bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)

@@ -1,4 +1,4 @@
-"""The free memory on this host or, in a container, within the container's limit."""
+"""The free memory on this host or, in a container, within the container's limit (cgroup)."""
 
 from __future__ import annotations
 

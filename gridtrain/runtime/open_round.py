@@ -1,4 +1,4 @@
-"""An open round: its buffers, and the interface through which a pipeline's training thread uses the round.
+"""An open round: its buffers, and how a pipeline's training thread adds, waits for and ends its parts.
 
 add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last one) -> RoundOutcome
 """

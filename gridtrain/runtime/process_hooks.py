@@ -1,4 +1,4 @@
-"""Hooks that end a training script cleanly on SIGTERM, Ctrl-C or a gridtrain error, and close its loops.
+"""How a training script ends on SIGTERM, Ctrl-C or an error, and how its traceback is printed.
 
 Handlers that the user has installed are not replaced.
 """

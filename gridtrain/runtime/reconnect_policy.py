@@ -1,4 +1,4 @@
-"""Decides how long a worker waits for a coordinator that is unreachable or denies the worker access.
+"""How long a worker waits for a coordinator that is unreachable or denies it access, before it gives up.
 
 The transport reconnects automatically.
 """

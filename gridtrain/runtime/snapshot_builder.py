@@ -1,4 +1,4 @@
-"""Builds the `WorkerSnapshot` from the current state of the core and of the parts of the I/O loop."""
+"""Builds the `WorkerSnapshot` from core and I/O loop: which tasks are due, and their priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data that the optimizer wrapper and the runtime exchange about one attempt at a step."""
+"""What optimizer and runtime exchange about an attempt at a step: its plan (rank, samples) and outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rounds in which this worker takes part: their buffers and their outcomes.
+"""The buffers and outcomes of this worker's rounds, on both threads; steps it misses; the vote's digest.
 
 The core decides which payload is sent to which peer, and whether a round commits.  This module executes its
 effects.

@@ -1,4 +1,4 @@
-"""Checks and conversions of arguments and settings that several methods of `Grid` share."""
+"""Checks of arguments that methods of `Grid` share (integers, seed, intervals, readers), and their errors."""
 
 from __future__ import annotations
 

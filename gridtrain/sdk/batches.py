@@ -1,4 +1,4 @@
-"""One worker's batches, or turns: the samples of each step of the run, and the pauses between two steps.
+"""`grid.batches`: the samples of each turn, pauses between turns, errors of loops that miss a call.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written

@@ -1,4 +1,4 @@
-"""`Grid`: the interface of a training script.
+"""`Grid`: all that a training script calls (optimizer, batches, mean, report, pipeline, close).
 
 `Grid` connects a PyTorch training loop to the parts that do the work:
 

@@ -1,5 +1,4 @@
-"""Check figures and names that a script passes to the group against the limits of the messages that carry
-them."""
+"""Check figures and names that a script reports (`grid.report`): how many, how long, finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run on one worker: the last checkpoint, and the final model in the export folder."""
+"""The end of a run on one worker: waits for the last checkpoint and upload, and exports the final model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection on the CPU, usually in one pass over the vector, with an exact result for any initial threshold.
+"""Selection of the k largest entries on the CPU (numpy), usually in one pass; how the threshold is guessed.
 
 The vector can be computed in the same pass, so that each block is computed and compared while it is in the
 second-level cache.

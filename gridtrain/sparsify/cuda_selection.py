@@ -1,4 +1,4 @@
-"""Selection of the entries to send on a CUDA GPU, in one fused Triton kernel; checks that Triton works.
+"""Selection of the k largest entries on a CUDA GPU in one fused Triton kernel; when Triton is not used.
 
 A selection usually waits for the device only once, to copy k entries and a count.
 

@@ -1,4 +1,4 @@
-"""Error feedback: the residual of a worker, which is the part of its gradients that it has not sent yet.
+"""Error feedback: the residual (gradient not sent yet), DGC momentum, and how both change at a commit.
 
 The committed state is only read until `commit`; new values are written to second buffers.
 

@@ -1,4 +1,4 @@
-"""Selection by torch's operations (no Triton), the interface `Selection`, and selection in host memory.
+"""Selection of the k largest entries by torch's operations on any device, and the interface `Selection`.
 
 `gridtrain.sparsify.selection` describes the result, and chooses an implementation.
 """

@@ -1,4 +1,4 @@
-"""Child processes of `gridtrain demo`, `gridtrain bench` and benchmarks: environment, logs, termination."""
+"""Child processes of demo, bench and benchmarks: environment, tails of logs, termination."""
 
 from __future__ import annotations
 

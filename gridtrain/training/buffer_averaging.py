@@ -1,4 +1,4 @@
-"""Average a model's buffers (batch-norm statistics and their counters) every N steps.
+"""Average batch norm's statistics and other buffers of a model over the workers every N steps.
 
 The averages are one more dense vector in the same round, so that they commit or abort together with the
 update.

@@ -1,4 +1,4 @@
-"""Exchangers turn a gradient into a collective buffer, and the collective's result into an update.
+"""Exchangers of `Dense`, `TopK`, `GTopK`: gradient to collective buffer, and the result to an update.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 

@@ -1,5 +1,4 @@
-"""`LocalSteps`: each worker trains alone for some steps, then the group averages the change of the
-parameters.
+"""`LocalSteps`: each worker trains alone for some steps, then the changes of the parameters are averaged.
 
 The change of the parameters is exchanged like a gradient; `GridOptimizer` handles the residual, the vote and
 retries.

@@ -1,5 +1,4 @@
-"""A worker's model between two steps: its checkpoints, its residual on departure, and states from other
-workers.
+"""Between two steps: when a worker writes checkpoints, saves for a pause, leaves with its residual, exports.
 
 The procedure is the same for a whole model and for a stage of a pipeline.  The differences are methods of the
 subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pipeline`.

@@ -1,4 +1,4 @@
-"""The optimizer that a script calls: it applies the group's update instead of the local gradient.
+"""`grid.optimizer`: step with the group's update; retries, clip_norm, skipped steps, unsupported optimizers.
 
     p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run

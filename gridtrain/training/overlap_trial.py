@@ -1,4 +1,4 @@
-"""Measure whether overlap saves time, and make the same decision on all members.
+"""When to measure whether `Overlap` saves time, and the decision, which is the same on all members.
 
 The sender and the receiver of a message must divide the gradient in the same way.  The decision therefore
 depends only on data that all members have: the generation, the step, and a table that a committed round has

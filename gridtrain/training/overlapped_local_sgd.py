@@ -1,5 +1,4 @@
-"""`LocalSteps(..., overlap=t)`: the changes of one turn are exchanged during the first t local steps of the
-next turn.
+"""`LocalSteps(overlap=t)`: one turn's changes are exchanged during the next turn's first t local steps.
 
     A     the anchor: parameters after the last committed round, equal on all workers
     D_r   the change that turn r has made on this worker so far

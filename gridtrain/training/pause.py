@@ -1,4 +1,4 @@
-"""Pause a script: it leaves the group between two steps, waits, and joins again.
+"""Pause a script and join again: the owner's pause, and the traffic budget's reserve for the next step.
 
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 

@@ -1,4 +1,4 @@
-"""The residual of a worker that leaves: sent to another worker, written to disk, read back on return.
+"""What a leaving worker does with its residual: sends it, writes the rest to disk (`left/`), reads it again.
 
     leave after step s     largest entries --> a neighbour        (which sends them; never read back)
                            the rest --------> <folder>/left       (applied, history, facts)

@@ -1,4 +1,4 @@
-"""A worker's residual: the gradient that it has not sent yet, and the attempt that may change it.
+"""This worker's residual while it trains: replaced at a commit, unchanged after an abort, taken when leaving.
 
 The same object serves a whole model and a stage of a pipeline.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -131,6 +133,18 @@ def test_files_and_classes_in_the_table_of_old_names_exist() -> None:
     words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in sources)))
     renamed = [row["now"].rpartition(".")[2] for row in rows if row["kind"] == "class"]
     assert renamed and not [name for name in renamed if name not in words]
+
+
+def test_each_file_says_in_one_line_what_it_decides() -> None:
+    printed = subprocess.run(
+        [sys.executable, ROOT / "docs" / "files.py"], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = dict(line.split("  ", 1) for line in printed.stdout.splitlines())
+    assert "running mean" in lines["gridtrain/pipeline/batch_norm.py"]
+    assert "list of workers" in lines["coordinator/gridtrain_coordinator/dashboard/static/table.js"]
+    templates = "gridtrain/tools/templates/"  # files of users, who read them from the beginning
+    whole = {name for name, line in lines.items() if line.endswith(".")}
+    assert not [name for name in lines.keys() - whole if name.endswith(".py") and templates not in name]
 
 
 @pytest.mark.parametrize("package", PACKAGES_WITH_A_GUIDE)

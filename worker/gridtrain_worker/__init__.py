@@ -1,4 +1,4 @@
-"""Supervise a training script on a volunteer's machine: the worker agent.
+"""The worker agent: supervises a training script on a volunteer's machine.
 
 agent              starts, stops and restarts the script
 bundle_consent     fetches the run's script, and asks the volunteer to accept it

@@ -1,4 +1,4 @@
-"""Start, supervise and restart a training script on a volunteer's machine: the worker agent.
+"""The worker agent: starts, watches, ends and restarts a volunteer's training script; waiting times.
 
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (once) and requests the run's status

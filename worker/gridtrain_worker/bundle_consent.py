@@ -1,4 +1,4 @@
-"""Fetch the bundle that a coordinator serves, and require the consent of this machine's owner.
+"""Fetches the bundle that a coordinator serves, and requires this machine's owner to accept it.
 
     status.bundle --fetch--> archive --digest, form--> Bundle --> bundles/COORDINATOR/DIGEST/
                                  |                                    |

@@ -1,4 +1,4 @@
-"""Add up this machine's contributions while the script runs, at its end, and over all starts.
+"""Adds up this machine's contributions while the script runs, at its end, and over all starts.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
 shown only to the volunteer, and never sent.

@@ -1,4 +1,4 @@
-"""Connect the agent to its owner's commands and to its training script over a Unix socket.
+"""The Unix socket between agent, owner's commands and script; finds running workers by name.
 
 The file mode of the socket is 0600, so only this user can connect.  `PolicyEnforcer` handles the messages.
 

@@ -1,4 +1,4 @@
-"""Store the rules and the pause set by a worker's owner, for the next start.
+"""Stores the rules and the pause that a worker's owner has set, for the next start.
 
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}

@@ -1,4 +1,4 @@
-"""Read this machine's battery, GPU use, idle time and temperature.
+"""Reads battery, GPU use, idle time and temperature: how often, and which load counts as use.
 
     battery      psutil; a machine without a battery is considered plugged in
     gpu          nvidia-ml-py: other programs' processes; absent if these are hidden (containers)

@@ -1,4 +1,4 @@
-"""Decide, from a volunteer's rules and sensor readings, whether the script may train now.
+"""A volunteer's rules (hours, battery, GPU, idle, temperature, budget): whether the script may train now.
 
     rules (gridtrain worker set) ------+
     readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)

@@ -1,4 +1,4 @@
-"""Access control of the coordinator: which keys may connect, in which role, and which are removed.
+"""Which keys may connect, and in which role: invitations used, enrolment, kicks, bans, removals.
 
     stranger --the operator invites--> pending member --Enrol--> member --kick, violations--> stranger
                   (a token with a number of uses and an end)        |             (needs a new invitation)

@@ -1,4 +1,4 @@
-"""Violations of the protocol: the accusations against each member, and which of them count.
+"""Which accusations of breaking the protocol count against a member, and how many remove it.
 
     accuser         accused                             what follows
     (coordinator)   anna                                always counts

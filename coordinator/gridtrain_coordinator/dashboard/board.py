@@ -1,4 +1,4 @@
-"""The state of the dashboard: the run's latest status, the changes to it, the events and the curves.
+"""What the web page shows: its figures (loss, rates), rows of workers, and how many events are kept.
 
     update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
     add_event(event) --> events                       --> take_changes()  the changes since the last call

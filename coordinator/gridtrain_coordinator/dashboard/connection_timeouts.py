@@ -1,4 +1,4 @@
-"""Closes connections that make no progress.
+"""Closes web browsers' connections that make no progress: timeouts of requests and answers.
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'

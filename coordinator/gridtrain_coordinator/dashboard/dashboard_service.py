@@ -1,4 +1,4 @@
-"""Runs the dashboard in a separate thread, beside the daemon's loop.
+"""Runs the dashboard's web server in a thread beside the daemon; limits of connections, events and orders.
 
     daemon's thread                             dashboard's thread (asyncio, uvicorn)
       publish(status) -- latest status ------> Board.update -> EventStream.publish -> open pages

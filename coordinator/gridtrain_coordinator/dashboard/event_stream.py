@@ -1,4 +1,4 @@
-"""Sends server-sent events to all open pages: one event a second, encoded once.
+"""Sends changes to all open web pages as server-sent events, one a second; how many pages may be open.
 
     publish(frame) --> the last `FRAME_HISTORY` frames --> each page: `whole`, then `tick`, `tick`, ...
 

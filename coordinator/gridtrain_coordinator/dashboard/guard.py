@@ -1,4 +1,4 @@
-"""Checks every request, and adds headers to every response.
+"""Which web requests are accepted (host names, token), and the security headers of responses.
 
 Another site can point its own host name at this machine ("DNS rebinding").  Requests from its pages carry
 that name, so only addresses and known names are accepted.

@@ -1,4 +1,4 @@
-"""Exports the dashboard's state as Prometheus metrics; counters restart at zero with the coordinator."""
+"""The dashboard's figures as Prometheus metrics (/metrics); counters restart at zero with the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the worker for which the others wait, so that the dashboard can mark it.
+"""Which worker the web page marks as the slow one for which the others wait, and from which delay on.
 
 `board` supplies the timings.
 """

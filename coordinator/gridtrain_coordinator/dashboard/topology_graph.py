@@ -1,4 +1,4 @@
-"""The graph that the dashboard draws: which members exchange with each other.
+"""The graph that the web page draws: which members exchange with each other; up to how many it draws.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """

@@ -1,4 +1,4 @@
-"""Backs up the coordinator's state while it is running, and restores a backup for a standby coordinator.
+"""Backups of the coordinator's state: how often, how many are kept, and their restoration on a standby.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy

@@ -1,4 +1,4 @@
-"""The coordinator's behaviour while its disk is full: no decisions are made until the last ones are written.
+"""The coordinator while its disk is full: no decisions, queued events, refusals, until it can write again.
 
     turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events

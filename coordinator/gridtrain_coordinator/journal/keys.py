@@ -1,4 +1,4 @@
-"""The keys of the coordinator and of its operator, in files beside the journal.
+"""The secret keys of the coordinator and of its operator, in files beside the journal.
 
     journal.sqlite   the coordinator's PUBLIC key, written on the first start
     coordinator.key  its secret key                                    0600

@@ -1,4 +1,4 @@
-"""The journal: the state that the coordinator needs to continue after being killed.
+"""The journal (SQLite): entries, digests, migrations, and errors for damaged or locked files.
 
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 

@@ -1,4 +1,4 @@
-"""Chooses state sources for newcomers, which receive the state while the members train.
+"""From whom newcomers get the state while the members train, and how long without progress is allowed.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes

@@ -1,4 +1,4 @@
-"""Removes workers from the registry, and requests another generation if they were members.
+"""What happens when a worker is lost, leaves, is replaced, dismissed or refused, and what it is told.
 
                registered   address known   waited for   is told
     lost           no            yes            yes      Rejoin, on its next message

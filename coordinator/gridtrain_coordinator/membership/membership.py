@@ -1,4 +1,4 @@
-"""The coordinator's state machine: the members, and the sequence of generations.
+"""The coordinator's state machine: when a generation begins, how long it waits for newcomers, the run's end.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |

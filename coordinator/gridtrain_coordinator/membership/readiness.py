@@ -1,4 +1,4 @@
-"""Waits for the members of a forming generation to be ready, for a limited time (commit rule 8).
+"""How long the group waits for members that receive or load the state before it trains (commit rule 8).
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation

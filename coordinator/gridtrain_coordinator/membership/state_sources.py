@@ -1,4 +1,4 @@
-"""Chooses who sends the state to joining members while all wait, and finds who is at fault if none arrives.
+"""Who sends the state to newcomers while all wait, and who is removed if none arrives.
 
     dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
     dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried

@@ -1,4 +1,4 @@
-"""Installs the next generation: its members, their states, and the messages to them (commit rules 6, 7).
+"""Installs the next generation: members, state from which it continues, messages (commit rules 6, 7).
 
     outcome of the open step --+
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list

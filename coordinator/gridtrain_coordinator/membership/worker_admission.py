@@ -1,4 +1,4 @@
-"""Admits workers: assigns names, checks that the setups match, and requests measurements of the links.
+"""Admits workers: limit on their number, whether their setups (model, data) fit, measuring of links.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links

@@ -1,4 +1,4 @@
-"""Determines the addresses at which workers can be reached, and sends each worker the routes to the others.
+"""The address at which each worker is reached (dial-back), and the routes that the others are sent.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses

@@ -1,4 +1,4 @@
-"""The events that `Membership` handles, and the effects that it returns, which are carried out in order."""
+"""The events that `Membership` handles, and the effects that it returns, declared; phases of the run."""
 
 from __future__ import annotations
 

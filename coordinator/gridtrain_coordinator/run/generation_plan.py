@@ -1,4 +1,4 @@
-"""Plans the next generation from measurements, and requests a generation if a better plan justifies it.
+"""Plans a generation's rank order, exchange and shares; when a faster plan is worth a new generation.
 
 LinkLatencies, LinkRates --+                  +--prepare, plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+

@@ -1,4 +1,4 @@
-"""Reads the run back from the journal (commit rule 11), and builds the journal's entries.
+"""Reads the run back from the journal after a restart (commit rule 11), and builds the journal's entries.
 
 The entries are those of the `JournalEntry` effects, in order.  The latest view is binding, whether or not any
 member has received it: members that come back receive the view and are then frozen.

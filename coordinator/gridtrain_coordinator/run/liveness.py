@@ -1,4 +1,4 @@
-"""Deadlines by which a worker counts as lost, or the transfer of its state as stalled.  Makes no decisions.
+"""After how long silence a worker counts as lost (heartbeats), or a transfer of the state as stalled.
 
 a message, a heartbeat   --> Liveness: lost after a timeout, shorter if its heartbeats are regular
 its connection breaks    --> Liveness: lost unless it joins again in time

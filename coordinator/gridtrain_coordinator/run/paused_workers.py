@@ -1,4 +1,4 @@
-"""Workers that their owners have paused.  They are not members, and no worker waits for them.
+"""Workers that their owners have paused: how long and how many are remembered, texts in the status.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
                              +--after a week--> discarded

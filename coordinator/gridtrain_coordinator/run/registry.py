@@ -1,4 +1,4 @@
-"""Registered workers: the data recorded about each worker, and values derived from it."""
+"""Registered workers: data and status row of each, seniority, differences between setups, shown facts."""
 
 from __future__ import annotations
 

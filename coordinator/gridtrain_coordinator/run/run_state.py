@@ -1,4 +1,4 @@
-"""The coordinator's state of the run: registered workers, members and progress.
+"""The shared state of the run: workers, members, phase and its reason, number of workers required, steps.
 
     workers       registered                      anna  bert  clara  dora
     member_list   the generation, by rank           0     1     2      -

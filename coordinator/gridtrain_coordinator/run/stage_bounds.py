@@ -1,4 +1,4 @@
-"""The assignment of the model's layers to stages in the current generation."""
+"""Which layers each stage has in the current generation of a pipeline."""
 
 from __future__ import annotations
 

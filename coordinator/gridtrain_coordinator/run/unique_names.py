@@ -1,4 +1,4 @@
-"""Names of workers, unique within the run, so that users can distinguish workers: `gridtrain kick anna-2`.
+"""Makes workers' names unique within the run (anna-2), so that `gridtrain kick anna-2` is clear.
 
 A name proves nothing, because access depends on keys (`access.authorization`).
 """

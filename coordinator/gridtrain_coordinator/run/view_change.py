@@ -1,4 +1,4 @@
-"""The view change in progress: the reason for another generation, and the answers of its members.
+"""The change of members in progress: its phase, reason and deadline, and the members' answers.
 
       request(reason)              begin_freezing            begin_forming               reset
 IDLE ----------------> IDLE, reason ------------> FREEZING ----------------> FORMING ------------> IDLE

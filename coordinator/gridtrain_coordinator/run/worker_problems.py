@@ -1,5 +1,4 @@
-"""Problems that a worker's heartbeats report: steps that it made the group skip, steps that the group took
-without it, averages that it requested alone, and checkpoints that it could not write or upload.
+"""Problems from heartbeats (skipped and missed steps, lone means, failed checkpoints): alerts and texts.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard

@@ -1,4 +1,4 @@
-"""Stage checkpoints on the workers' disks: reports about them, and those that a placement may use.
+"""Which stage checkpoints on workers' disks may be used, and what a full disk prevents.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |

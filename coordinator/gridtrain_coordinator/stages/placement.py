@@ -1,4 +1,4 @@
-"""Chooses the partition and ranks of a pipeline's next generation from the workers' states, memory and links.
+"""Which layers and ranks workers get in a pipeline's next generation; when it is partitioned again.
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
     fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present

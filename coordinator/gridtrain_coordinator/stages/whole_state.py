@@ -1,4 +1,4 @@
-"""The state from which a pipeline continues: the latest state whose stages are all held by some worker.
+"""From which step a pipeline continues: the latest one whose stages are all held; texts if none is.
 
     step             10        20        23 (the last committed one)
     anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)

@@ -1,4 +1,4 @@
-"""Transfer of a payload from one rank to another, in slices: activations between neighbouring stages.
+"""Sends activations from one pipeline stage to the next, in slices: a payload from one rank to another.
 
     sender                                   receiver
       ACTIVATION hop = 3, slice 0 (the header) -->

@@ -1,4 +1,4 @@
-"""Interface between a collective and the I/O loop that runs it.
+"""Interface between collectives (ring, butterfly, ...) and the I/O loop that runs them: events and effects.
 
 A collective (ring, all-gather, butterfly, ..) decides which rank sends which payload to which rank, and when;
 it never reads the contents of a payload.  The values are in a collective buffer

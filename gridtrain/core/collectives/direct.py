@@ -1,4 +1,4 @@
-"""Dense all-reduce in two hops: members send their parts of a segment to its owner, which returns the sum.
+"""Dense all-reduce in two hops, for small models: all parts go to a segment's owner, which returns the sum.
 
 The vector is split into P segments, and each segment into slices, as in a ring.  Rank s owns segment s.  For
 example, segment 0 for P = 4:

@@ -1,4 +1,4 @@
-"""Conversion of the data ledger to JSON, for the coordinator's journal and the headers of checkpoints."""
+"""The data ledger as JSON, for the coordinator's journal and the headers of checkpoints."""
 
 from __future__ import annotations
 

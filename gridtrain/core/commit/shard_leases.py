@@ -1,4 +1,4 @@
-"""Leases of shards: which positions of a sharded data set a member reads, so that it opens few files.
+"""Which member reads which shard of a sharded data set (leases), so that each opens few files.
 
 The positions of a pass are those of its shards, one shard after another, in an order that the data seed and
 the pass determine.  A member that takes positions from a shard leases the rest of it: later steps give that

@@ -1,4 +1,4 @@
-"""Detection of stalls of a worker's own loop, so that no peer times out because its messages were not read.
+"""Detects that this process itself stalled (suspended, overloaded), so that no peer is blamed for silence.
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled

@@ -1,4 +1,4 @@
-"""Ranks of a generation: the stage and replica that each rank holds, and the members in rank order.
+"""Which rank holds which stage and replica of a model, and the members of a generation in rank order.
 
 With S stages and R replicas a generation has S x R members.  The replicas of a stage, which exchange
 gradients, have consecutive ranks.

@@ -1,4 +1,4 @@
-"""Readings of the sensors of a worker's machine: battery, GPU, idle time, temperature."""
+"""One reading of a machine's sensors (battery, GPU, idle time, temperature), and why a value is absent."""
 
 from __future__ import annotations
 

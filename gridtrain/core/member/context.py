@@ -1,4 +1,4 @@
-"""The parts of a worker's state machine that outlive a generation.
+"""The parts of a worker's state machine that outlive a generation: links, state, checkpoints, residuals.
 
 ViewChanges --- Generation     rank assignment, attempts, means, incoming state     one generation
                    |

@@ -1,4 +1,4 @@
-"""One generation from the point of view of one member, from its MembershipView to the next.
+"""One generation as one member sees it: Ready, rounds, complaints, from its MembershipView to the next.
 
     FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |

@@ -1,4 +1,4 @@
-"""Transfer of the state to the members that join a generation, as seen from both sides.
+"""Requesting and serving the state while the group waits for newcomers: from whom, and whom to ask again.
 
     joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
                                                                       StateLoaded

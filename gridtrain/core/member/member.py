@@ -1,4 +1,4 @@
-"""A worker's state machine, which turns events from the I/O loop, the trainer and the network into effects.
+"""A worker's state machine: turns events from the I/O loop, the trainer and the network into effects.
 
     event --> MemberCore       events and effects are in `core.group.member_events`
                  |

@@ -1,4 +1,4 @@
-"""Stage checkpoints on a worker's disk: their validity, their receivers, and their use in loading a stage.
+"""Which stage checkpoints on a worker's disk are valid, copied to other workers, or loaded by a pipeline.
 
     MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
                      StageCheckpointList    report that a checkpoint expected on this disk is missing

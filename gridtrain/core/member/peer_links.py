@@ -1,4 +1,4 @@
-"""A worker's connections: the peers that are known, dialled and disconnected.
+"""Which peers a worker dials, knows, excludes after a violation, and disconnects.
 
                     Dial              PeerConnected
     not dialled ----------> dialled <--------------> connected     the loop retries until Disconnect

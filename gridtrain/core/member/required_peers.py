@@ -1,4 +1,4 @@
-"""The connections that a member of a generation requires, and the report of peers that it cannot reach.
+"""Which connections a member needs before and during training, and its report of peers it cannot reach.
 
     unpartitioned model   the exchange's neighbours, the root, the state source; the latter two are connected
                           to all members

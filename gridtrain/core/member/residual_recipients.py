@@ -1,4 +1,4 @@
-"""Transfer of a leaving member's residual to a neighbour, so that no gradient is lost.
+"""Which members a leaving worker asks to take its residual (unsent gradient), and when they add or drop it.
 
     leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
       | takes part in no steps   |                          |

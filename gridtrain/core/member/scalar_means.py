@@ -1,5 +1,4 @@
-"""Averages of a value over the members of a generation, without votes: for `grid.mean`, and for the total
-weight of a step's contributions (`grid.weigh`).
+"""The messages of `grid.mean` and `grid.weigh`: a mean or total over the members, which rank 0 computes.
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 

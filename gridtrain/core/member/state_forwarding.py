@@ -1,4 +1,4 @@
-"""Chain in which joining members forward the state to one another, each block as soon as it arrives.
+"""Chain in which newcomers pass the state on to one another; when one bypasses a slow member of the chain.
 
     rank      0        1        2        3        4
               source   holds    joins    joins    joins

@@ -1,4 +1,4 @@
-"""Duration of a step, the timeout for silent members that is based on it, and this worker's heartbeats.
+"""The duration of a step, the timeout for silent members that follows from it, and this worker's heartbeats.
 
 started    committed   committed        a step lasts from commit to commit, including its compute time
   |---------|-----------|------>        mean = 0.9 mean + 0.1 last

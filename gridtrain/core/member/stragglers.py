@@ -1,4 +1,4 @@
-"""Decides when a step continues without a member whose trainer has stalled (commit rule 14).
+"""When a step goes on without a slow or stalled trainer (`wait="auto"`), by its usual delay (commit rule 14).
 
     member that waits        root                               member whose trainer has stalled
       submits, waits

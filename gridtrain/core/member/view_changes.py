@@ -1,4 +1,4 @@
-"""Changes of the generation, as announced by the coordinator, and routing of messages to their receivers.
+"""Changes of the generation that the coordinator announces, and to which part each message is passed.
 
                      MembershipView                 synced and connected
 APART ----------------------------> FORMING ----------------------> FORMING (Ready sent)

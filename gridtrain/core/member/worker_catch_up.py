@@ -1,4 +1,4 @@
-"""Both sides of catch-up: a worker copies the state while the members train, or serves it to other workers.
+"""Catch-up, while the members train: a newcomer copies state and updates from sources, or serves others.
 
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport

@@ -1,4 +1,4 @@
-"""Messages between a worker and the coordinator: joining, heartbeats, generations, leaving."""
+"""Messages between worker and coordinator: joining, heartbeats and their figures, generations, leaving."""
 
 from __future__ import annotations
 

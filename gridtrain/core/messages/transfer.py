@@ -1,4 +1,4 @@
-"""Messages that carry state between workers, measure links, and pass through relays."""
+"""Messages between workers that carry state, checkpoints and residuals, measure links, and pass relays."""
 
 from __future__ import annotations
 

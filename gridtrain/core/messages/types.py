@@ -1,4 +1,4 @@
-"""Values that several messages carry: identities, rounds, spans of data, members, checkpoints."""
+"""Values that several messages carry (identities, spans, members, checkpoints), and protocol limits."""
 
 from __future__ import annotations
 

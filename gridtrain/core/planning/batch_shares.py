@@ -1,4 +1,4 @@
-"""Divide the fixed number of samples of a step (`global_batch_size`) among the workers.
+"""How many samples of a step each worker gets, by its measured speed (`global_batch_size`); rebalancing.
 
     speed, samples/s      40   10   10
     equal shares of 60    20   20   20        compute time per step: 2.00 s

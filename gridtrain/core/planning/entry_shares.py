@@ -1,4 +1,4 @@
-"""Choose which members select fewer than k entries of a sparse exchange, because their uploads are slow.
+"""Which members with slow uploads send fewer than k entries of a sparse exchange, and how many.
 
     upload rates --slow members--> shares to try --simulated exchanges--> the largest shares that are nearly
                                                                           as fast as the smallest

@@ -1,4 +1,4 @@
-"""Choose the exchange of a run with `exchange="auto"`, and the topology of a dense exchange.
+"""Choose a run's exchange with `exchange="auto"` (dense or sparse), and ring or direct for `Dense()`.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.

@@ -1,4 +1,4 @@
-"""Compare exchanges on a network by the predicted step time, and recommend one, with the reason.
+"""Compare exchanges by predicted step time and recommend one; when dense is preferred; ring or direct.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 

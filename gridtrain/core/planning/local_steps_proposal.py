@@ -1,4 +1,4 @@
-"""Propose the number of optimizer steps between two exchanges (`gridtrain.LocalSteps`).
+"""How many local steps between two exchanges `gridtrain plan` proposes (`LocalSteps(every=)`, overlap).
 
     | step | step | ... | step | exchange |        turn_s = every * step_s + exchange_s
     '------- every times ------'

@@ -1,4 +1,4 @@
-"""Describe exchanges as lists of messages with dependencies, sizes and the receivers' work.
+"""Exchanges as lists of messages with dependencies, sizes and receivers' work, for the simulation.
 
     gTop-k, P = 3         message  from  to   needs        work at the receiver
                           0        2     0    -            merge

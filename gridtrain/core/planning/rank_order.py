@@ -1,4 +1,4 @@
-"""Plan the order of ranks for a run's exchange from its workers' measurements, and give the reason.
+"""Whose measured links count, and when another order of ranks is worth a change, with the reason.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)

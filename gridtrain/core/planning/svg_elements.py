@@ -1,4 +1,4 @@
-"""The page and the text of an SVG chart, for `core.stages.partition_chart` and `tools.demo.svg_chart`."""
+"""The page, fonts and text of an SVG chart, for `core.stages.partition_chart` and `tools.demo.svg_chart`."""
 
 from __future__ import annotations
 

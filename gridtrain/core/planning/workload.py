@@ -1,4 +1,4 @@
-"""Describe the load of an exchange: its messages, payload sizes in bytes and CPU times in seconds."""
+"""The load of an exchange: number of messages, bytes of payloads with each kind of values, CPU times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assign unequal stages to devices with different speeds and memory sizes.
+"""Which device gets which stage at the start of a run, if speeds and memory sizes differ.
 
 This module is used when a run begins.  A run that continues keeps its partition, because a new partition
 would require moving states.

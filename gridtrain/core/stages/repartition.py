@@ -1,4 +1,4 @@
-"""Repartition a model over the remaining workers, and choose the sources of each stage's state.
+"""Divide a model again over fewer or more workers, and choose who supplies the state of each stage.
 
     3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
     bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)

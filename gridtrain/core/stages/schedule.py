@@ -1,4 +1,4 @@
-"""Describe pipeline schedules as data: the order in which stages compute their micro-batches.
+"""Pipeline schedules: in which order a stage computes its micro-batches (fill-drain, 1F1B).
 
 Each stage executes its own list of actions, and waits if the payload of an action has not arrived.
 

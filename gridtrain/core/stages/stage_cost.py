@@ -1,4 +1,4 @@
-"""Compute the cost of a model's stage on a device: its compute time, transfer time and memory.
+"""The cost of a stage on a device: compute time, transfer time, memory (optimizer state, activations).
 
     bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 

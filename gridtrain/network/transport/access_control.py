@@ -1,4 +1,4 @@
-"""Access checks for every transport: which keys may connect, and which may still send.
+"""Whether a key may connect and may still send: the checks of every transport on connections and messages.
 
     handshake   is_admitted                         a stranger gets no answer, not even our Hello
     Hello       is_key_match                        Hello must name the key that the connection has proven

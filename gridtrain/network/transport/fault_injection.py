@@ -1,4 +1,4 @@
-"""Injects faults into a worker in a real run at a given step, before, during or after sending.
+"""Injects faults into a worker of a real run (kill, freeze, slow, stall, corrupt) at a given step.
 
     faults = Faults()                                   before   nothing of the step has been sent
     faults.kill_at("anna", step=10, point="during")     during   the step's first Data has been sent

@@ -1,4 +1,4 @@
-"""Flow control by byte credits: limits the bulk data that a peer has been sent but has not processed yet.
+"""Flow control by credit: how many bytes a peer may be sent that it has not processed yet (the window).
 
 Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so messages with credit always
 arrive.

@@ -1,4 +1,4 @@
-"""The download cap of a transport that reads all messages immediately and delivers them later.
+"""The download rate limit (`download_limit`): received messages wait, and a sender's excess counts as debt.
 
 Pure: times are passed as arguments.
 

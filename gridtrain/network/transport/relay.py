@@ -1,4 +1,4 @@
-"""Connections through a relay, for two peers that cannot dial each other, and relaying for other peers.
+"""Connections through a relay, for two peers (NAT) that cannot dial each other: calls, retries, end.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?

@@ -1,5 +1,4 @@
-"""The relay's side: forwards encrypted packets, which it cannot read, between peers that cannot connect to
-each other.
+"""The relay's side: forwards encrypted packets between peers that cannot connect, or refuses to.
 
 origin -- RelayRequest(to, packet) --> RelayForwarder -- RelayedMessage(origin, packet) --> to
        <-- RelayFailed(to, reason) ---- not permitted, not connected, queue full; or `to` has disconnected

@@ -1,4 +1,4 @@
-"""Queues of messages to be sent, which are bounded, fair between peers and limited by the upload cap.
+"""Queues of messages to send: votes before bulk, fair between peers, bounded, within the upload limit.
 
 Pure: uses no socket; times are passed as arguments.  Used by the in-memory transport and the ZeroMQ
 transport.

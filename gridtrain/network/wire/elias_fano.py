@@ -1,4 +1,4 @@
-"""Elias-Fano encoding of the indices of a sparse payload: K strictly increasing integers below n.
+"""Bytes of a sparse payload's indices, by Elias-Fano encoding: K strictly increasing integers below n.
 
     index i   | high part: bit (index_i >> L) + i of a field with H bits | low part: L bits at i L |
     L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K

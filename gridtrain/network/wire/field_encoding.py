@@ -1,4 +1,4 @@
-"""Derives the encoding of every message, `MESSAGES`, from the message's declaration.
+"""How fields of messages become bytes, `MESSAGES`: derived from each message's declaration.
 
 `gridtrain.core.messages.declaration` specifies how a message is declared, and defines the field types of
 single values.  This module defines the field types that are composed of other field types.

@@ -1,4 +1,4 @@
-"""Encodes the values of a sparse payload, K float32 numbers, with 2 to 32 bits each.
+"""Bytes of a sparse payload's values: K numbers as fp32, fp16, bf16, int8, int4 or int2, and their rounding.
 
     kind   bytes of K values            scale
     fp32   4 K                          none

@@ -1,4 +1,4 @@
-"""Buffers of one flat vector that is divided into buckets, which together form one update of the round.
+"""The flat gradient in buckets (`Overlap`): their bounds, and their buffers as one update of the round.
 
 Each bucket has its own channel and collective.
 

@@ -1,4 +1,4 @@
-"""The interfaces of collective buffers, and the buffers of the ring, the all-gather and the butterfly.
+"""Buffers of ring, all-gather and butterfly: check, add, merge and digest received payloads.
 
 A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
 world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round

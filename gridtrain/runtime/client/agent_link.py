@@ -1,4 +1,4 @@
-"""The training script's end of the connection to the agent, which sends the owner's permissions and limits.
+"""The script's connection to the worker agent, which sends the owner's pause and limits.
 
 The agent evaluates the owner's rules and reads the sensors (`gridtrain_worker.training_policy`).
 

@@ -1,4 +1,4 @@
-"""Sends requests to a coordinator, such as a status request, an enrolment or an operator's command.
+"""Sends requests to a coordinator (status, enrolment, orders), and words errors if it does not answer.
 
 A client is not a member of the run.
 

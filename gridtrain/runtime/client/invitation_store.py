@@ -1,4 +1,4 @@
-"""Records which key of this machine was admitted with which invitation, and which invitations are unused.
+"""`invitations.json`: which key of this machine used which invitation, and which invitations are unused.
 
 Only the coordinator can decide whether an invitation is still valid and whether a key is admitted.  Example:
 

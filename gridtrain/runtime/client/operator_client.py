@@ -1,4 +1,4 @@
-"""Sends operator commands to the coordinator on this machine, for `gridtrain invite`, `kick` and scripts.
+"""Sends the owner's orders (invite, kick, ban) to the coordinator on this machine, which it finds.
 
 Commands are authorized with the key in `operator.key`, so every user who can read this file is an operator.
 

@@ -1,4 +1,4 @@
-"""Files that only their owner can read, replaced as a whole."""
+"""Writes files that only their owner can read, replaced as a whole."""
 
 from __future__ import annotations
 

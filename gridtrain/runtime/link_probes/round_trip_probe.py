@@ -1,4 +1,4 @@
-"""Measures the round-trip times to peers by sending a few pings to each peer.
+"""Measures the round-trip times (latency) to peers by sending a few pings to each peer.
 
 A probe ends when each target has answered `PINGS_PER_PEER` pings, or at the probe's deadline.
 """

@@ -1,4 +1,4 @@
-"""Transfers a state to a worker that lacks it: the sender splits it into blocks; the receiver joins them.
+"""The state in blocks, for a group that waits: splitting, joining, digests, and limits of size and requests.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 

@@ -1,4 +1,4 @@
-"""The catch-up of a worker, which first loads a snapshot of the state and then replays every later update.
+"""Catch-up of a newcomer: loads a snapshot, replays updates; when it has caught up; its progress bar.
 
 This module decides which data are requested from which source, what the trainer has to do next, and when the
 worker has caught up or cannot catch up.  It does not open sockets or access the model.

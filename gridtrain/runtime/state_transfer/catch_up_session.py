@@ -1,4 +1,4 @@
-"""Runs this worker's catch-up: the I/O thread receives data from sources; the trainer loads and replays them.
+"""Runs a newcomer's catch-up on two threads: the I/O thread receives, the trainer loads and replays.
 
 `CatchUpReceiver` decides which data are requested from which source, and what the trainer has to do next.
 

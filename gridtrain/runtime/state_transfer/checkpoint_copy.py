@@ -1,4 +1,4 @@
-"""Copies checkpoints of a stage to the disk of a worker of the next stage, from file to file.
+"""Copies a stage's checkpoints to the disk of a worker of the next stage: order, speed, checks.
 
 `gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker.  Neither side
 holds more than one block in memory.  Checkpoints for which the group waits after a repartition are sent

@@ -1,4 +1,4 @@
-"""The core's requests that concern the stage checkpoints on this worker's disk.
+"""Carries out the core's requests to save, load, send and discard stage checkpoints on this disk.
 
     io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
     io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, this disk

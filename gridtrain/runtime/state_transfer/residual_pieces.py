@@ -1,4 +1,4 @@
-"""The residual of a leaving worker: selects the entries to send, and checks the entries that are received.
+"""Which entries of a leaving worker's residual are sent (the largest within a budget); checks on receipt.
 
     residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
     recipient's residual_N += entries <-- kept until confirmed <-- checked <-- joined <-----+

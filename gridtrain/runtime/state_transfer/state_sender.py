@@ -1,4 +1,4 @@
-"""Sends this worker's state, or a checkpoint from its disk, to members of a generation that is forming.
+"""Sends this worker's state, or a checkpoint from its disk, to newcomers for which the group waits.
 
 The core decides which worker sends to which worker; the training thread captures the state and reads the
 checkpoint.

@@ -1,4 +1,4 @@
-"""Keeps the updates of the latest steps, so that a new worker can catch up while the members train.
+"""The log of the latest committed updates, for newcomers: how many, how many bytes, their encoding.
 
     member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step

@@ -1,4 +1,4 @@
-"""One worker of a real run that only exchanges synthetic gradients, so that the exchange alone is timed.
+"""One worker of `gridtrain bench`: a real run that only exchanges synthetic gradients, to time the exchange.
 
 This module defines where each measurement begins and ends.  Admission, generations, rounds, votes and
 transport are the same as in every run; only the model is left out: forward, backward, and applying the

@@ -1,4 +1,4 @@
-"""Parses the names of exchanges, as typed on a command line and stored with results.
+"""Parses names of exchanges on a command line, such as `gtopk:density=0.001,values=fp32`.
 
     "dense"                           Dense()
     "gtopk:density=0.001,values=fp32" GTopK(density=0.001, values="fp32")

@@ -1,4 +1,4 @@
-"""Measures the time for selection, codec and merge on one processor, and for a plain copy of the vector.
+"""Times selection, codec and merge on one processor or GPU, and a plain copy of the vector.
 
 This module defines what each figure covers.  On the CPU it is the thread's CPU time, on a GPU the wall time.
 The shortest of several runs is used, because other programs on the machine can only add to the time.

@@ -1,4 +1,4 @@
-"""Compares the runs of the demo in a table and a chart, and states their limitations.
+"""The demo's report: a table and a chart that compare its runs, summary sentences, and limitations.
 
     LossCurve (one per run) --+--> table rows --> report.md, terminal
                               +--> two panels --> loss.svg

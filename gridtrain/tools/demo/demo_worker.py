@@ -1,4 +1,4 @@
-"""The script of each worker of the demo: an ordinary training loop that uses the public SDK.
+"""The training script of each worker of the demo: an ordinary loop that uses the public SDK.
 
 The script chooses the model, the data and the measurements, and handles no sockets, ranks or other workers.
 

@@ -1,4 +1,4 @@
-"""Runs the demo and prints its progress, tables and summary."""
+"""`gridtrain demo`: runs one exchange after the other; its table, summary, and note on a busy machine."""
 
 from __future__ import annotations
 

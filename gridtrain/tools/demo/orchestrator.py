@@ -1,4 +1,4 @@
-"""Runs a coordinator and its workers as processes on this machine: starts, follows and always ends them.
+"""Starts, watches and ends the demo's processes, and decides when one of its runs has failed.
 
 This module decides which processes run, and when a run has failed; it handles no gradients.
 

@@ -1,4 +1,4 @@
-"""`gridtrain demo --pipeline`: a model that is too large for one worker's memory limit, on four workers.
+"""`gridtrain demo --pipeline`: a model too large for one worker's memory limit; its runs and results.
 
 This module defines the runs, checks that each stage stays below the limit, and reports the results.
 

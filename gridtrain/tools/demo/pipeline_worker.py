@@ -1,4 +1,4 @@
-"""The script of each worker of `gridtrain demo --pipeline`.
+"""The training script of each worker of `gridtrain demo --pipeline`.
 
 Like an ordinary training script, it chooses the model, the data and the records.
 

@@ -1,4 +1,4 @@
-"""Shows the demo's progress: a table that is redrawn on a terminal, plain lines elsewhere.
+"""How the demo shows its progress: a table that is redrawn on a terminal, plain lines elsewhere.
 
 This module decides only how records are displayed.
 

@@ -1,4 +1,4 @@
-"""The models and the settings of the demo.  This module does not import torch: the command line uses it too.
+"""The demo's settings (sizes, learning rates, densities, steps), without torch: the command line uses them.
 
 The learning rates and densities come from the grid search in benchmarks/results/demo_tuning.json (`python -m
 accuracy.tune --workloads gpt` in benchmarks/ repeats it).  Every exchange was given the same grid of learning

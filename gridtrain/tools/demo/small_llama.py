@@ -1,4 +1,4 @@
-"""A Llama that is small enough for two CPU cores, stored like any model that `from_pretrained` loads.
+"""A small Llama with its tokenizer, for examples and templates, stored as `from_pretrained` loads it.
 
     small_llama()    --> folder: config.json, model.safetensors, tokenizer.json, ...
     tokens           one for each byte of UTF-8, and one for the end of a text

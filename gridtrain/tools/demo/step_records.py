@@ -1,4 +1,4 @@
-"""The records that workers write for the demo: the first worker writes one JSON line per step.
+"""The files in which the demo's workers record steps, losses, times and bytes: JSON lines.
 
 <folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
 <folder>/sent-<id>.json    SentBytes                        every worker, at its end

@@ -1,4 +1,4 @@
-"""Draws line charts as SVG, without a plotting library.
+"""Draws line charts as SVG (colours, axes, ticks, labels), without a plotting library.
 
 A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 

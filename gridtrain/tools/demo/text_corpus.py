@@ -1,4 +1,4 @@
-"""Reads text that every machine has: the source of Python's standard library.
+"""The demo's data: text that every machine has, the source of Python's standard library; held-out part.
 
     stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
                                                 -> the others      -> training

@@ -1,4 +1,4 @@
-"""Checks the connection to a run: host name, port, and the key pair of the invitation.
+"""Doctor's check of the connection: host name, port, firewall, invitation, slow round trips.
 
     host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> status
       unknown       refused, no answer    refused: invitation not valid                 |

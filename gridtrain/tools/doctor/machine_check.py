@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, torch, GPU, memory, disk, clock, and the packages of the run's script.
+"""Doctor's checks of this machine: Python, torch, GPU, free memory, disk, clock, missing packages.
 
 torch is imported in another process with a deadline: an import can be slow, and a driver can hang.
 """

@@ -1,4 +1,4 @@
-"""Finds the value of each option: flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
+"""The value of each option: flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
 
 Pure: flags, environment and file are arguments.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
+"""Checkpoints on a worker's disk: when they are due, how many are kept, files, refused folders.
 
     <folder>/step-00000200/
         state.json             run, step, history, ledger, facts, and references to the tensors;

@@ -1,4 +1,4 @@
-"""The base of a model: its frozen parameters, which every worker loads by itself and which no state contains.
+"""A model's base: frozen parameters, which each worker loads itself; its digest, and whether it changed.
 
     model.parameters()    trained, or named in send_frozen=   in every state: joins, checkpoints, digests
                           frozen, that is, the base           never sent; a digest of the values is compared

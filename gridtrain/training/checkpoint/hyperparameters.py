@@ -1,4 +1,4 @@
-"""An optimizer's hyperparameters: all plain fields of its groups, such as lr and weight_decay.
+"""An optimizer's hyperparameters (lr, weight_decay, ...), compared in every vote and sent to newcomers.
 
 Workers compare them in every vote, send them to newcomers, and repeat missed steps with them.
 """

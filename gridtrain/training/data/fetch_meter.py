@@ -1,4 +1,4 @@
-"""Keeps a worker's downloads within its owner's download limit and byte budget.
+"""Keeps downloads of data within the owner's `download_limit` and the traffic budget.
 
     exchanges   sockets' received, moved bytes --+
     readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent

@@ -1,4 +1,4 @@
-"""Readers that turn positions into batches, for data sets with an index and for iterable data sets.
+"""Read batches from a Dataset or IterableDataset, split them into micro-batches, resume streams.
 
     spans of a step --MapReader-------> order of the pass, dataset[index] -----------+
                     --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches

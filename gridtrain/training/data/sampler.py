@@ -1,4 +1,4 @@
-"""Map positions in the run to samples of a data set, in the same way on every worker and machine.
+"""Which sample of a data set each position means: shuffling by the seed, the same on every machine.
 
 The data ledger (`gridtrain.core.commit.data_ledger`) assigns the positions to workers.
 

@@ -1,4 +1,4 @@
-"""Copy remote files to this machine: partial copies are resumed, and the number of received bytes is limited.
+"""Download files of a data set (https, s3, hf): timeouts, resumed copies, progress lines.
 
 http://, https://    the standard library, with a deadline for each read, and ranges
 s3://, hf:// ...     fsspec

@@ -1,4 +1,4 @@
-"""Formats of shards: where in a file each sample is, and how its bytes become a sample.
+"""Formats of shards (jsonl, text, WebDataset tar, Parquet): where each sample is, how it is decoded.
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str

@@ -1,4 +1,4 @@
-"""Files of rows: the form in which the cache stores the rows of a table, such as a Parquet file.
+"""How the cache stores rows of Parquet and Arrow tables, and which column types it keeps.
 
     row 0 | row 1 | ...     MessagePack of {column: value}
     end of each row, number of rows     int64, little-endian

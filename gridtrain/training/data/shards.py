@@ -1,4 +1,4 @@
-"""Data sets that are read shard by shard: each worker opens the files that the data ledger leases to it.
+"""`gridtrain.Shards`: data sets read shard by shard; order of shards, and files that cannot be read.
 
     data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
     for batch in grid.batches(data, batch_size=32, epochs=1): ...

@@ -1,4 +1,4 @@
-// The page: receives events from the coordinator, stores their state, and draws at most once per frame.
+// The web page: receives events from the coordinator, and draws tiles, facts and theme once per frame.
 
 import { about, bytes, count, digits, el, put, rate } from "./format.js";
 import { Plots } from "./plots.js";

@@ -1,4 +1,4 @@
-// The details of one worker and, with the token, orders that concern it.
+// The web page's details of one worker and, with the token, the buttons for orders (kick, ban).
 
 import { bytes, count, digits, el, rate, seconds } from "./format.js";
 import { SPLIT } from "./table.js";

@@ -1,4 +1,4 @@
-// Formats numbers and creates elements, with text nodes only: nothing is ever parsed as markup.
+// How the web page formats numbers, dates and units, and creates elements: text nodes only, no markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -1,4 +1,4 @@
-// Three curves against time, steps or bytes, drawn by uPlot.
+// The web page's curves (loss, speed, traffic) against time, steps or bytes, drawn by uPlot.
 
 import { bytes, clock, count, cssColour, date, digits, el, moment, put } from "./format.js";
 

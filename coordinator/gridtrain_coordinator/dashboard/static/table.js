@@ -1,4 +1,4 @@
-// One row per worker: sorted, filtered, in pages.  Rows are reused; only their texts change.
+// The web page's list of workers: columns, sorting, filter, rows on a page.  Rows are reused.
 
 import { count, digits, el, moment, put, rate, seconds, svg } from "./format.js";
 

@@ -1,4 +1,4 @@
-// The timeline: generations as bands, faults and joins as marks, and all events as a list of sentences.
+// The web page's timeline: generations as bands, faults and joins as marks, and all events as a list of sentences.
 
 import { date, el, moment, svg } from "./format.js";
 

@@ -1,4 +1,4 @@
-// The graph of a generation: which members exchange with each other.  Above 40 members, dots without edges.
+// The web page's graph of a generation: which members exchange with each other.  Above 40 members, dots without edges.
 
 import { bits, el, put, seconds, svg } from "./format.js";
 import { total_s } from "./table.js";

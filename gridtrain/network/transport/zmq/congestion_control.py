@@ -1,4 +1,4 @@
-"""Chooses a connection's TCP congestion control if the kernel's default is bbr (decisions 0037, 0049, 0092).
+"""Chooses TCP congestion control (bbr or cubic) if the kernel's default is bbr (decisions 0037, 0049, 0092).
 
     connected --bbr, round trip <= 15 ms--> cubic --a pause--> bbr --1 s without a pause--> cubic ...
         |                                     `--repeated losses--> bbr, for the rest of the connection

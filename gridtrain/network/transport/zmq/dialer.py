@@ -1,4 +1,4 @@
-"""Outgoing connections: dials addresses, retries, and creates a `Connection` when the peer has sent Hello.
+"""Outgoing connections: dialling, waiting time (back-off) before dialling again, limits of unread bytes.
 
 OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
                         ^---- back-off ----+------- lost, or no answer in time ---+

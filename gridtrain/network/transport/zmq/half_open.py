@@ -1,4 +1,4 @@
-"""Decides which half-open connections (accepted, but without Hello so far) to close.
+"""How long and how many half-open connections (accepted, without Hello so far) stay open, before they close.
 
 Strangers can open many half-open connections, and each one costs a descriptor and part of a handshake.
 Their age and their number are therefore limited, in total and for each address range.  Pure: times are passed

@@ -1,4 +1,4 @@
-"""Incoming connections: the ROUTER, and the descriptor of each connection.
+"""Incoming connections: the ROUTER socket, each connection's descriptor, and how connections are closed.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection

@@ -1,4 +1,4 @@
-"""Sets options on TCP connections, which are identified by their file descriptors.
+"""Options of TCP connections: buffer sizes, number of descriptors; found by their file descriptors.
 
 libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
 access uses a duplicate of the descriptor, after checking that both ends of the connection are as expected.
