@@ -6,7 +6,7 @@
         |    pending members,    |  +---- PeerDisconnected, if a send failed            |
         |  orders, violations    +----------------------> AccessHandler ----------------+
         |                                                                               v
-        +------- Send, Disconnect, DialBack ----------- JournalStore <-- JournalEntry, all of a turn at once
+        +------- Send, Disconnect, DialBack ----------- JournalStore <-- JournalEntry, all of a poll at once
                                                                 |
                             disk full: DiskFullMode, then the same effects; from time to time: Backups
 
@@ -235,7 +235,7 @@ class Coordinator:
             self._transport.close()
             self._store.close()
 
-    # -- one turn ------------------------------------------------------------------------------
+    # -- one iteration -------------------------------------------------------------------------
 
     def _clock(self) -> float:
         """Return the time of the core's clock, which is stopped in disk-full mode."""
@@ -264,7 +264,7 @@ class Coordinator:
         self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
-                return []  # an earlier message of this turn removed the peer
+                return []  # an earlier message of this poll removed the peer
             case Received(peer) if (refused := self._access.refuse_ended_invitation(peer)) is not None:
                 return refused
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
@@ -394,7 +394,7 @@ class Coordinator:
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Run one turn without making decisions, and retry writing the decisions that are not yet durable."""
+        """Make no decisions in this iteration, and retry writing those that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())

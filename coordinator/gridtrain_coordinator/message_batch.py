@@ -1,4 +1,4 @@
-"""Encodes each message that goes to many workers at once only one time.
+"""Encodes a message that goes to many workers at once, such as the list of members, only once.
 
 Send(anna, page) --+
 Send(bert, page) --+--> the frames of `page`       N members receive the same pages of a member list
@@ -15,7 +15,7 @@ from gridtrain.network.wire import codec
 class MessageBatch:
     """Encodes messages; an object that has already been encoded is not encoded again.
 
-    The messages must not change while the batch exists, and the batch must not outlive the turn.
+    The messages must not change while the batch exists, and the batch must not outlive the loop's iteration.
     """
 
     def __init__(self) -> None:

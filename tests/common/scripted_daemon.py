@@ -63,9 +63,9 @@ class ScriptedTransport:
 
     me = COORDINATOR
 
-    def __init__(self, transcript: list[str], turns: Iterable[list[TransportEvent]]) -> None:
+    def __init__(self, transcript: list[str], iterations: Iterable[list[TransportEvent]]) -> None:
         self.transcript = transcript
-        self.turns = list(turns)
+        self.iterations = list(iterations)
         self.refuses: set[m.PeerId] = set()
         self.waits_s: list[float] = []
         self.sent: list[m.Message] = []
@@ -73,7 +73,7 @@ class ScriptedTransport:
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         self.waits_s.append(timeout_s)
-        return self.turns.pop(0) if self.turns else []
+        return self.iterations.pop(0) if self.iterations else []
 
     def send(self, peer: m.PeerId, message: m.Message, frames: Frames | None = None) -> None:
         if peer in self.refuses:
@@ -95,8 +95,8 @@ class ScriptedTransport:
         self.transcript.append("close transport")
 
 
-class Turns:
-    """A stop flag that is set after a number of turns."""
+class Iterations:
+    """A stop flag that is set after a number of iterations."""
 
     def __init__(self, count: int) -> None:
         self.left = count

@@ -18,8 +18,8 @@ from scripted_daemon import (
     OPERATOR,
     PENDING,
     FakeCore,
+    Iterations,
     ScriptedTransport,
-    Turns,
     access_handler,
 )
 
@@ -74,15 +74,15 @@ class RecordingStore(JournalStore):
 
 def run_loop(
     core: FakeCore,
-    *turns: list[TransportEvent],
+    *iterations: list[TransportEvent],
     refuses: Iterable[m.PeerId] = (),
     handler: AccessHandler | None = None,
     clock: Callable[[], float] = lambda: 100.0,
     **options: Any,
 ) -> tuple[list[str], ScriptedTransport]:
-    """Runs the loop over these turns; returns what it did."""
+    """Runs the loop over these iterations; returns what it did."""
     transcript: list[str] = []
-    transport = ScriptedTransport(transcript, turns)
+    transport = ScriptedTransport(transcript, iterations)
     transport.refuses = set(refuses)
     store = RecordingStore.open(":memory:")
     assert isinstance(store, RecordingStore)
@@ -93,7 +93,7 @@ def run_loop(
 
     handler = handler or access_handler(core, ANNA, BERT)
     coordinator = Coordinator(transport, store, core, handler, log=log, clock=clock, **options)  # type: ignore[arg-type]
-    coordinator.run(Turns(len(turns)))
+    coordinator.run(Iterations(len(iterations)))
     assert transcript[-2:] == ["close transport", "close journal"]
     return transcript[:-2], transport
 
@@ -165,7 +165,7 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
         }
     )
     with pytest.raises(JournalError, match="disk is full"):
-        Coordinator(transport, store, core, access_handler(core)).run(Turns(9))  # type: ignore[arg-type]
+        Coordinator(transport, store, core, access_handler(core)).run(Iterations(9))  # type: ignore[arg-type]
     assert transcript == ["close transport", "close journal"]
 
 
@@ -238,7 +238,7 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
     transport = Late(transcript, [])
     log = lambda level, event, fields: transcript.append(f"log {level} {event}")  # noqa: E731
     store, handler = JournalStore.open(":memory:"), access_handler(core)
-    Coordinator(transport, store, core, handler, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
+    Coordinator(transport, store, core, handler, log=log, clock=clock).run(Iterations(2))  # type: ignore[arg-type]
     assert transcript == ["log warning lost", "close transport"]
     assert transport.waits_s == pytest.approx([0.1, 0.25]), "then bounded, so that a stop is noticed"
 
@@ -249,8 +249,8 @@ def status_for(asker: m.PeerId) -> dict[str, Any]:
     row = {"peer": ANNA.hex(), "name": "anna", "address": "tcp://10.0.0.6:7001", "figures": figures}
     core.status["members"] = [row]
     core.status["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
-    turn: list[TransportEvent] = [Received(asker, m.StatusRequest(), 9)]
-    transcript, transport = run_loop(core, turn, address="tcp://10.0.0.5:7700")
+    iteration: list[TransportEvent] = [Received(asker, m.StatusRequest(), 9)]
+    transcript, transport = run_loop(core, iteration, address="tcp://10.0.0.5:7700")
     assert transcript == [f"send StatusReply to {NAMES[asker]}"] and core.received == []
     (reply,) = transport.sent
     assert isinstance(reply, m.StatusReply)
@@ -311,11 +311,11 @@ def test_the_holder_of_a_used_up_invitation_is_refused(message: m.Message) -> No
 def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authorization_limits, "MAX_ENROLS_PER_RANGE", 1)
     core = FakeCore()
-    turns: list[list[TransportEvent]] = [
+    iterations: list[list[TransportEvent]] = [
         [PeerUp(PENDING, "", host, pending_key=INVITATION), Received(PENDING, m.Enrol(key), 40)]
         for key, host in ((ANNA, "10.0.0.5"), (BERT, "10.0.0.9"), (BERT, "10.0.1.9"))
     ]
-    _, transport = run_loop(core, *turns, handler=access_handler(core))
+    _, transport = run_loop(core, *iterations, handler=access_handler(core))
     assert [getattr(answer, "code", "") for answer in transport.sent] == ["", "too-many", ""]
 
 
@@ -425,8 +425,8 @@ def test_the_operators_key_cannot_train() -> None:
 
 def test_the_third_violation_is_a_kick() -> None:
     core = FakeCore({MessageReceived: [RecordViolation(ANNA, "reported a ledger that does not add up")]})
-    turns = [[Received(ANNA, JOIN, 80)] for _ in range(3)]
-    transcript, _ = run_loop(core, *turns, clock=itertools.count(100.0, 0.01).__next__)
+    iterations = [[Received(ANNA, JOIN, 80)] for _ in range(3)]
+    transcript, _ = run_loop(core, *iterations, clock=itertools.count(100.0, 0.01).__next__)
     assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
     removals = [event for event in core.received if isinstance(event, WorkerRemoved)]
     assert [(event.code, event.reason[:38]) for event in removals] == [
@@ -450,9 +450,9 @@ def test_it_exits_after_the_end_of_the_run(members: list[dict[str, Any]], ends_a
         now_s += 0.05
         return now_s
 
-    turns: list[list[TransportEvent]] = [[]] * 1000
-    run_loop(core, *turns, clock=clock, exit_when_finished=True)
-    assert now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 turns"
+    iterations: list[list[TransportEvent]] = [[]] * 1000
+    run_loop(core, *iterations, clock=clock, exit_when_finished=True)
+    assert now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 iterations"
 
 
 def test_by_default_it_does_not_exit_after_the_end() -> None:
@@ -470,7 +470,7 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     anna.send(COORDINATOR, JOIN)
     access = Authorization(open_to_all=True, coordinator=COORDINATOR)
     coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), access, deadlines=Deadlines())
-    coordinator.run(Turns(1))
+    coordinator.run(Iterations(1))
     received = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in received] == ["Welcome", "RunStateUpdate"]
     assert received[0].term == 1  # type: ignore[union-attr]

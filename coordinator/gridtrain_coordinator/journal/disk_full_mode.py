@@ -1,6 +1,6 @@
 """The coordinator while its disk is full: no decisions, queued events, refusals, until it can write again.
 
-    turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
+    loop --JournalFull--> DiskFullMode(effects not executed) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
                               | status: answered, with the reason
                               | pending members, the operator: refused, with the remedy

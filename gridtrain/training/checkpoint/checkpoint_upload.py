@@ -35,7 +35,7 @@ log = logging.getLogger("gridtrain")
 RETRY_AFTER_S = (1.0, 5.0, 25.0, 60.0)
 """The seconds to wait before each further attempt; the last value is repeated."""
 
-FINAL_TURN_S, FINAL_LOOK_S = 120.0, 1.0
+FINAL_WAIT_S, FINAL_LOOK_S = 120.0, 1.0
 """How long a worker leaves the last step's checkpoint to the worker that uploaded the previous one, and the
 interval at which it looks for it."""
 
@@ -82,12 +82,12 @@ class CheckpointUploader:
         report_figures: ReportFigures = lambda figures: None,
         clock: Callable[[], float] = time.monotonic,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
-        final_turn_s: float = FINAL_TURN_S,
+        final_wait_s: float = FINAL_WAIT_S,
     ) -> None:
         self._store, self._every, self._keep, self._start_step = store, every, keep, start_step
         self._worker = hashlib.sha256(f"{platform.node()}:{folder.absolute()}".encode()).hexdigest()[:16]
         self._failures = FailureCounter(FAILED_UPLOADS, report_figures, clock)
-        self._retry_after_s, self._final_turn_s = tuple(retry_after_s), final_turn_s
+        self._retry_after_s, self._final_wait_s = tuple(retry_after_s), final_wait_s
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []  # oldest first
         self._current: _Upload | None = None  # one of those waiting
@@ -95,7 +95,7 @@ class CheckpointUploader:
         self._thread: threading.Thread | None = None
 
     def add(self, folder: Path, part: str, *, is_final: bool = False) -> None:
-        """Upload the checkpoint in `folder` when it is its turn.
+        """Upload the checkpoint in `folder` after those that were added before.
 
         Args:
             is_final: whether it belongs to the run's last step, so that no later one can replace it.
@@ -195,7 +195,7 @@ class CheckpointUploader:
                 f"it has a checkpoint of step {self._start_step}, from which the run has not continued",
                 remedy="start this worker with another URL",
             )
-        until_s = time.monotonic() + (self._final_turn_s if upload.is_final else 0.0)
+        until_s = time.monotonic() + (self._final_wait_s if upload.is_final else 0.0)
         while self._is_superfluous(upload, self._every):
             if not upload.is_final or self._is_superfluous(upload, 0):
                 return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_daemon import ANNA, COORDINATOR, INVITATION, OPERATOR, Turns
+from scripted_daemon import ANNA, COORDINATOR, INVITATION, OPERATOR, Iterations
 
 from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain.errors import ConfigError
@@ -55,7 +55,7 @@ def coordinator(dashboard: RecordingDashboard, store: JournalStore) -> Coordinat
 
 def test_the_dashboard_receives_the_operators_status() -> None:
     dashboard = RecordingDashboard()
-    coordinator(dashboard, JournalStore.open(":memory:")).run(Turns(2))
+    coordinator(dashboard, JournalStore.open(":memory:")).run(Iterations(2))
     (status,) = dashboard.published
     assert (status["phase"], status["step"], status["members"]) == ("waiting", 0, [])
     assert status["door"]["enrolled_total"] == 1
@@ -70,7 +70,7 @@ def test_commands_from_the_dashboard_are_the_operators_and_are_journalled(tmp_pa
         Unban(ANNA),
     )
     path = tmp_path / "journal.sqlite"
-    coordinator(dashboard, JournalStore.open(path)).run(Turns(2))
+    coordinator(dashboard, JournalStore.open(path)).run(Iterations(2))
     banned, again, ours, pardoned = dashboard.replies()
     assert isinstance(banned, OperatorReply) and "is banned" in banned.text
     assert isinstance(again, OperatorReply) and "already banned" in again.text
@@ -94,7 +94,7 @@ def test_a_command_that_finds_the_disk_full_is_refused() -> None:
         real(entries)
 
     store.append_all = full  # type: ignore[method-assign]
-    daemon.run(Turns(2))
+    daemon.run(Iterations(2))
     (reply,) = dashboard.replies()
     assert isinstance(reply, Refused) and reply.code == "no-room"
 
@@ -103,7 +103,7 @@ def test_a_cancelled_command_is_not_carried_out() -> None:
     dashboard = RecordingDashboard(RemoveWorker(ANNA, True, "why"))
     dashboard.orders[0][1].cancel()
     store = JournalStore.open(":memory:")
-    coordinator(dashboard, store).run(Turns(2))
+    coordinator(dashboard, store).run(Iterations(2))
     assert dashboard.orders[0][1].cancelled()
 
 

@@ -77,10 +77,10 @@ class FullDiskCoordinator:
     def make_room(self) -> None:
         self.store._connection.execute("PRAGMA max_page_count = 100000")
 
-    def turn(self, *events: TransportEvent, after_s: float = 0.0) -> list[str]:
+    def iteration(self, *events: TransportEvent, after_s: float = 0.0) -> list[str]:
         """Runs the loop once and returns what it did."""
         self.now_s += after_s
-        self.transport.turns.append(list(events))
+        self.transport.iterations.append(list(events))
         began = len(self.lines)
         self.loop._run_once()
         return self.lines[began:]
@@ -99,7 +99,7 @@ DECISION = [
 def disk(tmp_path: Path) -> FullDiskCoordinator:
     disk = FullDiskCoordinator(tmp_path)
     disk.core.answers = {MessageReceived: DECISION}
-    disk.turn(PeerUp(ANNA), PeerUp(BERT), PeerUp(OPERATOR))
+    disk.iteration(PeerUp(ANNA), PeerUp(BERT), PeerUp(OPERATOR))
     disk.fill()
     return disk
 
@@ -109,22 +109,22 @@ def test_a_command_that_finds_the_disk_full_is_refused_at_once(disk: FullDiskCoo
     disk.store._connection.execute(f"PRAGMA max_page_count = {disk.pages}")
     for number in range(200):  # short entries, until one does not fit
         invite = m.Invite(bytes([number]) * 32, 1, 600.0)
-        lines = disk.turn(Received(OPERATOR, invite, 80))
+        lines = disk.iteration(Received(OPERATOR, invite, 80))
         if lines[0] == "log error no_room":
             break
     assert "send Refused no-room to operator" in lines
 
 
 def test_a_decision_is_carried_out_once_when_there_is_room(disk: FullDiskCoordinator) -> None:
-    assert disk.turn(Received(ANNA, JOIN, 80)) == [
+    assert disk.iteration(Received(ANNA, JOIN, 80)) == [
         "log error no_room",
         "send RunStateUpdate paused to anna",
         "send RunStateUpdate paused to bert",
     ]
-    assert disk.turn(after_s=5.0) == [], "still no room"
+    assert disk.iteration(after_s=5.0) == [], "still no room"
     disk.make_room()
-    assert disk.turn(after_s=0.5) == [], "tried once a second"
-    assert disk.turn(after_s=0.6) == [
+    assert disk.iteration(after_s=0.5) == [], "tried once a second"
+    assert disk.iteration(after_s=0.6) == [
         "log info room_again",
         "send StartGeneration to bert",
         "send RunStateUpdate training to anna",
@@ -134,32 +134,33 @@ def test_a_decision_is_carried_out_once_when_there_is_room(disk: FullDiskCoordin
 
 
 def test_events_are_deferred_in_order_and_deadlines_wait(disk: FullDiskCoordinator) -> None:
-    disk.turn(Received(ANNA, JOIN, 80))
+    disk.iteration(Received(ANNA, JOIN, 80))
     stopped_s = disk.core.received_s[-1]
     disk.core.deadline_s = stopped_s + 3.0
     ready = m.Ready(1, 1, bytes(32))
     assert (
-        disk.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0) == []
+        disk.iteration(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0)
+        == []
     )
-    assert disk.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
+    assert disk.iteration(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
         "send RunStateUpdate paused to anna"
     ]
     before = len(disk.core.received)
     disk.core.answers = {}
     disk.make_room()
-    disk.turn(after_s=60.0)
+    disk.iteration(after_s=60.0)
     assert disk.core.received[before:] == [
         MessageReceived(BERT, ready),
         PeerDisconnected(ANNA, "closed"),
         PeerConnected(ANNA),
     ]
     assert set(disk.core.received_s[before:]) == {stopped_s}, "the core's clock stood still"
-    assert disk.turn(after_s=1.0) == [] and "log info tick" in disk.turn(after_s=2.5)
+    assert disk.iteration(after_s=1.0) == [] and "log info tick" in disk.iteration(after_s=2.5)
 
 
 def test_the_status_says_so_and_enrolments_and_commands_are_refused(disk: FullDiskCoordinator) -> None:
-    disk.turn(Received(ANNA, JOIN, 80))
-    assert disk.turn(
+    disk.iteration(Received(ANNA, JOIN, 80))
+    assert disk.iteration(
         Received(OPERATOR, m.StatusRequest(), 8),
         Received(OPERATOR, m.RemoveWorker(ANNA, False, "slow"), 80),
         PeerUp(PENDING, "", "10.0.0.9", INVITATION),
@@ -174,22 +175,22 @@ def test_the_status_says_so_and_enrolments_and_commands_are_refused(disk: FullDi
 
 def test_deferred_events_are_bounded(disk: FullDiskCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_full_mode, "MAX_EVENTS", 2)
-    disk.turn(Received(ANNA, JOIN, 80))
-    lines = disk.turn(*[Received(BERT, m.Leave("tired"), 80)] * 3)
+    disk.iteration(Received(ANNA, JOIN, 80))
+    lines = disk.iteration(*[Received(BERT, m.Leave("tired"), 80)] * 3)
     assert lines == ["hang up on bert"]
 
 
 def test_the_disk_fills_again_while_deferred_events_are_handled(disk: FullDiskCoordinator) -> None:
-    disk.turn(Received(ANNA, JOIN, 80))
+    disk.iteration(Received(ANNA, JOIN, 80))
     disk.core.answers = {
         MessageReceived: [JournalEntry("state", {"note": BIG * 20}), Send(ANNA, m.StartGeneration(1, 1))]
     }
-    disk.turn(Received(BERT, m.Leave("tired"), 80))
+    disk.iteration(Received(BERT, m.Leave("tired"), 80))
     disk.store._connection.execute(f"PRAGMA max_page_count = {disk.pages + 40}")
-    lines = disk.turn(after_s=2.0)
+    lines = disk.iteration(after_s=2.0)
     assert lines[:3] == ["log info room_again", "send StartGeneration to bert", "log error no_room"]
     disk.make_room()
-    assert "send StartGeneration to anna" in disk.turn(after_s=2.0)
+    assert "send StartGeneration to anna" in disk.iteration(after_s=2.0)
     assert [e.kind for e in disk.store.entries()] == ["generation", "state"]
 
 
@@ -202,12 +203,12 @@ def test_backups_are_made_at_intervals_while_the_journal_grows(tmp_path: Path) -
     disk = FullDiskCoordinator(tmp_path / "state", backups=backups)
     for number in range(12):
         disk.core.answers = {MessageReceived: [JournalEntry("generation", {"term": 1, "generation": number})]}
-        disk.turn(Received(ANNA, JOIN, 80), after_s=1.0)
+        disk.iteration(Received(ANNA, JOIN, 80), after_s=1.0)
     assert sorted(path.name for path in (tmp_path / "backups").iterdir()) == [
         "backup-0-00000006",
         "backup-0-00000011",
     ]
-    disk.turn(after_s=60.0)
+    disk.iteration(after_s=60.0)
     assert latest_backup(tmp_path / "backups").name == "backup-0-00000012", "the last entry is backed up too"
     assert backups.due_s == math.inf, "none is due until there is a new entry"
 
@@ -217,7 +218,10 @@ def test_a_failed_backup_is_logged_once_and_the_run_continues(tmp_path: Path) ->
     (tmp_path / "backups").write_text("a file in the folder's place")
     disk = FullDiskCoordinator(tmp_path / "state", backups=Backups(tmp_path / "backups", tmp_path / "state"))
     disk.core.answers = {MessageReceived: [JournalEntry("state", {}), Send(BERT, m.StartGeneration(1, 1))]}
-    assert disk.turn(Received(ANNA, JOIN, 80)) == ["send StartGeneration to bert", "log error backup_failed"]
-    assert disk.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["send StartGeneration to bert"]
+    assert disk.iteration(Received(ANNA, JOIN, 80)) == [
+        "send StartGeneration to bert",
+        "log error backup_failed",
+    ]
+    assert disk.iteration(Received(ANNA, JOIN, 80), after_s=60.0) == ["send StartGeneration to bert"]
     (tmp_path / "backups").unlink()
-    assert disk.turn(after_s=60.0) == ["log info backup"]
+    assert disk.iteration(after_s=60.0) == ["log info backup"]

@@ -50,7 +50,7 @@ class Uploads:
             start_step=start_step,
             report_figures=lambda figures: self.figures.extend(figures.values()),
             retry_after_s=(0.0,),
-            final_turn_s=0.0,
+            final_wait_s=0.0,
         )
 
     def add(self, step: int, part: str = MODEL_PART, **options: Any) -> None:

@@ -36,7 +36,7 @@ from gridtrain.network.wire import codec
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 BATCH_REQUESTS = 256
-"""The maximum number of requests to answer in one turn of the loop, so that messages are not delayed."""
+"""The maximum number of requests to answer in one iteration of the loop, so that messages are not delayed."""
 
 _ZAP_VERSION = b"1.0"
 

@@ -238,7 +238,7 @@ class ZeroMQTransport:
         self._wake_in.close()
         self._wake_out.close()
 
-    # -- one turn of the loop ------------------------------------------------------------------
+    # -- one iteration of the loop -------------------------------------------------------------
 
     def _due_s(self, now_s: float) -> float:
         """Return the time at which the transport must act even if no socket is ready."""
