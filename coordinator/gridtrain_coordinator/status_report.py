@@ -1,4 +1,4 @@
-"""The content of the status (steps per second, bytes, members) for `gridtrain status` and the dashboard.
+"""What the status contains, and how its rates (steps a second, bytes) are averaged, for CLI and dashboard.
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second

@@ -1,4 +1,4 @@
-"""`Grid`: all that a training script calls (optimizer, batches, mean, report, pipeline, close).
+"""`Grid`: all that a script calls (optimizer, batches, mean, report, pipeline); how long `close` waits.
 
 `Grid` connects a PyTorch training loop to the parts that do the work:
 

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: when a generation begins, how long it waits for newcomers, the run's end.
+"""The coordinator's state machine: when generations begin, the wait for newcomers, run's end, last events.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |

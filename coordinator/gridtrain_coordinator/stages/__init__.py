@@ -1,4 +1,4 @@
-"""Placement and recovery of the stages of a pipeline.  Pure.
+"""The coordinator's placement and recovery of a pipeline's stages.  Pure.
 
 reports of checkpoints --> checkpoint_catalog --> checkpoint_quorum    which of them count
                                   |

@@ -1,4 +1,4 @@
-"""The messages of the protocol: one frozen dataclass each.
+"""The messages of the protocol, with their limits: one frozen dataclass each.
 
     types          values that several messages carry: identities, rounds, spans, members, checkpoints
     coordination   worker <-> coordinator: joining, heartbeats, generations, leaving

@@ -1,4 +1,4 @@
-"""Messages from operators, from `gridtrain doctor` and `gridtrain status`, and about the run's bundle."""
+"""Messages of operators, `gridtrain doctor` and `gridtrain status`, and of bundles (their largest size)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose measured links count, and when another order of ranks is worth a change, with the reason.
+"""When another order of ranks is worth a change, with the reason; which measured links count, assumed rates.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)

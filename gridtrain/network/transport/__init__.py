@@ -1,4 +1,6 @@
-"""Transports messages between peers.  The loops use `interface.Transport`, which `stack` builds in layers:
+"""Transports messages between peers: connections, rate limits, relays, flow control, encryption.
+
+The loops use `interface.Transport`, which `stack` builds in layers:
 
     FlowControlTransport      `flow_control`: byte credits bound a peer's memory use
     RelayTransport            `relay`: connections through a third peer (`relay_forwarder`), end-to-end

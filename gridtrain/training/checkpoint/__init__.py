@@ -1,4 +1,4 @@
-"""The state of a model as bytes, as checkpoints on disk, and as a file for other programs.
+"""Checkpoints on disk and at URLs, the state of a model as bytes, and exported models.
 
 flat_gradient        the gradients of a model as one vector, in a fixed order
 frozen_base          the frozen parameters, which no state contains, and their digest

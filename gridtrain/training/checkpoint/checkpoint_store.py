@@ -1,4 +1,4 @@
-"""Checkpoints on a worker's disk: when they are due, how many are kept, files, refused folders.
+"""Checkpoints on a worker's disk: when due, how many are kept, refused ones, warnings if the disk is full.
 
     <folder>/step-00000200/
         state.json             run, step, history, ledger, facts, and references to the tensors;

@@ -1,4 +1,4 @@
-"""Upload checkpoints to a URL in the background: retries, what is dropped, how many are kept.
+"""Upload checkpoints to a URL in the background: retries, what is dropped or kept, attempts at the end.
 
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
