@@ -1,4 +1,4 @@
-"""Checks of arguments that methods of `Grid` share (integers, seed, intervals, readers), and their errors."""
+"""Checks of arguments that methods of `Grid` share (integers, seed, intervals, num_workers), with errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After how long silence a worker counts as lost (heartbeats), or a transfer of the state as stalled.
+"""After how long a silence a worker counts as lost (heartbeats), or a transfer of the state as stalled.
 
 a message, a heartbeat   --> Liveness: lost after a timeout, shorter if its heartbeats are regular
 its connection breaks    --> Liveness: lost unless it joins again in time
