@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def described() -> Iterator[tuple[Path, str]]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may end first
     for path, line in described():
         name = path.parent.as_posix() + "/" if path.name == "__init__.py" else path.as_posix()
         print(f"{name}  {line}")

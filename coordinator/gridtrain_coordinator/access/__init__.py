@@ -4,4 +4,6 @@ Enrol, orders of the operator --> authorization --> replies, journal entries, me
                                        |   uses authorization_limits: bounds, limits, refusals
 violations -------------------> violations: which accusations count
 joins, bundle requests -------> request_rate: how many are allowed per key
+
+`gridtrain_coordinator.access_handler` carries out what this package decides.
 """
