@@ -592,7 +592,8 @@ class Grid:
         Call it before loading other weights, such as the best ones, because it saves the model of the last
         step: if the parameters have changed since the loop's end, or the start of a step in which the loop
         has ended, it saves none.  Of changes through `.data`, it notices only those of a few sampled values.
-        If a variable holds `grid.batches(...)`, the loop ends when the variable does.
+        If a variable holds `grid.batches(...)` and the loop changes parameters after its steps, the loop ends
+        when the variable does.
         """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run
