@@ -30,7 +30,7 @@ _LIBRARIES = (
 
 _generators: WeakSet[Generator[Any, None, None]] = WeakSet()
 _of_parent: list[Generator[Any, None, None]] = []
-"""In a forked process, the loops of its parent, which must not be closed: they share threads and processes."""
+"""In a forked process, the loops of its parent, which must not be closed: it shares processes with them."""
 
 
 def _keep_open() -> None:

@@ -38,7 +38,9 @@ class ParameterWatch:
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._recorded: _Reading | None = None
         self._step_end: _Reading | None = None  # of the turn in progress
-        self._loop_body: tuple[_Reading, _Reading] | None = None  # of the latest turn: from its step to its end
+        self._loop_body: tuple[_Reading, _Reading] | None = (
+            None  # after the latest turn's step, and at its end
+        )
 
     def record(self) -> None:
         """Record the parameters, before the script can change them."""
@@ -51,9 +53,10 @@ class ParameterWatch:
 
     def record_turn(self) -> None:
         """Record the parameters when the script requests its next batch."""
-        self.record()
-        if self._step_end is not None and self._recorded is not None:
-            self._step_end, self._loop_body = None, (self._step_end, self._recorded)
+        self._recorded = self._read()
+        if self._step_end is not None:
+            self._loop_body = self._step_end, self._recorded
+            self._step_end = None
 
     def record_end(self) -> None:
         """Record the parameters when the script's loop is closed, unless the latest turn shows that the loop
