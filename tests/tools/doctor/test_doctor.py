@@ -30,7 +30,7 @@ from gridtrain.core.messages import DiagnosticReply, Ping, Pong, RemoveWorker
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
-from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.network.transport.interface import ConnectionRole, Received
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -474,11 +474,16 @@ def test_the_users_own_upload_limit_is_named(
     assert _configured_upload_limit(invitation) is None
     if where == "GRIDTRAIN_UPLOAD_LIMIT":
         monkeypatch.setenv(where, "1Mbit")
-    else:
-        folder = identity_folder(invitation.run, invitation.coordinator) / "worker-0"
-        folder.mkdir(parents=True)
-        SavedSettings(folder).save_rules({"upload": "1Mbit"}, {})
+    folder = identity_folder(invitation.run, invitation.coordinator)
+    rates = ("1Mbit", "2Mbit") if where == "gridtrain worker set upload=" else ()
+    for number, rate in enumerate(rates):
+        Identity.generate().write(folder / f"worker-{number}.key")
+        (folder / f"worker-{number}").mkdir()
+        SavedSettings(folder / f"worker-{number}").save_rules({"upload": rate}, {})
     limit = _configured_upload_limit(invitation)
+    with claim_identity(folder, fresh=False):  # its worker is running
+        other = _configured_upload_limit(invitation)
+        assert other is not None and other.rate_Bps == (250e3 if rates else 125e3)
     examination = Examination(
         invitation, lambda _: run_of(3, whole=96), probe=quick_probe, upload_limit=limit
     )
@@ -507,8 +512,10 @@ def test_saved_rules_that_are_damaged_are_named(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, reason: str
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    file = identity_folder(invitation.run, invitation.coordinator) / "worker-0" / "controls.json"
-    file.parent.mkdir(parents=True)
+    folder = identity_folder(invitation.run, invitation.coordinator)
+    Identity.generate().write(folder / "worker-0.key")
+    file = folder / "worker-0" / "controls.json"
+    file.parent.mkdir()
     file.write_text(body)
     with pytest.raises(ConfigError) as caught:
         _configured_upload_limit(invitation)
