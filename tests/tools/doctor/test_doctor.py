@@ -181,6 +181,20 @@ def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: L
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
 
 
+def test_an_invitation_that_a_worker_of_this_machine_has_not_needed_is_tried(
+    coordinator: LiveCoordinator,
+) -> None:
+    used, unused = coordinator.invitation(uses=1), coordinator.invitation(uses=1)
+    with enroll(used, WITHIN_S):
+        pass
+    with enroll(unused, WITHIN_S):  # with the first one's key
+        found = look(used)
+        assert found["invitation"].text == "no longer valid, but another one on this machine is unused"
+        assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
+        with enroll(used, WITHIN_S):
+            assert look(used)["invitation"].text == "in use by a worker on this machine"
+
+
 def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordinator: LiveCoordinator) -> None:
     once = coordinator.invitation(uses=1)
     with enroll(once, WITHIN_S) as entry:
