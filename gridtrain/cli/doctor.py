@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,8 +75,9 @@ def doctor(invitation: str, as_json: bool) -> None:
 
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the limit that a worker would have if it were started in this folder: the option, or the rule
-    that was saved for this machine's first worker in the run."""
+    that was saved for the first of this machine's workers in the run that is not running."""
     from gridtrain.cli.option_flags import resolve_settings
+    from gridtrain.network.transport.identity import claim_identity
     from gridtrain.network.transport.rate_limiter import parse_rate
     from gridtrain.runtime.client.worker_defaults import identity_folder
     from gridtrain.tools.doctor.examination import UploadLimit
@@ -83,9 +85,13 @@ def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
 
     chosen = resolve_settings("worker", {})
     text, where = chosen.text("upload_limit"), chosen.where("upload_limit")
-    saved = SavedSettings(identity_folder(invitation.run, invitation.coordinator) / "worker-0")
-    if rule := saved.later_rules({"upload": text} if text else {}).get("upload", ""):
-        text, where = rule, "gridtrain worker set upload="
+    folder = identity_folder(invitation.run, invitation.coordinator)
+    has_keys = any(folder.glob("worker-*.key"))  # otherwise nothing is written here
+    with claim_identity(folder, fresh=False) if has_keys else nullcontext() as free:
+        if free is not None:
+            rules = SavedSettings(free[1].with_suffix("")).later_rules({"upload": text} if text else {})
+            if rule := rules.get("upload", ""):
+                text, where = rule, "gridtrain worker set upload="
     return UploadLimit(parse_rate(text, where), where) if text not in ("", "off") else None
 
 

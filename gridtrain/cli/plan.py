@@ -70,7 +70,7 @@ def _worker_counts(_: click.Context, __: click.Parameter, text: str) -> list[int
     except ValueError:
         counts = []
     if not counts or not all(2 <= count <= MAX_WORKERS for count in counts):
-        raise click.BadParameter(f'"{text}" is not a list such as "2..4096" or "2,3,8", each from 2 to 8192')
+        raise click.BadParameter(f'"{text}" is not a list such as "2..64" or "2,3,8", each from 2 to 8192')
     return counts
 
 
@@ -140,7 +140,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
 )
 @brief_option(
     "--workers",
-    "2..4096",
+    "2..64",
     '"2,3,8", or "2..16" for doublings.',
     name="counts",
     metavar="LIST",
@@ -354,7 +354,7 @@ def _print(
             markup=False,
             highlight=False,
         )
-    for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
+    for row in (rows[0], rows[-1]) if len(rows) > 1 else rows:
         click.echo(wrap_text(recommend_exchange(row).reason))
         if not optimizer.startswith("sgd"):  # they are for AdamW and similar optimizers
             click.echo(wrap_text(recommend_local_steps(row, computing)))

@@ -29,7 +29,16 @@ _LIBRARIES = (
 """Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
 
 _generators: WeakSet[Generator[Any, None, None]] = WeakSet()
-os.register_at_fork(after_in_child=_generators.clear)  # they share threads and processes with the parent
+_of_parent: list[Generator[Any, None, None]] = []
+"""In a forked process, the loops of its parent, which must not be closed: it shares processes with them."""
+
+
+def _keep_open() -> None:
+    _of_parent.extend(_generators)
+    _generators.clear()
+
+
+os.register_at_fork(after_in_child=_keep_open)
 
 Parameters = ParamSpec("Parameters")
 Item = TypeVar("Item")

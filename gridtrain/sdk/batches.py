@@ -84,8 +84,9 @@ class Turns:
         try:
             yield from self._iterate(stand_in)
         except GeneratorExit:  # the script has left the loop
-            if self._session.is_turn_done:  # otherwise, changes since the turn's start are not of a step
-                self._record_parameters()
+            # If the turn is not done, changes since its start are not of a step.
+            if self._session.is_turn_done and isinstance(self._trainer, GridOptimizer):
+                self._trainer.parameter_watch.record_end()
             raise
 
     def _iterate(self, stand_in: Spans) -> Iterator[Spans]:
@@ -143,18 +144,14 @@ class Turns:
             found += self._divide(spans) if spans else [()]
         return found
 
-    def _record_parameters(self) -> None:
-        if isinstance(self._trainer, GridOptimizer):
-            self._trainer.parameter_watch.record()
-
     # -- the next turn ---------------------------------------------------------------------------------
 
     def _next_turn(self) -> WorkerSnapshot | None:
         """Wait for the next turn, and pause if the agent requests it; return None if the run has ended or the
         agent has stopped this worker."""
         self._rollback.end_turn()
-        if not self.is_finished and not self.is_stopped:
-            self._record_parameters()
+        if not self.is_finished and not self.is_stopped and isinstance(self._trainer, GridOptimizer):
+            self._trainer.parameter_watch.record_turn()
         while not self.is_finished and not self.is_stopped:
             try:
                 snapshot = self._session.await_turn()

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -87,6 +88,8 @@ from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
 
+log = logging.getLogger("gridtrain")
+
 CHECKPOINT_TIMEOUT_S = 30.0
 """How many seconds `Grid.close` waits for a checkpoint that is being written or uploaded."""
 
@@ -94,6 +97,7 @@ CHECKPOINT_TIMEOUT_S = 30.0
 class Grid:
     """This worker's interface to the run.  Use it on the training thread."""
 
+    _has_warned = False
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
 
@@ -133,19 +137,25 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation; 0 before the first generation."""
+        """This worker's rank in the current generation; 0 before the first batch, with a warning."""
+        if self._turns is None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "grid.rank is 0, and grid.is_first is True, on all workers before the first batch; read them "
+                "in the loop, because another worker becomes the first one when that one leaves"
+            )
         return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the current generation; 0 before the first generation."""
+        """The number of workers in the current generation; 0 before the first batch."""
         return self._session.snapshot.world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
-        saving."""
-        return self.rank == 0
+        saving.  Before the first batch each worker is, with a warning, because it may become the first."""
+        return self.rank == 0 and (self._turns is None or self.world_size > 0)
 
     @property
     def run_id(self) -> str:
@@ -592,7 +602,8 @@ class Grid:
         Call it before loading other weights, such as the best ones, because it saves the model of the last
         step: if the parameters have changed since the loop's end, or the start of a step in which the loop
         has ended, it saves none.  Of changes through `.data`, it notices only those of a few sampled values.
-        If a variable holds `grid.batches(...)`, the loop ends when the variable does.
+        If a variable holds `grid.batches(...)` and the loop changes parameters after its steps, the loop ends
+        when the variable does.
         """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run

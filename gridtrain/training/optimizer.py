@@ -413,7 +413,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def _end_step(self) -> None:
         self._is_applied = True
-        self.parameter_watch.record()
+        self.parameter_watch.record_step()
 
     @property
     def is_settled(self) -> bool:

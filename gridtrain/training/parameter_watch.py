@@ -1,10 +1,12 @@
 """Detects that a script has changed its model's parameters outside of the steps of the run.
 
-for ... in grid.batches(...):        recorded, except within a step whose parameters have changed
-    optimizer.step()                 recorded
-    p.clamp_(-1, 1); break           recorded: what the loop changes after a step belongs to that step
+for ... in grid.batches(...):        record_turn, except within a step whose parameters have changed
+    optimizer.step()                 record_step
+    p.clamp_(-1, 1); break           record_end: what the loop changes after a step belongs to that step
 model.load_state_dict(best)          has_changed: a checkpoint would have these values instead
 grid.close()
+
+If a variable holds the loop, `record_end` comes later, and may follow `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 MAX_SAMPLED = 16
 """The number of parameters whose values are compared, about, and the number of these values in each."""
+
+_Reading = tuple[list[int], list[Tensor]]  # numbers of changes by parameter, and the values of those sampled
 
 
 class ParameterWatch:
@@ -32,31 +36,52 @@ class ParameterWatch:
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._parameters = model, parameters
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
-        self._versions: list[int] | None = None
-        self._values: list[Tensor] = []
+        self._recorded: _Reading | None = None
+        self._step_end: _Reading | None = None  # of the turn in progress
+        self._loop_body: tuple[_Reading, _Reading] | None = (
+            None  # after the latest turn's step, and at its end
+        )
 
     def record(self) -> None:
         """Record the parameters, before the script can change them."""
-        self._versions = self._count_versions()
-        self._values = [_first_values(parameter) for parameter in self._sampled]
+        self._recorded = self._read()
+
+    def record_step(self) -> None:
+        """Record the parameters after a step."""
+        self.record()
+        self._step_end = self._recorded
+
+    def record_turn(self) -> None:
+        """Record the parameters when the script requests its next batch."""
+        self._recorded = self._read()
+        if self._step_end is not None:
+            self._loop_body = self._step_end, self._recorded
+            self._step_end = None
+
+    def record_end(self) -> None:
+        """Record the parameters when the script's loop is closed, unless the latest turn shows that the loop
+        changes none after its steps: then any change has followed the loop."""
+        if self._loop_body is None or _differ(*self._loop_body):
+            self.record()
 
     @property
     def has_changed(self) -> bool:
-        """Whether the parameters have changed since the latest `record`, if any."""
-        if self._versions is None:
+        """Whether the parameters have changed since they were recorded last, if ever."""
+        if self._recorded is None:
             return False
         is_replaced = not {*self._parameters} <= {*self._model.parameters()}
-        return (
-            is_replaced
-            or self._versions != self._count_versions()
-            or any(
-                _to_bytes(_first_values(parameter)) != _to_bytes(value)
-                for parameter, value in zip(self._sampled, self._values, strict=True)
-            )
-        )
+        return is_replaced or _differ(self._recorded, self._read())
 
-    def _count_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+    def _read(self) -> _Reading:
+        values = [_first_values(parameter) for parameter in self._sampled]
+        return [parameter._version for parameter in self._parameters], values
+
+
+def _differ(before: _Reading, after: _Reading) -> bool:
+    (versions, values), (later_versions, later_values) = before, after
+    return versions != later_versions or any(
+        _to_bytes(value) != _to_bytes(later) for value, later in zip(values, later_values, strict=True)
+    )
 
 
 def _first_values(parameter: nn.Parameter) -> Tensor:

@@ -60,6 +60,13 @@ def test_the_table_has_the_expected_figures() -> None:
     assert "Use gtopk at density 0.001 with 4 workers: a step takes" in done.output
 
 
+def test_groups_of_up_to_64_workers_are_planned_by_default_and_the_smallest_is_recommended_first() -> None:
+    assert {workers for _, workers in figures("--parameters", "1e6")} == {2, 4, 8, 16, 32, 64}
+    lines = run("--parameters", "1e6").output.splitlines()
+    recommended = [line.split(":")[0] for line in lines if line.startswith("Use ")]
+    assert [line.split(" with ")[1] for line in recommended] == ["2 workers", "64 workers"]
+
+
 @pytest.mark.parametrize(
     "options", [("--workers", "2"), ("--stages", "2"), ("--stages", "2", "--layers", "4")]
 )
@@ -262,11 +269,11 @@ def test_the_picture_has_a_line_for_each_exchange(tmp_path: Path) -> None:
     ("arguments", "error"),
     [
         (("--parameters", "many"), "a number such as 25600000, 25.6e6, 25.6M or 7B"),
-        (("--parameters", "1M", "--workers", "1..4"), 'not a list such as "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "0..8"), 'not a list such as "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers=-1..4"), 'not a list such as "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "2..1000000"), 'not a list such as "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "8..2"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "1..4"), 'not a list such as "2..64" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "0..8"), 'not a list such as "2..64" or "2,3,8"'),
+        (("--parameters", "1M", "--workers=-1..4"), 'not a list such as "2..64" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "2..1000000"), 'not a list such as "2..64" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "8..2"), 'not a list such as "2..64" or "2,3,8"'),
         (("--parameters", "1e400"), "is not between 1 and 1e+15"),
         (("--parameters", "0"), "is not between 1 and 1e+15"),
         (("--parameters", "1M", "--compute", "9" * 400 + "s"), "is not between 1e-9 s and 1e+06 s"),
@@ -276,7 +283,7 @@ def test_the_picture_has_a_line_for_each_exchange(tmp_path: Path) -> None:
             "/nonexistent is not a writable folder",
         ),
         (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
-        (("--parameters", "1M", "--workers", "four"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "four"), 'not a list such as "2..64" or "2,3,8"'),
         (("--parameters", "1M", "--exchange", "gossip"), "not a list of these exchanges: dense, topk"),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
     ],

@@ -33,13 +33,14 @@ class ScriptedMember:
         address: str = "",
         limits: Deadlines | None = None,
         neighbours: Any = full_mesh,
+        may_be_absent: bool = False,
     ) -> None:
         self.me, self.now_s = me, 0.0
         join = m.Join("r", me[:1].decode(), address)
         self.core = MemberCore(me, COORDINATOR, join, limits or Deadlines())
         self.hear(io.PeerConnected(COORDINATOR))
         self.say(m.Welcome(1, "r", ""))
-        self.hear(io.TrainerJoined(setup, neighbours))
+        self.hear(io.TrainerJoined(setup, neighbours, may_be_absent=may_be_absent))
 
     def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
         return self.core.handle(event, self.now_s)

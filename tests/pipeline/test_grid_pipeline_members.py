@@ -164,3 +164,13 @@ def test_replicas_that_have_drawn_other_initial_values_are_equal_after_the_first
     assert [len(states) for states in stages.values()] == [2, 2]
     for one, other in stages.values():
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_standby_is_not_the_first_worker_at_the_end() -> None:
+    def train(grid: gridtrain.Grid) -> bool:
+        pipe = pipeline_of(grid)
+        for x, y in grid.batches(data(24), batch_size=4, steps=3):
+            pipe.step(x, y)
+        return grid.is_first
+
+    assert sorted(local(train, workers=3)) == [False, False, True]

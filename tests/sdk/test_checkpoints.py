@@ -159,6 +159,27 @@ def test_weights_that_a_script_loads_after_its_loop_are_not_saved_as_those_of_th
     assert f"{text}; step 5 is lost: this worker's latest checkpoint is of step 4" in caplog.text
 
 
+@pytest.mark.parametrize("by_data", [False, True], ids=["load_state_dict", "data.copy_"])
+def test_weights_that_a_script_loads_while_a_variable_holds_its_loop_are_not_saved_as_those_of_the_last_step(
+    by_data: bool, tmp_path: Path
+) -> None:
+    """As a progress bar does; unless the loop changes parameters after its steps."""
+
+    def work(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, lr=0.001)
+        batches = grid.batches(DATA, batch_size=6, steps=STEPS)
+        for batch in batches:
+            train_batch(model, optimizer, batch)
+            if grid.step == 5:
+                break
+        load_other_weights(model, by_data=by_data)
+        batches.close()
+
+    run(tmp_path, 1, work, every=4, saves_on_leaving=True)
+    assert [path.name for path in (tmp_path / "worker-0").glob("step-*")] == ["step-00000004"]
+
+
 @pytest.mark.parametrize("where", ["backward", "exchange", "wait"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_worker_that_ends_before_its_next_update_leaves_a_checkpoint_with_its_scheduler(

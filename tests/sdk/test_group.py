@@ -42,6 +42,19 @@ def test_all_agree_on_their_ranks_and_steps(together: Any) -> None:
     assert results == [[(step, rank, 3, rank == 0) for step in range(3)] for rank in range(3)]
 
 
+def test_a_rank_that_is_read_before_the_loop_is_warned_of(
+    together: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[bool, int]:
+        known = grid.is_first, grid.rank
+        list(train_steps(grid, model := linear(), sgd(grid, model), steps=1))
+        return known
+
+    assert together(train, 2) == [(True, 0)] * 2
+    text = "grid.rank is 0, and grid.is_first is True, on all workers before the first batch"
+    assert [message.startswith(text) for message in caplog.messages].count(True) == 2, "once by each worker"
+
+
 def state_bytes_sent(grid: gridtrain.Grid) -> int:
     return grid.traffic.get("StateBlock", (0, 0))[0]
 

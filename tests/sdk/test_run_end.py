@@ -364,7 +364,8 @@ def test_a_loop_over_a_global_is_closed_before_modules_are_cleared(run_script: A
 
 @pytest.mark.integration
 @pytest.mark.executed  # as above
-def test_a_forked_child_does_not_close_the_loops_of_its_parent(run_script: Any) -> None:
+@pytest.mark.parametrize("ends_by", ["its exit", "leaving the loop"])
+def test_a_forked_child_does_not_close_the_loops_of_its_parent(run_script: Any, ends_by: str) -> None:
     """Such as a process of a `DataLoader`, which would close what it shares with the parent."""
     done = run_script(
         "import os\n"
@@ -377,7 +378,7 @@ def test_a_forked_child_does_not_close_the_loops_of_its_parent(run_script: Any) 
         "parent, loop = os.getpid(), numbers()\n"
         "next(loop)\n"
         "if child := os.fork():\n"
-        "    os.waitpid(child, 0)\n",
+        "    os.waitpid(child, 0)\n" + ("else: del loop\n" if ends_by == "leaving the loop" else ""),
         before="import atexit\natexit.register(lambda: os.getpid() == parent or os._exit(0))\n",
     )
     assert done.stdout == "closed in parent\n", done.stderr

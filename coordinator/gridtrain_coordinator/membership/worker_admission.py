@@ -86,7 +86,8 @@ class WorkerAdmission:
         run = self._run
         worker = run.workers.get(peer)
         if worker is None:
-            taken = {other.name for other in run.workers.values()} | run.paused_workers.reserved_names(peer)
+            taken = {other.name for other in run.workers.values()}
+            taken |= run.paused_workers.reserved_names(peer, now_s)
             name = self._worker_names.assign(peer, join.name, taken)
             worker = run.workers.register(peer, name, join.address, now_s)
         worker.record_join(join.address)

@@ -42,15 +42,13 @@ class PausedWorkers:
         """Return the reason for the worker's pause as text."""
         return f"paused by its owner: {self._workers[peer].reason}"
 
-    def reserved_names(self, besides: m.PeerId) -> set[str]:
+    def reserved_names(self, besides: m.PeerId, now_s: float) -> set[str]:
         """Return the names of all paused workers except `besides`."""
+        self._drop_old(now_s)
         return {paused.name for peer, paused in self._workers.items() if peer != besides}
 
     def status_rows(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the paused workers as JSON-serializable rows for `gridtrain status`.
-
-        Drops pauses older than a week.
-        """
+        """Return the paused workers as JSON-serializable rows for `gridtrain status`."""
         self._drop_old(now_s)
         return [
             {
@@ -92,6 +90,7 @@ class PausedWorkers:
         return f"{count} {'is' if count == 1 else 'are'} paused"
 
     def _drop_old(self, now_s: float) -> None:
+        """Drop pauses older than a week."""
         self._workers = {
             peer: paused for peer, paused in self._workers.items() if now_s - paused.since_s < RETENTION_S
         }

@@ -357,7 +357,8 @@ class Generation:
         # generation that has since committed further steps, whose checkpoints may be on this worker's disk.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
-        return [event, *discarded, *context.report_finished()]
+        means = self._means.repeat_known() if self.stragglers.is_enabled else []
+        return [event, *discarded, *means, *context.report_finished()]
 
     @property
     def known_means(self) -> Mapping[MeanKey, float]:

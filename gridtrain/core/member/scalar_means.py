@@ -9,7 +9,7 @@ number of the next step.  Weights have the index `WEIGHTS_INDEX`.
 If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
 call in the next generation.  So that all members receive the same average even if some of them received it in
 the earlier generation, these repeat their call with the average and `KNOWN_INDEX`, and the root sends it to
-the others.
+the others.  If the group may continue without stalled trainers, members repeat what they know on their own.
 
 The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
 step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
@@ -94,6 +94,15 @@ class ScalarMeans:
             known = self.known.get(key)
             return self._collect(key, ROOT, value if known is None else known, is_known=known is not None)
         return self._request_from_root(key)
+
+    def repeat_known(self) -> list[MemberEffect]:
+        """Report the averages that the others may request again, because this member's trainer may have
+        stalled; in order, so that none seems to have been passed."""
+        latest = max(self.known, default=(0, 0))[0]
+        keys = sorted(key for key in self.known if key[0] >= latest - 1)
+        if self._rank_assignment.rank != ROOT:
+            return [effect for key in keys for effect in self._request_from_root(key)]
+        return [effect for key in keys for effect in self._collect(key, ROOT, self.known[key], is_known=True)]
 
     def _request_from_root(self, key: MeanKey) -> list[MemberEffect]:
         at, (step, index), value = self._rank_assignment, key, self._value

@@ -2,9 +2,9 @@
 
 This module decides only how records are displayed.
 
-    exchange                step   loss  held-out  MB sent  seconds  compute  select  communicate ...
-    dense ring           250/250  2.471     2.481    180.9     80.1       21       0          297
-    gTop-k, density 0.05 112/450  2.702     2.688      3.9      5.4       21       3           23
+    exchange                step  loss held-out    MB    s comp. select comm. wait
+    dense ring           250/250 2.471    2.481 180.9 80.1    21      0   297    2
+    gTop-k, density 0.05 112/450 2.702    2.688   3.9  5.4    21      3    23    1
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rich.table import Table
 from gridtrain.tools.demo.step_records import StepRecord
 
 PLAIN_EVERY_S = 5.0
-COLUMNS = ("step", "loss", "held-out", "MB sent", "seconds", "compute", "select", "communicate", "wait")
+COLUMNS = ("step", "loss", "held-out", "MB", "s", "comp.", "select", "comm.", "wait")
+"""Headings that fit into a terminal of 80 columns; the last four are those of `gridtrain status`."""
 
 
 def view_for(console: Console) -> TableView | LineView:
@@ -70,8 +71,11 @@ class TableView:
 
     def _table(self) -> Table:
         starting = any(row.record is None for row in self._rows)
-        table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-        table.caption = "workers import torch and join" if starting else "times in ms per step"
+        table = Table(
+            box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", caption_justify="left"
+        )
+        units = "MB sent by a worker, seconds of the run; from comp. on, ms per step"
+        table.caption = "workers import torch and join" if starting else units
         table.add_column("exchange", no_wrap=True)
         for name in COLUMNS:
             table.add_column(name, justify="right", min_width=len(name))

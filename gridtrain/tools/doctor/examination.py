@@ -165,15 +165,33 @@ class Examination:
                     return
                 if removed is None:
                     if not store.was_admitted(path):
-                        yield refused
-                        return
+                        break
                     removed = identity
         if removed is not None:
             error = revoked_error(self._invitation, removed)
             yield failure("invitation", error.reason, error.remedy)
-            return
-        fix = "nothing to do: this machine is already training"
-        yield warning("invitation", "in use by a worker on this machine", fix)
+        elif findings := [*self._retry_unused(store)]:
+            yield from findings
+        elif claimed is not None:
+            yield refused
+        else:
+            fix = "nothing to do: this machine is already training"
+            yield warning("invitation", "in use by a worker on this machine", fix)
+
+    def _retry_unused(self, store: InvitationStore) -> Iterator[Finding]:
+        """Yield the findings with an invitation that the workers on this machine have not needed, if one is
+        valid: a new key would be admitted with it."""
+        for other in store.unused(self._invitation):
+            invited = replace(other, address=self._invitation.address)
+            with closing(DoctorProbe(invited, Identity.from_secret(other.token))) as probe:
+                if other.encrypted == self._invitation.encrypted and probe.connect(
+                    self._deadline_s(GREETING_TIMEOUT_S)
+                ):
+                    self._request_status(probe)
+                    if self._status:
+                        yield ok("invitation", "no longer valid, but another one on this machine is unused")
+                        yield from self._run_findings(probe)
+                        return
 
     def _request_status(self, probe: DoctorProbe) -> None:
         self._asked_wall_s = self._wall()

@@ -22,8 +22,10 @@ def test_a_paused_worker_is_shown_and_its_name_reserved_for_a_week() -> None:
             "since_s": 2.5,
         }
     ]
-    assert paused.reserved_names(B) == {"anna"} and paused.reserved_names(A) == set()
+    assert paused.reserved_names(B, 9.9 + RETENTION_S) == {"anna"}
+    assert paused.reserved_names(A, 12.5) == set()
     assert len(paused.status_rows(9.9 + RETENTION_S)) == 1
+    assert paused.reserved_names(B, 10.0 + RETENTION_S) == set()
     assert paused.status_rows(10.0 + RETENTION_S) == []
 
 
@@ -31,7 +33,7 @@ def test_a_worker_that_joins_is_no_longer_paused() -> None:
     paused = PausedWorkers()
     paused.add(A, "anna", "hot", 1.0)
     paused.discard(B)
-    assert paused.reserved_names(B) == {"anna"}
+    assert paused.reserved_names(B, 1.0) == {"anna"}
     paused.discard(A)
     assert paused.status_rows(1.0) == []
 

@@ -23,8 +23,8 @@ LIMITS = Deadlines(route_s=8.0)
 class Worker(ScriptedMember):
     """A member core, and views of its generations."""
 
-    def __init__(self, setup: m.Setup = SETUP) -> None:
-        super().__init__(ME, setup, address="tcp://me:1", limits=LIMITS)
+    def __init__(self, setup: m.Setup = SETUP, *, may_be_absent: bool = False) -> None:
+        super().__init__(ME, setup, address="tcp://me:1", limits=LIMITS, may_be_absent=may_be_absent)
 
     def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
         """A generation of other workers, by letter, and this one at the last rank."""
@@ -262,8 +262,10 @@ def test_a_mean_is_requested_again_when_the_root_reconnects() -> None:
     assert request not in sent_messages(worker.hear(io.PeerConnected(A)))
 
 
-def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated() -> None:
-    worker = Worker()
+@pytest.mark.parametrize("may_be_absent", [False, True])
+def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated(may_be_absent: bool) -> None:
+    """If its trainer may be absent, the member reports the mean before the trainer repeats its call."""
+    worker = Worker(may_be_absent=may_be_absent)
     worker.hear(io.PeerConnected(A))
     worker.view(1, a="tcp://a:1")
     worker.say(m.StartGeneration(1, 1))
@@ -272,9 +274,10 @@ def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated() ->
     assert worker.say(m.MeanReply(1, 1, 0, 1, 1.0), A) == [io.DeliverMean(0, 1, 1.0)]
     worker.hear(io.RequestMean(0, 2, 1.5))
     worker.view(2, a="tcp://a:1")
-    worker.say(m.StartGeneration(1, 2))
+    reported = sent_messages(worker.say(m.StartGeneration(1, 2)))
     (repeated,) = sent_messages(worker.hear(io.RequestMean(0, 1, 1.5)))
     assert repeated == m.MeanRequest(1, 2, 0, KNOWN_INDEX + 1, 1.0)
+    assert reported == [repeated] * may_be_absent
 
 
 def test_unreachable_peers_are_reported_again_to_a_coordinator_that_reconnects() -> None:

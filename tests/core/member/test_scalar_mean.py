@@ -94,6 +94,19 @@ def test_an_average_that_a_member_knows_is_that_of_the_others_in_the_next_genera
     assert knowing.receive(C, ask(8.0)) == [Send(C, reply)]
 
 
+@pytest.mark.parametrize("stalled", [A, B], ids=["root", "member"])
+def test_an_average_that_only_a_stalled_trainer_knows_is_that_of_the_others(stalled: m.PeerId) -> None:
+    first, second = (7, BEFORE_STEP_INDEX), (7, BEFORE_STEP_INDEX + 1)
+    member = means(stalled, known={second: 4.0, first: 2.0, (5, BEFORE_STEP_INDEX): 1.0})
+    root = member if stalled == A else means(A)
+    for effect in member.repeat_known():
+        assert isinstance(effect, Send) and isinstance(effect.message, m.MeanRequest), effect
+        root.receive(B, effect.message)
+    for (step, index), value in ((first, 2.0), (second, 4.0)):
+        request, reply = m.MeanRequest(1, 5, step, index, 9.0), m.MeanReply(1, 5, step, index, value)
+        assert root.receive(C, request) == [Send(C, reply)]
+
+
 def test_weights_are_not_those_of_an_earlier_generation_and_few_averages_are_known() -> None:
     bob = means(B)
     for step, index in [(7, WEIGHTS_INDEX), *((step, 0) for step in range(8, 8 + 2 * MAX_OPEN_MEANS))]:

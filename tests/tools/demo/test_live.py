@@ -49,17 +49,17 @@ def test_the_last_step_is_always_printed() -> None:
 
 
 def test_a_terminal_shows_a_row_for_each_run() -> None:
-    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
     view = view_for(console)
     assert isinstance(view, TableView)
-    for label in ("dense ring", "gTop-k"):
-        view.begin(label, 20)
-        view.update(record(20, held_out=3.1))
+    for label in ("dense ring", "gTop-k, density 0.05"):
+        view.begin(label, 250)
+        view.update(record(250, held_out=3.1))
         view.end()
 
-    still = Console(file=io.StringIO(), width=140)
+    still = Console(file=io.StringIO(), width=80)
     still.print(view._table())
     rows = [line.split() for line in still.file.getvalue().splitlines()]
 
-    assert rows[1] == ["dense", "ring", "20/20", "3.250", "3.100", "14.4", "6.5", "20", "3", "300", "1"]
-    assert rows[2][0] == "gTop-k"
+    assert rows[1] == ["dense", "ring", "250/250", "3.250", "3.100", "180.0", "81.0", "20", "3", "300", "1"]
+    assert rows[2][0] == "gTop-k," and rows[0][-4:] == ["comp.", "select", "comm.", "wait"]

@@ -30,7 +30,7 @@ from gridtrain.core.messages import DiagnosticReply, Ping, Pong, RemoveWorker
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
-from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.network.transport.interface import ConnectionRole, Received
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -179,6 +179,20 @@ def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: L
     found = look(once)
     assert found["invitation"].text == "no longer valid, but this machine is already admitted"
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
+
+
+def test_an_invitation_that_a_worker_of_this_machine_has_not_needed_is_tried(
+    coordinator: LiveCoordinator,
+) -> None:
+    used, unused = coordinator.invitation(uses=1), coordinator.invitation(uses=1)
+    with enroll(used, WITHIN_S):
+        pass
+    with enroll(unused, WITHIN_S):  # with the first one's key
+        found = look(used)
+        assert found["invitation"].text == "no longer valid, but another one on this machine is unused"
+        assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
+        with enroll(used, WITHIN_S):
+            assert look(used)["invitation"].text == "in use by a worker on this machine"
 
 
 def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordinator: LiveCoordinator) -> None:
@@ -474,11 +488,16 @@ def test_the_users_own_upload_limit_is_named(
     assert _configured_upload_limit(invitation) is None
     if where == "GRIDTRAIN_UPLOAD_LIMIT":
         monkeypatch.setenv(where, "1Mbit")
-    else:
-        folder = identity_folder(invitation.run, invitation.coordinator) / "worker-0"
-        folder.mkdir(parents=True)
-        SavedSettings(folder).save_rules({"upload": "1Mbit"}, {})
+    folder = identity_folder(invitation.run, invitation.coordinator)
+    rates = ("1Mbit", "2Mbit") if where == "gridtrain worker set upload=" else ()
+    for number, rate in enumerate(rates):
+        Identity.generate().write(folder / f"worker-{number}.key")
+        (folder / f"worker-{number}").mkdir()
+        SavedSettings(folder / f"worker-{number}").save_rules({"upload": rate}, {})
     limit = _configured_upload_limit(invitation)
+    with claim_identity(folder, fresh=False):  # its worker is running
+        other = _configured_upload_limit(invitation)
+        assert other is not None and other.rate_Bps == (250e3 if rates else 125e3)
     examination = Examination(
         invitation, lambda _: run_of(3, whole=96), probe=quick_probe, upload_limit=limit
     )
@@ -507,8 +526,10 @@ def test_saved_rules_that_are_damaged_are_named(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, reason: str
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    file = identity_folder(invitation.run, invitation.coordinator) / "worker-0" / "controls.json"
-    file.parent.mkdir(parents=True)
+    folder = identity_folder(invitation.run, invitation.coordinator)
+    Identity.generate().write(folder / "worker-0.key")
+    file = folder / "worker-0" / "controls.json"
+    file.parent.mkdir()
     file.write_text(body)
     with pytest.raises(ConfigError) as caught:
         _configured_upload_limit(invitation)
