@@ -230,6 +230,7 @@ def _as_call(load: Workload) -> str:
     """Return the expression that creates this exchange in a script."""
     topologies = {
         ExchangeKind.DIRECT: "direct",
+        ExchangeKind.GTOPK_DIRECT: "direct",
         ExchangeKind.STAR: "star",
         ExchangeKind.TREE: "tree",
         ExchangeKind.STAR_GTOPK: "star",

@@ -1,10 +1,22 @@
-"""The buffer of the direct (two-hop) dense exchange, in which each segment is summed by its owner."""
+"""The buffers of the direct (two-hop) exchanges, in which each member sums a part of the vector for all.
+
+DirectBuffer        Dense(topology="direct")   segments of consecutive elements
+SparseDirectBuffer  GTopK(topology="direct")   rank s sums the entries whose index i satisfies i % P == s
+"""
 
 from __future__ import annotations
 
-from gridtrain.core.collectives.collective import Collective, Provenance
+from dataclasses import replace
+
+import numpy as np
+
+from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective, Provenance, StoreSlice
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
-from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.core.messages import PayloadSlot
+from gridtrain.network.wire.sparse_payload import SparseVector, encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer, unexpected_effect
+from gridtrain.sparsify.merge import IndexArray, MergeResult, sum_in_rank_order, truncate
 
 
 class DirectBuffer(DenseRingBuffer):
@@ -28,3 +40,108 @@ class DirectBuffer(DenseRingBuffer):
 
     def _is_last(self, segment: int, source: Provenance) -> bool:
         return source.rank == (segment - 1) % self._world_size  # parts are added in the order of a ring
+
+
+class SparseDirectBuffer(ButterflyBuffer):
+    """The entries of a sparse vector of which each rank sums a part.
+
+    Rank s owns the indices s, s + P, s + 2 P ..  With neighbouring elements at different owners, each owner
+    finds nearly the same number of large values, wherever the large values of the vector are.
+
+        own entries  --by owner--> a part for each owner
+        parts of my indices, one of each rank --> sum --k / P largest--> result --> all ranks
+                                                   |
+                                                   +--> truncated: what the result leaves out
+
+    A part and a result are sparse vectors of the owner's elements: element j stands for index j P + s.
+
+    Entries are rounded when they are selected, and with formats whose scale depends on the other entries once
+    more when they are divided; the differences are truncated entries, too.
+    """
+
+    _rank: int
+    _world_size: int
+    _payloads: dict[int, MergeResult]  # by owner: the parts for others, and this rank's result
+    _addends: list[SparseVector]
+    _results: dict[int, SparseVector]
+
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        self._clear_if_flagged(flags)
+        self._rank, self._world_size, self._results = rank, world_size, {}
+        parts = self._divide() if world_size > 1 else []
+        self._addends = [parts[rank]] if parts else []
+        self._payloads = {
+            owner: self._truncate(owner, part, most=part.indices.size)
+            for owner, part in enumerate(parts)
+            if owner != rank
+        }
+        longest = _longest_payload_bytes(self._k, self._owned(rank), self._kind)
+        return DirectAllReduce(rank, world_size, 1, flags, longest)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case AddSlice(_, _, payload, source):
+                twice_rounded = replace(source, roundings=2)  # when it was selected, and when it was divided
+                self._addends.append(self._decode_part(self._rank, payload, self._k, twice_rounded))
+                if len(self._addends) == self._world_size:
+                    result = self._truncate(self._rank, sum_in_rank_order(self._addends), self._result_k)
+                    self._payloads[self._rank] = result
+                    self._store(self._rank, result.sparse)
+            case StoreSlice(owner, _, payload, source):
+                self._store(owner, self._decode_part(owner, payload, self._result_k, source))
+            case _:
+                raise unexpected_effect("DirectAllReduce", effect)
+
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        return self._payloads[slot.segment].payload
+
+    @property
+    def _result_k(self) -> int:
+        """The maximum number of entries in an owner's result."""
+        return -(-self._k // self._world_size)
+
+    def _owned(self, owner: int) -> int:
+        """Return how many indices a rank owns; 1 instead of 0, because a vector has at least one element."""
+        return max(1, len(range(owner, self.n, self._world_size)))
+
+    def _divide(self) -> list[SparseVector]:
+        """Return this rank's entries by owner."""
+        elements, owners = np.divmod(self.update.indices, self._world_size)
+        order = np.argsort(owners.astype(np.uint16), kind="stable")
+        ends = np.cumsum(np.bincount(owners, minlength=self._world_size))[:-1]
+        columns = (np.split(column.take(order), ends) for column in (elements, self.update.values))
+        return [SparseVector(*part) for part in zip(*columns, strict=True)]
+
+    def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
+        """Encode the largest entries, and keep the rest for this rank's residual."""
+        made = truncate(entries, n=self._owned(owner), k=most, kind=self._kind)
+        if made.truncated_indices.size:
+            self.truncated.append((self._indices(owner, made.truncated_indices), made.truncated_values))
+        return made
+
+    def _decode_part(
+        self, owner: int, payload: bytes | memoryview, most: int, source: Provenance
+    ) -> SparseVector:
+        return self._decode_from_peer(payload, source, n=self._owned(owner), most=most)
+
+    def _store(self, owner: int, result: SparseVector) -> None:
+        """Store an owner's result; when it is the last, join all results into the update."""
+        self._results[owner] = result
+        if len(self._results) < self._world_size:
+            return
+        results = [self._results[each] for each in range(self._world_size)]
+        indices = np.concatenate([self._indices(each, part.indices) for each, part in enumerate(results)])
+        order = np.argsort(indices, kind="stable")
+        values = np.concatenate([part.values for part in results])
+        self.update = SparseVector(indices.take(order), values.take(order))
+
+    def _indices(self, owner: int, elements: IndexArray) -> IndexArray:
+        return elements * self._world_size + owner
+
+
+def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
+    """Return an upper bound of the length of a payload with at most k of n entries.
+
+    With fewer entries, each takes more bits for its index; a byte for each of the k entries exceeds that.
+    """
+    return encoded_bytes(min(k, n), n, kind) + k
