@@ -55,6 +55,7 @@ _KINDS = {
     ("Dense", "direct"): ExchangeKind.DIRECT,
     ("Dense", "star"): ExchangeKind.STAR,
     ("TopK", "all-gather"): ExchangeKind.TOPK,
+    ("GTopK", "auto"): ExchangeKind.GTOPK,
     ("GTopK", "butterfly"): ExchangeKind.GTOPK,
     ("GTopK", "direct"): ExchangeKind.GTOPK_DIRECT,
     ("GTopK", "tree"): ExchangeKind.TREE,
