@@ -139,6 +139,7 @@ def simulate_exchange(
     parts = {
         ExchangeKind.DENSE: size * slices,
         ExchangeKind.DIRECT: size * slices,
+        ExchangeKind.GTOPK_DIRECT: size,
         ExchangeKind.STAR: slices,
     }.get(load.kind, 1)
     exchange = CollectiveSimulation(

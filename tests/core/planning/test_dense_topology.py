@@ -115,7 +115,7 @@ def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: in
         ("Dense(values=int8)", "Dense(topology=direct, values=int8)"),
         ("LocalSteps(every=4, exchange=Dense(values=bf16), x=1)", None),
         ("Dense(topology=star, values=int8)", "Dense(topology=star, values=int8)"),
-        ("GTopK(density=0.1)", "GTopK(density=0.1)"),
+        ("GTopK(density=0.1)", "GTopK(topology=direct, density=0.1)"),
     ],
 )
 def test_the_chosen_topology_is_named_with_the_other_options(exchange: str, named: str | None) -> None:
