@@ -13,7 +13,6 @@ from exchange_buffers import DENSE, make_buffer, update_of
 from gridtrain.config import Auto
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import decode, encode
 from gridtrain.network.wire.value_encoding import ValueKind
 
@@ -23,9 +22,16 @@ RESUMED = ("dense", "dense-int8")
 
 PARAMETERS = 120_576
 AUTO = Auto(density=0.05)
+_DENSE, _GTOPK, _TOPK = AUTO.exchanges(PARAMETERS)
 CHOICES = {
-    DIRECT_DENSE: "direct",
-    **dict(zip((x.describe() for x in AUTO.exchanges(PARAMETERS)), ("dense", "gtopk", "topk"), strict=True)),
+    exchange.describe(): kind
+    for exchange, kind in (
+        (replace(_DENSE, topology="direct"), "direct"),
+        (_DENSE, "dense"),
+        (_GTOPK, "gtopk"),
+        (replace(_GTOPK, topology="direct"), "gtopk-direct"),
+        (_TOPK, "topk"),
+    )
 }
 """Exchanges that the coordinator may choose, by their descriptions."""
 

@@ -185,7 +185,8 @@ class ExchangeChoice:
         is_direct = self.topology.is_direct
         if self._setup is None or not (self.chosen or is_direct):
             return self._setup
-        return replace(self._setup, facts=replace_exchange(self._setup, self.chosen_text, direct=is_direct))
+        chosen = self.view_exchange if self.chosen else ""
+        return replace(self._setup, facts=replace_exchange(self._setup, chosen, direct=is_direct))
 
     @property
     def workload(self) -> Workload | None:

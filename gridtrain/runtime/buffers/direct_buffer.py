@@ -1,7 +1,7 @@
 """The buffers of the direct (two-hop) exchanges, in which each member sums a part of the vector for all.
 
 DirectBuffer        Dense(topology="direct")   segments of consecutive elements
-SparseDirectBuffer  GTopK(topology="direct")   rank s sums the entries whose index i satisfies i % P == s
+SparseDirectBuffer  GTopK(topology="direct")   of each P consecutive elements, every rank owns one
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective, Provenance, StoreSlice
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
 from gridtrain.core.messages import PayloadSlot
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, encoded_bytes
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer, unexpected_effect
@@ -45,15 +46,18 @@ class DirectBuffer(DenseRingBuffer):
 class SparseDirectBuffer(ButterflyBuffer):
     """The entries of a sparse vector of which each rank sums a part.
 
-    Rank s owns the indices s, s + P, s + 2 P ..  With neighbouring elements at different owners, each owner
-    finds nearly the same number of large values, wherever the large values of the vector are.
+    Of the P indices from j P on, each rank owns one, which is element j of its part of the vector:
+
+        P = 4      indices 0 .. 3     4 .. 7      8 .. 11      12 .. 15
+        owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
+
+    The rotations are scattered, so that the owners have nearly the same number of large values even if these
+    are in a few columns of a matrix.
 
         own entries  --by owner--> a part for each owner
-        parts of my indices, one of each rank --> sum --k / P largest--> result --> all ranks
-                                                   |
-                                                   +--> truncated: what the result leaves out
-
-    A part and a result are sparse vectors of the owner's elements: element j stands for index j P + s.
+        parts of my elements, one of each rank --> sum --k / P largest--> result --> all ranks
+                                                    |
+                                                    +--> truncated: what the result leaves out
 
     Entries are rounded when they are selected, and with formats whose scale depends on the other entries once
     more when they are divided; the differences are truncated entries, too.
@@ -75,7 +79,7 @@ class SparseDirectBuffer(ButterflyBuffer):
             for owner, part in enumerate(parts)
             if owner != rank
         }
-        longest = _longest_payload_bytes(self._k, self._owned(rank), self._kind)
+        longest = _longest_payload_bytes(self._k, self._elements, self._kind)
         return DirectAllReduce(rank, world_size, 1, flags, longest)
 
     def apply(self, effect: BufferEffect) -> None:
@@ -100,13 +104,15 @@ class SparseDirectBuffer(ButterflyBuffer):
         """The maximum number of entries in an owner's result."""
         return -(-self._k // self._world_size)
 
-    def _owned(self, owner: int) -> int:
-        """Return how many indices a rank owns; 1 instead of 0, because a vector has at least one element."""
-        return max(1, len(range(owner, self.n, self._world_size)))
+    @property
+    def _elements(self) -> int:
+        """The number of elements of each rank's part; the last may stand for an index beyond the vector."""
+        return -(-self.n // self._world_size)
 
     def _divide(self) -> list[SparseVector]:
         """Return this rank's entries by owner."""
         elements, owners = np.divmod(self.update.indices, self._world_size)
+        owners = (owners + _rotation(elements)) % self._world_size
         order = np.argsort(owners.astype(np.uint16), kind="stable")
         ends = np.cumsum(np.bincount(owners, minlength=self._world_size))[:-1]
         columns = (np.split(column.take(order), ends) for column in (elements, self.update.values))
@@ -114,7 +120,7 @@ class SparseDirectBuffer(ButterflyBuffer):
 
     def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
         """Encode the largest entries, and keep the rest for this rank's residual."""
-        made = truncate(entries, n=self._owned(owner), k=most, kind=self._kind)
+        made = truncate(entries, n=self._elements, k=most, kind=self._kind)
         if made.truncated_indices.size:
             self.truncated.append((self._indices(owner, made.truncated_indices), made.truncated_values))
         return made
@@ -122,7 +128,13 @@ class SparseDirectBuffer(ButterflyBuffer):
     def _decode_part(
         self, owner: int, payload: bytes | memoryview, most: int, source: Provenance
     ) -> SparseVector:
-        return self._decode_from_peer(payload, source, n=self._owned(owner), most=most)
+        part = self._decode_from_peer(payload, source, n=self._elements, most=most)
+        if part.indices.size and self._indices(owner, part.indices[-1:])[0] >= self.n:
+            raise RemoteProtocolError(
+                f"rank {source.rank}: a sparse payload has an entry beyond the {self.n} elements",
+                remedy="disconnect the peer; check that all members of the run train the same model",
+            )
+        return part
 
     def _store(self, owner: int, result: SparseVector) -> None:
         """Store an owner's result; when it is the last, join all results into the update."""
@@ -136,7 +148,12 @@ class SparseDirectBuffer(ButterflyBuffer):
         self.update = SparseVector(indices.take(order), values.take(order))
 
     def _indices(self, owner: int, elements: IndexArray) -> IndexArray:
-        return elements * self._world_size + owner
+        return elements * self._world_size + (owner - _rotation(elements)) % self._world_size
+
+
+def _rotation(elements: IndexArray) -> IndexArray:
+    """Return a number below 2**16 for each element of a part, scattered by a multiplication (Knuth)."""
+    return (elements * 0x9E3779B1 & 0xFFFFFFFF) >> 16
 
 
 def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
