@@ -1,4 +1,4 @@
-"""The topology of `Dense()`: how it is chosen, and how the choice gets into the membership view."""
+"""The topology of `Dense()` and `GTopK()`: how it is chosen, and how it gets into the membership view."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from gridtrain.core.planning.exchange_comparison import (
     MAX_DIRECT_MEMBERS,
     choose_topology,
 )
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, OPEN_DENSE, name_direct, parse_exchange
+from gridtrain.core.planning.exchange_facts import (
+    DIRECT_DENSE,
+    DIRECT_GTOPK,
+    OPEN_DENSE,
+    name_direct,
+    parse_exchange,
+)
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
-from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain.core.planning.workload import DIRECT_KINDS, ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import DialBackResult, MessageReceived, PeerConnected
 
 Mbit = 125_000.0
 SMALL = Workload(ExchangeKind.DENSE, 120_576)
 LAN = uniform_network(4, 0.0001, 1000 * Mbit)
+HOMES = uniform_network(4, 0.010, 20 * Mbit)
 
 
 def test_the_texts_are_those_of_dense() -> None:
@@ -38,13 +45,16 @@ def test_the_direct_topology_is_chosen_for_small_models_and_groups() -> None:
         "two": choose_topology(SMALL, 2, uniform_network(2, 0.0001, 1000 * Mbit), True).is_direct,
         "seventeen": choose_topology(SMALL, MAX_DIRECT_MEMBERS + 1, many, True).is_direct,
         "a pair without an edge": choose_topology(SMALL, 4, LAN, False).is_direct,
-        "sparse": choose_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
+        "gTop-k, few entries": choose_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
+        "gTop-k, many": choose_topology(Workload(ExchangeKind.GTOPK, 2**25), 4, HOMES, True).is_direct,
+        "as a tree": choose_topology(Workload(ExchangeKind.TREE, 2**25), 4, HOMES, True).is_direct,
         "unknown size": choose_topology(None, 4, LAN, True).is_direct,
     }
     assert [name for name, direct in is_direct.items() if direct] == [
         "small, four",
         "not measured",
         "far away",
+        "gTop-k, many",
     ]
 
 
@@ -92,14 +102,18 @@ def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> Exc
         ("LocalSteps(every=4, exchange=Dense(), lr=1.0)", 1, DIRECT_DENSE),
         ("Dense(topology=ring)", 1, ""),
         ("Dense()", 2, ""),
-        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, ""),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, DIRECT_GTOPK),
+        ("LocalSteps(every=4, exchange=GTopK(density=0.01), lr=1.0)", 1, DIRECT_GTOPK),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16, topology=butterfly)", 1, ""),
+        ("GTopK(density=0.01)", 2, ""),
+        ("TopK(density=0.01)", 1, ""),
     ],
 )
 def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: int, named: str) -> None:
     made = exchanging(exchange, stages=stages)
-    made.choose_topology(4, LAN, lambda: True)
+    made.choose_topology(4, HOMES, lambda: True)
     assert made.view_exchange == named
-    assert (made.workload is not None and made.workload.kind is ExchangeKind.DIRECT) == bool(named)
+    assert (made.workload is not None and made.workload.kind in DIRECT_KINDS) == bool(named)
     made.choose_topology(2, LAN, lambda: True)
     assert (
         made.view_exchange == ""
@@ -169,6 +183,36 @@ def test_a_dense_exchange_chosen_by_auto_gets_a_topology_too() -> None:
     again = exchanging("auto(dense alone)")
     again.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
     assert again.view_exchange == DIRECT_DENSE and not again.is_open
+
+
+def test_gtop_k_goes_back_to_a_butterfly_behind_a_slow_link() -> None:
+    made = exchanging("GTopK(density=0.01, momentum=0.9, values=fp16)")
+    made.choose_topology(4, HOMES, lambda: True)
+    assert made.view_exchange == DIRECT_GTOPK and " ms, in a butterfly " in made.topology.reason
+    assert made.effective_setup is not None
+    exchange = dict(made.effective_setup.facts)["exchange"]
+    assert exchange == "GTopK(topology=direct, density=0.01, momentum=0.9, values=fp16)"
+    assert made.usual_topology_reason(4, two_sites(100 * Mbit)).startswith(
+        "links have changed: in a butterfly, because a link has only 10%"
+    )
+    made.choose_topology(4, two_sites(100 * Mbit), lambda: True)
+    assert made.view_exchange == ""
+
+
+def test_gtop_k_chosen_by_auto_gets_a_topology_too() -> None:
+    made, peers = (
+        exchanging("auto(density=0.001, values=fp16)", 25_600_000),
+        [bytes([n]) * 32 for n in range(4)],
+    )
+    made.choose_first(peers, dict.fromkeys(peers, 0.1), HOMES, 0.0)
+    usual, chosen = made.view_exchange, made.chosen
+    assert usual == "GTopK(density=0.001, momentum=0.0, values=fp16)"
+    made.choose_topology(4, HOMES, lambda: True)
+    assert made.view_exchange == f"{usual[:-1]}, topology=direct)" and made.chosen == chosen
+    assert dict(made.effective_setup.facts)["exchange"] == made.view_exchange  # type: ignore[union-attr]
+    again = exchanging("auto(density=0.001, values=fp16)", 25_600_000)
+    again.configure(again._setup, made.view_exchange)
+    assert again.view_exchange == made.view_exchange and again.chosen == chosen and not again.is_open
 
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
