@@ -93,7 +93,8 @@ def socket_work() -> dict[str, float]:
     }
 
 
-TINY = ("gtopk", "topk", "gtopk:topology=tree", "dense")
+BUTTERFLY, RING = "gtopk:topology=butterfly", "dense:topology=ring"
+TINY = (BUTTERFLY, "topk", "gtopk:topology=tree", RING)
 TINY_PARAMETERS = 2000
 
 
@@ -132,9 +133,9 @@ def ring_work_s(members: int, cpu: CpuCosts) -> float:
 
 
 LARGE = {
-    "merge": ("gtopk:density=0.01", 2_560_000),
+    "merge": (f"{BUTTERFLY},density=0.01", 2_560_000),
     "sum": ("topk:density=0.01", 2_560_000),
-    "ring": ("dense", 500_000),
+    "ring": (RING, 500_000),
 }
 """Exchanges with payloads.  Merging takes longer on memory that was just received than in a loop."""
 
@@ -180,7 +181,7 @@ def works(members: int, medians: Mapping[str, Median], loops: CpuCosts) -> dict[
 
     They are CPU time, because wall time on shared cores includes other members' work.
     """
-    hops = count_messages(workload_of("gtopk"), members) / members
+    hops = count_messages(workload_of(BUTTERFLY), members) / members
     entries = 25_600
 
     def more_s(large: str, tiny: str) -> float:
@@ -190,7 +191,7 @@ def works(members: int, medians: Mapping[str, Median], loops: CpuCosts) -> dict[
         return medians[large].cpu_s - medians[tiny].cpu_s - known.cpu_s
 
     prepared = replace(loops, select_parameter_s=0.0, encode_entry_s=0.0)  # before the exchange
-    merging_s, summing_s = more_s("merge", "gtopk"), more_s("sum", "topk")
+    merging_s, summing_s = more_s("merge", BUTTERFLY), more_s("sum", "topk")
     return {
         "merge_entry_s": max(0.0, merging_s / (hops * entries)),
         "sum_entry_s": max(0.0, summing_s / (members * entries)),
@@ -236,8 +237,8 @@ def solved(
         ring_cpu_s: the CPU time of the ring in `LARGE`, without the work on its bytes.
     """
     what, parameters = LARGE["ring"]
-    more_ends = ends_of(what, members, parameters) - ends_of("dense", members)
-    message_s = max(0.0, ring_cpu_s - cpu_s["dense"]) / more_ends
+    more_ends = ends_of(what, members, parameters) - ends_of(RING, members)
+    message_s = max(0.0, ring_cpu_s - cpu_s[RING]) / more_ends
     begins_s = [spent_s - message_s * ends_of(name, members) for name, spent_s in cpu_s.items()]
     begin_s = max(0.0, statistics.fmean(begins_s))
     found = replace(NO_CPU_COSTS, message_s=message_s, begin_s=begin_s)

@@ -28,14 +28,13 @@ from bench.cells import Cell
 from bench.results import CellResult, Results
 from calibrate import CPU, read_by_members
 from gridtrain.core.planning.cost_model import exchange_cost
-from gridtrain.core.planning.exchange_comparison import choose_dense_topology
-from gridtrain.core.planning.exchange_facts import make_exchange
+from gridtrain.core.planning.exchange_comparison import choose_topology
+from gridtrain.core.planning.exchange_facts import as_direct, make_exchange
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
     PACKET_BYTES,
     CpuCosts,
-    ExchangeKind,
     Workload,
 )
 from lab.link import bucket_bytes
@@ -51,14 +50,14 @@ WITHIN, BUSY = 0.15, 0.80
 
 
 def load_of(cell: Cell) -> Workload:
-    """Return the workload, for Dense() with the topology that the coordinator would choose."""
+    """Return the workload, with the topology that the coordinator would choose if it is open."""
     name, _, options = cell.exchange_text.partition(":")
     exchange = make_exchange(name, options)
     assert exchange is not None, f"{cell.what} is no exchange of gridtrain"
-    load = Workload.of(exchange, cell.n, cell.encrypted)
-    is_open = load.kind is ExchangeKind.DENSE and "topology=" not in options
-    if is_open and choose_dense_topology(load, cell.link.workers, network_of(cell), edges=True).is_direct:
-        return replace(load, kind=ExchangeKind.DIRECT)
+    load, direct = Workload.of(exchange, cell.n, cell.encrypted), as_direct(exchange)
+    size, network = cell.link.workers, network_of(cell)
+    if direct is not None and choose_topology(load, size, network, edges=True).is_direct:
+        return Workload.of(direct, cell.n, cell.encrypted)
     return load
 
 

@@ -171,15 +171,16 @@ class GTopK(_Sparse):
     """Global top-k by pairwise merges, in O(k log P) (after arXiv 1901.04359).
 
     Attributes:
-        topology: "butterfly"; "tree", as in the paper; or "star", in which all members send to rank 0, which
-            merges once.
+        topology: "butterfly"; "direct", in which each member merges a part of the indices for all, in O(k);
+            "tree", as in the paper; or "star", in which all members send to rank 0, which merges once.  With
+            "auto" the coordinator chooses between butterfly and direct.
     """
 
-    topology: str = "butterfly"
+    topology: str = "auto"
 
     def __post_init__(self) -> None:
         _Sparse.__post_init__(self)  # super() does not work in a dataclass with slots
-        _check_topology("GTopK", self.topology, ("butterfly", "tree", "star"))
+        _check_topology("GTopK", self.topology, ("auto", "butterfly", "direct", "tree", "star"))
         if self.values == "int2" and self.topology != "star":
             raise ConfigError(
                 f'values is "int2", but GTopK(topology="{self.topology}") rounds at each merge, and two bits '
@@ -190,7 +191,7 @@ class GTopK(_Sparse):
 
     def describe(self) -> str:
         text = _Sparse.describe(self)
-        return text if self.topology == "butterfly" else f"{text[:-1]}, topology={self.topology})"
+        return text if self.topology == "auto" else f"{text[:-1]}, topology={self.topology})"
 
 
 Exchange = Dense | TopK | GTopK

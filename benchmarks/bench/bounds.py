@@ -7,6 +7,7 @@ one member's payload (of a dense exchange: of its whole vector).
     dense, single reducer       2 alpha + 2 (P-1) S / B                 its link carries all vectors
     TopK, all-gather            ceil(log2 P) alpha + (P-1) S / B
     gTop-k, butterfly           rounds * (alpha + S / B), rounds = floor(log2 P) + 2 [P no power of two]
+    gTop-k, direct              2 alpha + 2 (P-1)/P * S / B             each sums the entries of its indices
     gTop-k, tree and broadcast  2 ceil(log2 P) (alpha + S / B)          Shi et al. 2019, section 3
     gTop-k, single reducer      2 alpha + 2 (P-1) S / B
 
@@ -56,8 +57,14 @@ def tree_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float)
     return 2 * math.ceil(math.log2(world_size)) * (alpha_s + payload_bytes * beta_s)
 
 
+def direct_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
+    return 2 * alpha_s + 2 * (world_size - 1) / world_size * payload_bytes * beta_s
+
+
 SPARSE: dict[str, Callable[[int, float, float, float], float]] = {
+    "auto": lambda *link: min(butterfly_s(*link), direct_s(*link)),
     "butterfly": butterfly_s,
+    "direct": direct_s,
     "tree": tree_s,
     "star": star_s,
 }
@@ -92,5 +99,5 @@ def bound_s(cell: Cell) -> float | None:
         return formula(P, size, alpha_s, beta_s)
     if isinstance(cell.exchange, TopK):
         return gather_s(P, size, alpha_s, beta_s)
-    shape = SPARSE.get(getattr(cell.exchange, "topology", "butterfly"))
+    shape = SPARSE.get(getattr(cell.exchange, "topology", "auto"))
     return shape(P, size, alpha_s, beta_s) if shape else None

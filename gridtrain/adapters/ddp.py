@@ -159,7 +159,7 @@ class GTopKState:
             if index == 0:  # also discards the buckets of a step that failed
                 self._exchanged, self._skipped = [], False
             n = mean_B.numel()
-            make_buffer = SPARSE_BUFFERS[self.exchange.topology]
+            make_buffer = SPARSE_BUFFERS.get(self.exchange.topology, ButterflyBuffer)
             buffer = make_buffer(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
             skip = self._run(buffer, prepared.skip, encoded_bytes(k, n, self.kind))
             values_K = (torch.from_numpy(buffer.update.values) * scale).to(mean_B.dtype)

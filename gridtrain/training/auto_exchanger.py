@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Dense, Exchange
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import as_direct
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds
@@ -41,7 +41,7 @@ class AutoExchanger(Exchanger):
         exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
 
     Attributes:
-        choices: these exchanges and the topologies of `Dense()`, by their descriptions.
+        choices: these exchanges, also with the direct topology, by their descriptions.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:
@@ -49,7 +49,8 @@ class AutoExchanger(Exchanger):
         self.bounds: Bounds = bounds
         self._device = device
         self.choices = {exchange.describe(): exchange for exchange in exchanges}
-        self.choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
+        direct = (as_direct(exchange) for exchange in exchanges)
+        self.choices |= {exchange.describe(): exchange for exchange in direct if exchange is not None}
         self._name = ""
         self._current: DenseExchanger | SparseExchanger | None = None
         self.feedback = None

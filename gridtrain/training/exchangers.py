@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, DIRECT_GTOPK
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, UpdateBuffer
@@ -37,7 +37,6 @@ NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
 
 _NEIGHBOURS: dict[str, NeighboursOf] = {
-    "auto": ring.neighbours,
     "ring": ring.neighbours,
     "direct": direct.neighbours,
     "all-gather": allgather.neighbours,
@@ -49,7 +48,8 @@ _NEIGHBOURS: dict[str, NeighboursOf] = {
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
     """Return the function that returns the neighbours of each rank in `exchange`."""
-    return _NEIGHBOURS[round_exchange(exchange).topology]
+    usual = "butterfly" if isinstance(round_exchange(exchange), GTopK) else "ring"
+    return _NEIGHBOURS.get(round_exchange(exchange).topology, _NEIGHBOURS[usual])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,10 @@ class SparseExchanger(Exchanger):
         k, kind = self._exchange.k_at(plan.step, n), self._kind
         if isinstance(self._exchange, TopK):
             return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
-        return SPARSE_BUFFERS[self._exchange.topology](payload, n=n, k=k, kind=kind, decoded=decoded)
+        topology = self._exchange.topology
+        if topology == "auto":  # the coordinator names one; a butterfly otherwise
+            topology = "direct" if plan.exchange == DIRECT_GTOPK else "butterfly"
+        return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:
         self.feedback.commit_parts(

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from gridtrain._version import __version__
-from gridtrain.config import Dense, round_exchange
+from gridtrain.config import round_exchange
 from gridtrain.core.collectives import direct, ring
 from gridtrain.core.messages import (
     BASE_FACT,
@@ -39,7 +39,7 @@ from gridtrain.core.messages import (
     Span,
     WorkerInfo,
 )
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import as_direct, direct_marker
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
@@ -774,6 +774,7 @@ def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
     """Return the neighbours in each exchange that a membership view may name; "" stands for a view that names
     no exchange."""
     exchange = round_exchange(wrapped.exchange_config)
-    if isinstance(exchange, Dense) and exchange.topology == "auto":
-        return {"": ring.neighbours, DIRECT_DENSE: _with_ring(direct.neighbours)}
+    if as_direct(exchange) is not None:
+        usual, directly = _with_ring(neighbours_of(exchange)), _with_ring(direct.neighbours)
+        return {"": usual, direct_marker(exchange): directly}
     return {each.describe(): _with_ring(neighbours_of(each)) for each in wrapped.choices}

@@ -12,7 +12,7 @@ import numpy as np
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.direct_buffer import DirectBuffer, SparseDirectBuffer
 from gridtrain.runtime.buffers.rounded_buffers import (
     RoundedDirectBuffer,
     RoundedRingBuffer,
@@ -34,7 +34,12 @@ DENSE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 MERGING: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
+    {
+        "gtopk": ButterflyBuffer,
+        "gtopk-direct": SparseDirectBuffer,
+        "tree": TreeBuffer,
+        "star": SparseStarBuffer,
+    }
 )
 NEIGHBOURS: Mapping[str, Callable[..., frozenset[int]]] = MappingProxyType(
     {
@@ -43,6 +48,7 @@ NEIGHBOURS: Mapping[str, Callable[..., frozenset[int]]] = MappingProxyType(
         "dense-star": star.neighbours,
         "topk": allgather.neighbours,
         "gtopk": butterfly.neighbours,
+        "gtopk-direct": direct.neighbours,
         "tree": tree.neighbours,
         "star": star.neighbours,
         "dense-int8": ring.neighbours,

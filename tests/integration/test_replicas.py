@@ -19,7 +19,7 @@ STEPS = 100
 HASH_SEEDS = ("", "", "1", "2", "3")
 """Of the workers: the order of a set must not make replicas differ.  Forked ones ("") share theirs."""
 
-EXCHANGES = ("dense", "topk", "gtopk")
+EXCHANGES = ("dense", "topk", "butterfly", "direct")
 DENSITY = 0.05  # of the sparse ones, in scripts/train.py
 
 # In units of one payload, what each rank sends in a step.
@@ -85,7 +85,8 @@ def test_data_bytes_are_those_of_the_role(trained: dict[str, Trained], exchange:
     payloads, payload_bytes = {
         "dense": ([2 * (P - 1)] * P, 4 * n / P),
         "topk": ([P - 1] * P, sparse_bytes),
-        "gtopk": (BUTTERFLY_PAYLOADS[P], sparse_bytes),
+        "butterfly": (BUTTERFLY_PAYLOADS[P], sparse_bytes),
+        "direct": ([2 * (P - 1)] * P, sparse_bytes / P),
     }[exchange]
 
     print(f"{exchange}, {P} workers, n = {n}: bytes that each sends in a step, over {attempts} attempts")

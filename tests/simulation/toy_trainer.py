@@ -13,7 +13,7 @@ from exchange_buffers import DENSE, make_buffer, update_of
 from gridtrain.config import Auto
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import as_direct
 from gridtrain.network.wire.sparse_payload import decode, encode
 from gridtrain.network.wire.value_encoding import ValueKind
 
@@ -23,9 +23,13 @@ RESUMED = ("dense", "dense-int8")
 
 PARAMETERS = 120_576
 AUTO = Auto(density=0.05)
+_NAMES = ("dense", "gtopk", "topk"), ("direct", "gtopk-direct")
+_USUAL = AUTO.exchanges(PARAMETERS)
+_DIRECT = (each for each in map(as_direct, _USUAL) if each is not None)
 CHOICES = {
-    DIRECT_DENSE: "direct",
-    **dict(zip((x.describe() for x in AUTO.exchanges(PARAMETERS)), ("dense", "gtopk", "topk"), strict=True)),
+    each.describe(): name
+    for names, exchanges in zip(_NAMES, (_USUAL, _DIRECT), strict=True)
+    for name, each in zip(names, exchanges, strict=True)
 }
 """Exchanges that the coordinator may choose, by their descriptions."""
 

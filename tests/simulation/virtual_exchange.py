@@ -44,7 +44,7 @@ def make_cores(load: Workload, world_size: int) -> list[Collective]:
         case ExchangeKind.DENSE:
             slices = slice_count(load, world_size)
             return [RingAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
-        case ExchangeKind.DIRECT:
+        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
             slices = slice_count(load, world_size)
             return [DirectAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
         case ExchangeKind.TOPK:
@@ -139,6 +139,7 @@ def simulate_exchange(
     parts = {
         ExchangeKind.DENSE: size * slices,
         ExchangeKind.DIRECT: size * slices,
+        ExchangeKind.GTOPK_DIRECT: size,
         ExchangeKind.STAR: slices,
     }.get(load.kind, 1)
     exchange = CollectiveSimulation(

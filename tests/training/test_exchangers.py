@@ -61,7 +61,7 @@ def test_each_combination_of_options_has_its_own_description(exchange: Any, text
         (lambda: GTopK(values="int3"), 'values is "int3".*values="fp16".*values="int8".*values="int2"'),
         (
             lambda: GTopK(values="int2"),
-            r'"int2", but GTopK\(topology="butterfly"\).*use values="int4".*"star"',
+            r'"int2", but GTopK\(topology="auto"\).*use values="int4".*"star"',
         ),
         (lambda: GTopK(values="int2", topology="tree"), r'"int2", but GTopK\(topology="tree"\).*use.*TopK'),
         (lambda: Auto(values="int2"), r"two bits are too coarse.*TopK"),

@@ -23,6 +23,7 @@ TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
     ExchangeKind.DIRECT: ("direct", direct.neighbours),
     ExchangeKind.TOPK: ("all-gather", allgather.neighbours),
     ExchangeKind.GTOPK: ("butterfly", butterfly.neighbours),
+    ExchangeKind.GTOPK_DIRECT: ("direct", direct.neighbours),
     ExchangeKind.TREE: ("tree", tree.neighbours),
     ExchangeKind.STAR: ("star", star.neighbours),
     ExchangeKind.STAR_GTOPK: ("star", star.neighbours),

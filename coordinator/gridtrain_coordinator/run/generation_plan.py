@@ -204,7 +204,7 @@ class GenerationPlanner:
         broken = (
             f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {len(avoided)} pairs with broken links"
         )
-        topology = self.exchange_choice.dense_topology.reason
+        topology = self.exchange_choice.topology.reason
         reasons = [ranks.reason, broken if avoided else "", topology, self.entry_shares.reason, shares.reason]
         self.plan_reason = "; ".join(reason for reason in reasons if reason)
         return ranks.order, shares.counts
@@ -247,7 +247,7 @@ class GenerationPlanner:
             firsts: the members that may have rank 0.
         """
         peers = basis.peers
-        self.exchange_choice.choose_dense_topology(
+        self.exchange_choice.choose_topology(
             len(peers), self._rated(peers), lambda: basis.is_direct, is_urgent=is_urgent
         )
         if is_urgent:
@@ -383,7 +383,7 @@ class GenerationPlanner:
 
     def _topology_reason(self, peers: Sequence[m.PeerId]) -> str:
         network = self._rated(peers)
-        return self.exchange_choice.ring_reason(len(peers), network) if network is not None else ""
+        return self.exchange_choice.usual_topology_reason(len(peers), network) if network is not None else ""
 
     # -- links and compute times of a group ------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
     match load.kind:
         case ExchangeKind.DENSE:
             return 2 * (size - 1) * size > max_messages
-        case ExchangeKind.DIRECT:
+        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
             return 2 * (size - 1) * size > max(max_messages, _MIN_SIMULATED_DIRECT)
         case ExchangeKind.STAR:
             return 2 * (size - 1) * slice_count(load, size) > max_messages
@@ -191,7 +191,7 @@ _HOST_LINK = "the host's cores"
 
 
 def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: bool) -> ExchangeCost:
-    """Estimate a dense exchange that has too many messages to simulate.
+    """Estimate a dense or direct exchange that has too many messages to simulate.
 
     The estimate is the time for which the busiest link or CPU is in use, plus the work before and after; for
     a ring it is at least the time that one slice takes to pass through all members.
@@ -201,7 +201,10 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
     slice_bytes = fraction * load.unit_bytes + HEADER_BYTES
     bounded = _cpu_bounded_network(network, load, cpu, None)
     message_s = cpu.message_s + slice_bytes * cpu_s_per_byte(load, cpu)
-    add_s, store_s = (receive_work_s(w, load, fraction, cpu) for w in (ReceiveWork.ADD, ReceiveWork.STORE))
+    works = ReceiveWork.ADD, ReceiveWork.STORE
+    if load.kind.is_sparse:
+        works = ReceiveWork.POOL, ReceiveWork.ADOPT
+    add_s, store_s = (receive_work_s(work, load, fraction, cpu) for work in works)
     out, into = [0.0] * size, [0.0] * size  # bytes
     cpu_s, handling_s = [0.0] * size, [0.0] * size  # with and without the CPU time of the sockets
     shared_s = dict.fromkeys(bounded.shared_Bps, 0.0)
@@ -233,14 +236,15 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
             hop_s += 2 * cpu.message_s + cpu.wake_s + (add_s + store_s) / 2
             slice_s = busy_s / (rounds * slices)
             exchange_s = max(busy_s + longest_s, rounds * hop_s + (slices - 1) * slice_s)
-        case ExchangeKind.DIRECT:
+        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
             exchange_s = busy_s + 2 * (longest_s + cpu.wake_s)
         case _:
             alpha_s = [network.link(r, 0).alpha_s + network.link(0, r).alpha_s for r in range(1, size)]
             exchange_s = busy_s + max(alpha_s) + 2 * cpu.wake_s + out[0] / bounded.up_Bps[0] / slices
     end_s = end_work_s(load, size, cpu)
-    exchange_s += end_s + cpu.begin_s / 2
+    select_s = start_work_s(load, cpu) if load.kind.is_sparse else 0.0
+    exchange_s += select_s + end_s + cpu.begin_s / 2
     if vote:
         exchange_s = vote_end_s([exchange_s] * size, network, cpu, CpuOccupancy(size))
-    busiest_s = max(cpu_s) + end_s + overlapped_work_s(load, size, cpu) + cpu.begin_s
-    return ExchangeCost(exchange_s, 0.0, max(out), max(into), sum(out), busiest_s)
+    busiest_s = max(cpu_s) + select_s + end_s + overlapped_work_s(load, size, cpu) + cpu.begin_s
+    return ExchangeCost(exchange_s, select_s, max(out), max(into), sum(out), busiest_s)

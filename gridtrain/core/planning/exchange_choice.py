@@ -1,4 +1,4 @@
-"""Choose a run's exchange with `exchange="auto"` (dense or sparse), and ring or direct for `Dense()`.
+"""Choose a run's exchange with `exchange="auto"`, and ring, butterfly or direct for `Dense()` and `GTopK()`.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.
@@ -22,17 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from gridtrain.config import Auto, Deadlines, Dense, Exchange
+from gridtrain.config import Auto, Deadlines, Exchange
 from gridtrain.core.messages import PeerId, Setup
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_comparison import (
     DENSE_PREFERENCE_MARGIN,
     LOSSLESS_KINDS,
     MAX_DIRECT_MEMBERS,
-    RING_TOPOLOGY,
-    DenseTopology,
+    USUAL_TOPOLOGY,
     ExchangeEstimate,
-    choose_dense_topology,
+    Topology,
+    choose_topology,
     estimate_exchange,
     fastest_estimate,
     format_exchange,
@@ -40,8 +40,10 @@ from gridtrain.core.planning.exchange_comparison import (
 )
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
-    OPEN_DENSE,
+    DIRECT_GTOPK,
     LocalStepsFacts,
+    as_direct,
+    direct_marker,
     exchange_of,
     local_steps_of,
     name_direct,
@@ -95,7 +97,7 @@ class ExchangeChoice:
     Attributes:
         chosen: the exchange chosen for `exchange="auto"`; None if no exchange has been chosen yet or the
             script specifies an exchange.
-        dense_topology: the current generation's topology for a dense exchange whose topology is open.
+        topology: the current generation's topology for an exchange whose topology is open.
         reason: the reason for the choice, as text.
         rate_timeout_s: how long the first choice waits for a measured rate.
         report_timeout_s: how long after the first report the choice waits for members that have not reported
@@ -105,7 +107,7 @@ class ExchangeChoice:
 
     chosen: Exchange | None = None
     reason: str = ""
-    dense_topology: DenseTopology = RING_TOPOLOGY
+    topology: Topology = USUAL_TOPOLOGY
     rate_timeout_s: float = 2.0
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
@@ -124,14 +126,18 @@ class ExchangeChoice:
             chosen: the exchange recorded in the journal; empty if there is none.
             alone: whether that exchange was chosen when the run had only one worker.
         """
-        is_direct = chosen == DIRECT_DENSE
-        self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
         facts = dict(setup.facts) if setup is not None else {}
         self._setup, self._named, self._local = setup, exchange_of(facts), local_steps_of(facts)
         self._parameters = parameter_count(facts)
-        text = OPEN_DENSE if is_direct else chosen
-        self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
-        self.reason = f"{text}, as in the journal" if self.chosen else ""
+        self.chosen, is_direct = None, chosen in (DIRECT_DENSE, DIRECT_GTOPK)
+        for each in self._candidates():
+            direct = as_direct(each)
+            if direct is not None and direct.describe() == chosen:
+                self.chosen, is_direct = each, True
+            elif each.describe() == chosen:
+                self.chosen = each
+        self.topology = Topology(True, "direct, as in the journal") if is_direct else USUAL_TOPOLOGY
+        self.reason = f"{self.chosen_text}, as in the journal" if self.chosen else ""
         self._is_chosen_alone = alone and self.chosen is not None
         self._first_report_s = self._all_reported_s = None
         self._alternative_text = ""
@@ -155,7 +161,11 @@ class ExchangeChoice:
     @property
     def view_exchange(self) -> str:
         """The choice for `MembershipView.exchange`."""
-        return DIRECT_DENSE if self.dense_topology.is_direct else self.chosen_text
+        if not self.topology.is_direct:
+            return self.chosen_text
+        if (direct := as_direct(self.chosen)) is not None:
+            return direct.describe()
+        return direct_marker(self._named)
 
     @property
     def description(self) -> str:
@@ -165,17 +175,18 @@ class ExchangeChoice:
         if self.chosen is None:
             return "not chosen yet"
         shown = self.reason
-        if self.dense_topology.is_direct:
+        if self.topology.is_direct:
             shown = name_direct(shown)
         return f"{shown}; {self._alternative_text}" if self._alternative_text else shown
 
     @property
     def effective_setup(self) -> Setup | None:
         """The setup with the exchange in use, as the status shows it."""
-        is_direct = self.dense_topology.is_direct
+        is_direct = self.topology.is_direct
         if self._setup is None or not (self.chosen or is_direct):
             return self._setup
-        return replace(self._setup, facts=replace_exchange(self._setup, self.chosen_text, direct=is_direct))
+        chosen = self.view_exchange if self.chosen else ""
+        return replace(self._setup, facts=replace_exchange(self._setup, chosen, direct=is_direct))
 
     @property
     def workload(self) -> Workload | None:
@@ -183,8 +194,8 @@ class ExchangeChoice:
         exchange = self.chosen or self._named
         if exchange is None or isinstance(exchange, Auto) or self._parameters < 1:
             return None
-        if self.dense_topology.is_direct and isinstance(exchange, Dense) and exchange.topology == "auto":
-            exchange = replace(exchange, topology="direct")
+        if self.topology.is_direct:
+            exchange = as_direct(exchange) or exchange
         return Workload.of(exchange, self._parameters)
 
     @property
@@ -205,9 +216,9 @@ class ExchangeChoice:
             return ()
         return self._named.exchanges(max(1, self._parameters), local_steps=self._local is not None)
 
-    # -- topology of a dense exchange --------------------------------------------------------------
+    # -- topology of the exchange ------------------------------------------------------------------
 
-    def choose_dense_topology(
+    def choose_topology(
         self,
         size: int,
         network: NetworkModel | None,
@@ -215,28 +226,25 @@ class ExchangeChoice:
         *,
         is_urgent: bool = False,
     ) -> None:
-        """Choose the topology of a dense exchange for a generation of `size` members.
+        """Choose the topology of an exchange with open topology for a generation of `size` members.
 
         Args:
-            network: see `exchange_comparison.choose_dense_topology`.
+            network: see `exchange_comparison.choose_topology`.
             edges: returns the argument `edges` of that function; called only if the exchange can be direct.
             is_urgent: see `best_order`.
         """
-        self.dense_topology = RING_TOPOLOGY
+        self.topology = USUAL_TOPOLOGY
         is_whole_model = self._setup is not None and self._setup.stages == 1
-        exchange = self.chosen or self._named
-        if is_whole_model and isinstance(exchange, Dense) and exchange.topology == "auto":
+        if is_whole_model and as_direct(self.chosen or self._named) is not None:
             has_edges = size <= MAX_DIRECT_MEMBERS and edges()
-            self.dense_topology = choose_dense_topology(
-                self.workload, size, network, has_edges, is_urgent=is_urgent
-            )
+            self.topology = choose_topology(self.workload, size, network, has_edges, is_urgent=is_urgent)
 
-    def ring_reason(self, size: int, network: NetworkModel) -> str:
-        """Return the reason to change from a direct exchange to a ring; "" if there is none."""
-        if not self.dense_topology.is_direct:
+    def usual_topology_reason(self, size: int, network: NetworkModel) -> str:
+        """Return the reason to change from a direct exchange to a ring or butterfly; "" if there is none."""
+        if not self.topology.is_direct:
             return ""
-        found = choose_dense_topology(self.workload, size, network, True)
-        is_worth_it = not found.is_direct and found.ring_speedup >= MIN_SPEEDUP
+        found = choose_topology(self.workload, size, network, True)
+        is_worth_it = not found.is_direct and found.usual_speedup >= MIN_SPEEDUP
         return f"links have changed: {found.reason}" if is_worth_it else ""
 
     # -- choice of exchange ------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
 dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
-lets workers compute for a desired share of the time.  `choose_dense_topology` chooses between the ring and
-direct topologies, which produce bit-identical results.  `exchange_choice` holds the choice of a run.
+lets workers compute for a desired share of the time.  `choose_topology` chooses between the direct topology
+and a ring or butterfly.  `exchange_choice` holds the choice of a run.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ def _as_call(load: Workload) -> str:
     """Return the expression that creates this exchange in a script."""
     topologies = {
         ExchangeKind.DIRECT: "direct",
+        ExchangeKind.GTOPK_DIRECT: "direct",
         ExchangeKind.STAR: "star",
         ExchangeKind.TREE: "tree",
         ExchangeKind.STAR_GTOPK: "star",
@@ -243,11 +244,11 @@ def _as_call(load: Workload) -> str:
     return f"{name}({', '.join(options)})"
 
 
-# -- topology of a dense exchange ------------------------------------------------------------------
+# -- topology of an exchange -----------------------------------------------------------------------
 
 MAX_DIRECT_BYTES = 1 << 20
-"""The largest vector for a direct exchange, in bytes.  For 4 MB a ring is faster, because bytes then matter
-more than hops, and a retry in a ring resumes from the data that have arrived."""
+"""The largest vector for a direct dense exchange, in bytes.  For 4 MB a ring is faster, because bytes then
+matter more than hops, and a retry in a ring resumes from the data that have arrived."""
 
 MAX_DIRECT_MEMBERS = 16
 """The largest group for a direct exchange, in which each member needs a connection to every other member."""
@@ -255,33 +256,37 @@ MAX_DIRECT_MEMBERS = 16
 MIN_LINK_SHARE = 0.25
 """A link slower than this share of its ends' upload and download is probably shared by several pairs."""
 
+_DIRECT_KIND = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
+_USUAL_NAME = {ExchangeKind.DENSE: "around a ring", ExchangeKind.GTOPK: "in a butterfly"}
+
 
 @dataclass(frozen=True, slots=True)
-class DenseTopology:
-    """The topology of a dense exchange.
+class Topology:
+    """The topology of an exchange whose topology the script leaves open.
 
     Attributes:
-        is_direct: whether members exchange data directly instead of around a ring.
+        is_direct: whether members exchange data directly instead of around a ring or in a butterfly.
         reason: the reason for the choice, as text; empty if there was nothing to choose.
-        ring_speedup: the speed of a ring relative to a direct exchange, if a ring is chosen because it is
-            faster.
+        usual_speedup: the speed of the ring or butterfly relative to a direct exchange, if it is chosen
+            because it is faster.
     """
 
     is_direct: bool
     reason: str = ""
-    ring_speedup: float = 1.0
+    usual_speedup: float = 1.0
 
 
-RING_TOPOLOGY = DenseTopology(False)
+USUAL_TOPOLOGY = Topology(False)
+"""A ring for a dense exchange, a butterfly for gTop-k."""
 
 
-def choose_dense_topology(
+def choose_topology(
     load: Workload | None, size: int, network: NetworkModel | None, edges: bool, *, is_urgent: bool = False
-) -> DenseTopology:
-    """Choose how `size` members exchange a dense `load`.
+) -> Topology:
+    """Choose how `size` members exchange a `load` with open topology.
 
-    The exchange is direct if `load` is small, the rates of the links are similar and a direct exchange is
-    faster; otherwise data pass around a ring.
+    The exchange is direct if the rates of the links are similar and a direct exchange is faster; a dense one
+    must also be small.  Otherwise data pass around a ring, or in a butterfly.
 
     Args:
         load: the workload, or None if it is unknown.
@@ -290,33 +295,27 @@ def choose_dense_topology(
         edges: whether each pair of members can connect without a relay, as far as is known.
         is_urgent: see `best_order`.
     """
-    if (
-        load is None
-        or load.kind not in (ExchangeKind.DENSE, ExchangeKind.DIRECT)
-        or size < 3
-        or load.unit_bytes > MAX_DIRECT_BYTES
-    ):
-        return RING_TOPOLOGY
+    if load is None or size < 3:
+        return USUAL_TOPOLOGY
+    kind = next((usual for usual, direct in _DIRECT_KIND.items() if load.kind in (usual, direct)), None)
+    if kind is None or (not kind.is_sparse and load.unit_bytes > MAX_DIRECT_BYTES):
+        return USUAL_TOPOLOGY
+    name = _USUAL_NAME[kind]
     if size > MAX_DIRECT_MEMBERS:
-        return DenseTopology(
-            False, f"around a ring, because {size} members are more than {MAX_DIRECT_MEMBERS}"
-        )
+        return Topology(False, f"{name}, because {size} members are more than {MAX_DIRECT_MEMBERS}")
     if not edges:
-        return DenseTopology(False, "around a ring, because some members cannot connect directly")
+        return Topology(False, f"{name}, because some members cannot connect directly")
     if network is None:
-        return DenseTopology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
+        return Topology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
-        reason = f"around a ring, because a link has only {share:.0%} of the rate of its ends"
-        return DenseTopology(False, reason, inf)
-    ring, direct = (replace(load, kind=kind) for kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT))
-    ring_s = best_order(ring, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
+        return Topology(False, f"{name}, because a link has only {share:.0%} of the rate of its ends", inf)
+    usual, direct = replace(load, kind=kind), replace(load, kind=_DIRECT_KIND[kind])
+    usual_s = best_order(usual, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
-    if direct_s < ring_s:
-        return DenseTopology(
-            True, f"direct: {format_seconds(direct_s)}, around a ring {format_seconds(ring_s)}"
-        )
-    reason = f"around a ring: {format_seconds(ring_s)}, direct {format_seconds(direct_s)}"
-    return DenseTopology(False, reason, direct_s / ring_s)
+    if direct_s < usual_s:
+        return Topology(True, f"direct: {format_seconds(direct_s)}, {name} {format_seconds(usual_s)}")
+    reason = f"{name}: {format_seconds(usual_s)}, direct {format_seconds(direct_s)}"
+    return Topology(False, reason, direct_s / usual_s)
 
 
 def _slowest_link_share(network: NetworkModel) -> float:

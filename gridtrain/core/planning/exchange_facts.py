@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from gridtrain.config import AUTO_TEXT, Auto, Dense, Exchange, GTopK, TopK
@@ -22,7 +23,11 @@ OPEN_DENSE = Dense().describe()
 """The text of a dense exchange whose topology the script leaves to the coordinator."""
 
 DIRECT_DENSE = Dense(topology="direct").describe()
-"""The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
+"""The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology for a
+dense exchange of the script."""
+
+DIRECT_GTOPK = "GTopK(topology=direct)"
+"""The same for gTop-k."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(True|\d{1,9}))?\)")
@@ -45,7 +50,7 @@ def make_exchange(name: str, options: str) -> Exchange | None:
         if name.lower() == "topk":
             return TopK(density, values=values) if topology is None else None
         is_gtopk = name.lower() == "gtopk"
-        return GTopK(density, values=values, topology=topology or "butterfly") if is_gtopk else None
+        return GTopK(density, values=values, topology=topology or "auto") if is_gtopk else None
     except (ConfigError, ValueError):
         return None
 
@@ -108,15 +113,27 @@ def workload_of(facts: Mapping[str, str]) -> Workload | None:
     return Workload.of(exchange, parameters)
 
 
+def as_direct(exchange: Exchange | Auto | None) -> Dense | GTopK | None:
+    """Return the exchange with the direct topology; None if its topology is not open to the coordinator."""
+    if isinstance(exchange, Dense | GTopK) and exchange.topology == "auto":
+        return replace(exchange, topology="direct")
+    return None
+
+
+def direct_marker(exchange: Exchange | Auto | None) -> str:
+    """Return the text in `MembershipView.exchange` that gives the script's exchange the direct topology."""
+    return DIRECT_GTOPK if isinstance(exchange, GTopK) else DIRECT_DENSE
+
+
 def name_direct(text: str) -> str:
-    """Return an exchange's text after giving the first dense exchange with open topology the direct
+    """Return an exchange's text after giving the first `Dense` or `GTopK` with open topology the direct
     topology."""
-    return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
+    return re.sub(r"(?:Dense\((?=values=|\))|GTopK\((?![^)]*topology=))", _name_direct, text, count=1)
 
 
 def _name_direct(found: re.Match[str]) -> str:
     separator = "" if found.string[found.end()] == ")" else ", "
-    return DIRECT_DENSE.removesuffix(")") + separator
+    return f"{found[0]}topology=direct{separator}"
 
 
 def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[str, str], ...]:
@@ -124,7 +141,7 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
 
     Args:
         text: the exchange, which replaces the part that the script left open; empty to keep the facts.
-        direct: whether to give a dense exchange with open topology the direct topology.
+        direct: whether to give an exchange with open topology the direct topology.
     """
 
     def shown(given: str) -> str:

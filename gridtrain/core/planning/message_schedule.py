@@ -30,7 +30,7 @@ class ReceiveWork(StrEnum):
     STORE = "store"  # copies a dense slice
     MERGE = "merge"  # merges two sparse payloads into one
     KEEP = "keep"  # decodes one more sparse payload of an all-gather
-    POOL = "pool"  # the centre of a star decodes one more sparse payload and adds it
+    POOL = "pool"  # decodes one of the sparse payloads that this rank sums for all
     ADOPT = "adopt"  # decodes the result
 
 
@@ -76,11 +76,19 @@ def ring(world_size: int, slices: int) -> list[PlannedMessage]:
     return messages
 
 
-def direct(world_size: int, slices: int) -> list[PlannedMessage]:
+def direct(
+    world_size: int,
+    slices: int,
+    arrives: ReceiveWork = ReceiveWork.ADD,
+    result: ReceiveWork = ReceiveWork.STORE,
+) -> list[PlannedMessage]:
     """Return the messages of `collectives.direct`.
 
     Each member sends to every other member the segment that the other member sums, and then sends the sum of
     its own segment to all other members.
+
+    Args:
+        arrives, result: the receiver's work on a part of a segment, and on a sum.
     """
     part, others = 1 / (world_size * slices), range(1, world_size)
     messages: list[PlannedMessage] = []
@@ -90,14 +98,12 @@ def direct(world_size: int, slices: int) -> list[PlannedMessage]:
             for src in range(world_size):
                 dst = (src + distance) % world_size
                 carriers.setdefault((dst, slice_), []).append(len(messages))
-                messages.append(PlannedMessage(src, dst, part, ReceiveWork.ADD))
+                messages.append(PlannedMessage(src, dst, part, arrives))
     for slice_ in range(slices):
         for distance in others:
             for src in range(world_size):
                 dst = (src + distance) % world_size
-                messages.append(
-                    PlannedMessage(src, dst, part, ReceiveWork.STORE, tuple(carriers[src, slice_]))
-                )
+                messages.append(PlannedMessage(src, dst, part, result, tuple(carriers[src, slice_])))
     return messages
 
 
@@ -215,10 +221,10 @@ def scale_to_shares(messages: Sequence[PlannedMessage], shares: Sequence[float])
         if message.work is ReceiveWork.KEEP and (message.count > 1 or len(message.needs) != 1):
             origins = [(message.src + distance) % len(shares) for distance in range(message.count)]
             fraction = sum(shares[rank] for rank in origins) / message.count
-        elif message.needs and messages[message.needs[0]].work is ReceiveWork.POOL:  # a star's result
-            fraction = min(1.0, sum(shares))
+        elif message.needs and messages[message.needs[0]].work is ReceiveWork.POOL:  # a sum of all
+            fraction = message.fraction * min(1.0, sum(shares))
         else:
-            fraction = held[message.needs[0]] if message.needs else shares[message.src]
+            fraction = held[message.needs[0]] if message.needs else message.fraction * shares[message.src]
         before = held[message.after_messages[0]] if message.after_messages else shares[message.dst]
         merged = min(1.0, before + fraction)
         held.append(merged if message.work is ReceiveWork.MERGE else fraction)

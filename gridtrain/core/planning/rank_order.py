@@ -52,6 +52,7 @@ _TOPOLOGY_NAMES = {
     ExchangeKind.DIRECT: "direct exchange",
     ExchangeKind.TOPK: "all-gather",
     ExchangeKind.GTOPK: "butterfly",
+    ExchangeKind.GTOPK_DIRECT: "direct exchange",
     ExchangeKind.TREE: "tree",
 }
 _LATENCY_ONLY = Workload(ExchangeKind.DENSE, 1)

@@ -29,6 +29,7 @@ from gridtrain.core.planning import cost_model
 from gridtrain.core.planning.message_schedule import send_levels
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.workload import (
+    DIRECT_KINDS,
     CpuCosts,
     ExchangeKind,
     Workload,
@@ -116,7 +117,7 @@ class RankOrderEstimate:
     join_order_s: float
 
 
-ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, ExchangeKind.DIRECT)
+ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, *DIRECT_KINDS)
 """Kinds for which only the choice of rank 0 matters; in a direct exchange rank 0 is the root of the vote."""
 
 RING_KINDS = (ExchangeKind.DENSE, ExchangeKind.TOPK)
@@ -216,7 +217,7 @@ def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> Ord
     if not network.shared_Bps:
         return edges_s
     crossed = messages_by_pair(load, size)
-    segmented = load.kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT)
+    segmented = load.kind in (ExchangeKind.DENSE, *DIRECT_KINDS)
     nbytes = load.unit_bytes / (size if segmented else 1)  # of one message of one slice
     shared = [[network.link(a, b).shared_links if a != b else () for b in members] for a in members]
 

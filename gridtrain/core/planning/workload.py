@@ -36,6 +36,7 @@ class ExchangeKind(StrEnum):
     DIRECT = "dense-direct"
     TOPK = "topk"
     GTOPK = "gtopk"
+    GTOPK_DIRECT = "gtopk-direct"
     TREE = "gtopk-tree"
     STAR = "star"
     STAR_GTOPK = "star-gtopk"
@@ -45,13 +46,18 @@ class ExchangeKind(StrEnum):
         return self not in (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
+DIRECT_KINDS = (ExchangeKind.DIRECT, ExchangeKind.GTOPK_DIRECT)
+"""Kinds in which each member sums a part of the vector for all members."""
+
 _KINDS = {
     ("Dense", "auto"): ExchangeKind.DENSE,
     ("Dense", "ring"): ExchangeKind.DENSE,
     ("Dense", "direct"): ExchangeKind.DIRECT,
     ("Dense", "star"): ExchangeKind.STAR,
     ("TopK", "all-gather"): ExchangeKind.TOPK,
+    ("GTopK", "auto"): ExchangeKind.GTOPK,
     ("GTopK", "butterfly"): ExchangeKind.GTOPK,
+    ("GTopK", "direct"): ExchangeKind.GTOPK_DIRECT,
     ("GTopK", "tree"): ExchangeKind.TREE,
     ("GTopK", "star"): ExchangeKind.STAR_GTOPK,
 }
@@ -139,7 +145,11 @@ class Workload:
                 remedy="use at least 1 parameter, a density > 0 and <= 1, and one of these formats for "
                 f"values: {', '.join(VALUES)}",
             )
-        if self.values == "int2" and self.kind in (ExchangeKind.GTOPK, ExchangeKind.TREE):
+        if self.values == "int2" and self.kind in (
+            ExchangeKind.GTOPK,
+            ExchangeKind.GTOPK_DIRECT,
+            ExchangeKind.TREE,
+        ):
             raise ConfigError(
                 f'values is "int2", which {self.kind} does not support, because it rounds at each merge',
                 remedy="use int4, or compare only exchanges that round once: topk, star-gtopk and dense ones",
@@ -182,8 +192,8 @@ class Workload:
 
     def payload_bytes(self, fraction: float) -> float:
         """Return the size of a payload with this share of the unit, in bytes."""
-        if fraction == 1.0 or not self.kind.is_sparse:
-            return fraction * self.unit_bytes
+        if fraction == 1.0 or not self.kind.is_sparse or self.kind in DIRECT_KINDS:
+            return fraction * self.unit_bytes  # the parts of a direct exchange are as dense as the whole
         return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
 
 
@@ -211,7 +221,9 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """Return the number of slices of a dense segment; for a star, of the whole vector."""
+    """Return the number of slices of a segment; for a dense star, of the whole vector."""
+    if load.kind.is_sparse:
+        return 1
     if load.kind is ExchangeKind.STAR:
         return ring.count_slices(load.unit_bytes)
     slices = direct.count_slices if load.kind is ExchangeKind.DIRECT else ring.count_slices
@@ -249,6 +261,8 @@ def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGE
             return message_schedule.all_gather(world_size)
         case ExchangeKind.GTOPK:
             return message_schedule.butterfly(world_size)
+        case ExchangeKind.GTOPK_DIRECT:
+            return message_schedule.direct(world_size, 1, ReceiveWork.POOL, ReceiveWork.ADOPT)
         case ExchangeKind.TREE:
             return message_schedule.tree(world_size)
         case ExchangeKind.STAR_GTOPK:
@@ -268,6 +282,8 @@ def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESS
         case ExchangeKind.GTOPK:
             log2 = world_size.bit_length() - 1
             return (log2 << log2) + 2 * (world_size - (1 << log2))
+        case ExchangeKind.GTOPK_DIRECT:
+            return 2 * others * world_size
         case ExchangeKind.TREE | ExchangeKind.STAR_GTOPK:
             return 2 * others
 
@@ -278,7 +294,7 @@ def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]
     if load.kind is ExchangeKind.DENSE:
         hops = 2 * (world_size - 1)
         return Counter({(rank, (rank + 1) % world_size): hops for rank in ranks if hops})
-    if load.kind is ExchangeKind.DIRECT:
+    if load.kind in DIRECT_KINDS:
         return Counter({(src, dst): 2 for src in ranks for dst in ranks if src != dst})
     return Counter((message.src, message.dst) for message in messages_of(load, world_size, 1))
 
@@ -290,7 +306,7 @@ _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """Return a receiver's CPU time per payload; `part` is its share of the dense vector."""
+    """Return a receiver's CPU time per payload; `part` is its share of the exchange's unit."""
     match work:
         case ReceiveWork.ADD:
             return part * (load.vector_bytes * cpu.add_byte_s + _recoding_s(load, cpu, is_sent_on=True))
@@ -299,9 +315,9 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
         case ReceiveWork.MERGE:
             return load.entries * (cpu.merge_entry_s + _level_entry_s(load, cpu))
         case ReceiveWork.POOL:
-            return load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
+            return part * load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
         case ReceiveWork.KEEP | ReceiveWork.ADOPT:
-            return load.entries * cpu.decode_entry_s
+            return part * load.entries * cpu.decode_entry_s
 
 
 def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:

@@ -179,7 +179,7 @@ class DenseRingBuffer:
                 self._slice_view(segment, slice_)[:] = values
                 self._mark_written(segment, slice_, final=True, checked=True)
             case _:
-                raise _unexpected_effect("a dense exchange", effect)
+                raise unexpected_effect("a dense exchange", effect)
 
     def _is_last(self, segment: int, source: Provenance) -> bool:
         """Return whether a slice of the segment is final after the payload of `source` has been added."""
@@ -287,13 +287,17 @@ class SparseBuffer:
     def _decode(self, payload: bytes | memoryview) -> SparseVector:
         return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
-    def _decode_from_peer(self, payload: bytes | memoryview, source: Provenance) -> SparseVector:
-        """Decode and check a received payload.
+    def _decode_from_peer(
+        self, payload: bytes | memoryview, source: Provenance, n: int | None = None, most: int | None = None
+    ) -> SparseVector:
+        """Decode and check a received payload of at most `most` entries of a vector of `n` elements.
 
-        Raises `RemoteProtocolError` if the payload is invalid; the message names the rank that sent it.
+        Without `n` and `most` it may have k entries of the whole vector.  Raises `RemoteProtocolError` if the
+        payload is invalid; the message names the rank that sent it.
         """
+        n, most = self.n if n is None else n, self._k if most is None else most
         try:
-            decoded = self._decode(payload)
+            decoded = decode(payload, n=n, max_entries=most, kind=self._kind)
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
         what = f"sparse payload from rank {source.rank}"
@@ -358,7 +362,7 @@ class AllGatherBuffer(SparseBuffer):
             case StoreFromRank(rank, payload, source):
                 self._store(rank, payload, self._decode_from_peer(payload, source))
             case _:
-                raise _unexpected_effect("AllGather", effect)
+                raise unexpected_effect("AllGather", effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[slot.segment]
@@ -414,7 +418,7 @@ class ButterflyBuffer(SparseBuffer):
                 self.update = self._decode_from_peer(payload, source)
                 self._payload = payload
             case _:
-                raise _unexpected_effect("ButterflyExchange", effect)
+                raise unexpected_effect("ButterflyExchange", effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         held = self._payload
@@ -487,5 +491,5 @@ def _check_world_size(asked: int, made_for: int) -> None:
         )
 
 
-def _unexpected_effect(collective: str, effect: BufferEffect) -> LocalProtocolError:
+def unexpected_effect(collective: str, effect: BufferEffect) -> LocalProtocolError:
     return LocalProtocolError(f"{type(effect).__name__} is not an effect of {collective}")

@@ -1,10 +1,23 @@
-"""The buffer of the direct (two-hop) dense exchange, in which each segment is summed by its owner."""
+"""The buffers of the direct (two-hop) exchanges, in which each member sums a part of the vector for all.
+
+DirectBuffer        Dense(topology="direct")   segments of consecutive elements
+SparseDirectBuffer  GTopK(topology="direct")   of each P consecutive elements, every rank owns one
+"""
 
 from __future__ import annotations
 
-from gridtrain.core.collectives.collective import Collective, Provenance
+from dataclasses import replace
+
+import numpy as np
+
+from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective, Provenance, StoreSlice
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
-from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.core.messages import PayloadSlot
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector, encoded_bytes
+from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer, unexpected_effect
+from gridtrain.sparsify.merge import IndexArray, MergeResult, sum_in_rank_order, truncate
 
 
 class DirectBuffer(DenseRingBuffer):
@@ -28,3 +41,124 @@ class DirectBuffer(DenseRingBuffer):
 
     def _is_last(self, segment: int, source: Provenance) -> bool:
         return source.rank == (segment - 1) % self._world_size  # parts are added in the order of a ring
+
+
+class SparseDirectBuffer(ButterflyBuffer):
+    """The entries of a sparse vector of which each rank sums a part.
+
+    Of the P indices from j P on, each rank owns one, which is element j of its part of the vector:
+
+        P = 4      indices 0 .. 3     4 .. 7      8 .. 11      12 .. 15
+        owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
+
+    The rotations are scattered, so that the owners have nearly the same number of large values even if these
+    are in a few columns of a matrix.
+
+        own entries  --by owner--> a part for each owner
+        parts of my elements, one of each rank --> sum --k / P largest--> result --> all ranks
+                                                    |
+                                                    +--> truncated: what the result leaves out
+
+    Entries are rounded when they are selected, and with formats whose scale depends on the other entries once
+    more when they are divided; the differences are truncated entries, too.
+    """
+
+    _rank: int
+    _world_size: int
+    _payloads: dict[int, MergeResult]  # by owner: the parts for others, and this rank's result
+    _addends: list[SparseVector]
+    _results: dict[int, SparseVector]
+
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        self._clear_if_flagged(flags)
+        self._rank, self._world_size, self._results = rank, world_size, {}
+        parts = self._divide() if world_size > 1 else []
+        self._addends = [parts[rank]] if parts else []
+        self._payloads = {
+            owner: self._truncate(owner, part, most=part.indices.size)
+            for owner, part in enumerate(parts)
+            if owner != rank
+        }
+        longest = _longest_payload_bytes(self._k, self._elements, self._kind)
+        return DirectAllReduce(rank, world_size, 1, flags, longest)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case AddSlice(_, _, payload, source):
+                twice_rounded = replace(source, roundings=2)  # when it was selected, and when it was divided
+                self._addends.append(self._decode_part(self._rank, payload, self._k, twice_rounded))
+                if len(self._addends) == self._world_size:
+                    result = self._truncate(self._rank, sum_in_rank_order(self._addends), self._result_k)
+                    self._payloads[self._rank] = result
+                    self._store(self._rank, result.sparse)
+            case StoreSlice(owner, _, payload, source):
+                self._store(owner, self._decode_part(owner, payload, self._result_k, source))
+            case _:
+                raise unexpected_effect("DirectAllReduce", effect)
+
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        return self._payloads[slot.segment].payload
+
+    @property
+    def _result_k(self) -> int:
+        """The maximum number of entries in an owner's result."""
+        return -(-self._k // self._world_size)
+
+    @property
+    def _elements(self) -> int:
+        """The number of elements of each rank's part; the last may stand for an index beyond the vector."""
+        return -(-self.n // self._world_size)
+
+    def _divide(self) -> list[SparseVector]:
+        """Return this rank's entries by owner."""
+        elements, owners = np.divmod(self.update.indices, self._world_size)
+        owners = (owners + _rotation(elements)) % self._world_size
+        order = np.argsort(owners.astype(np.uint16), kind="stable")
+        ends = np.cumsum(np.bincount(owners, minlength=self._world_size))[:-1]
+        columns = (np.split(column.take(order), ends) for column in (elements, self.update.values))
+        return [SparseVector(*part) for part in zip(*columns, strict=True)]
+
+    def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
+        """Encode the largest entries, and keep the rest for this rank's residual."""
+        made = truncate(entries, n=self._elements, k=most, kind=self._kind)
+        if made.truncated_indices.size:
+            self.truncated.append((self._indices(owner, made.truncated_indices), made.truncated_values))
+        return made
+
+    def _decode_part(
+        self, owner: int, payload: bytes | memoryview, most: int, source: Provenance
+    ) -> SparseVector:
+        part = self._decode_from_peer(payload, source, n=self._elements, most=most)
+        if part.indices.size and self._indices(owner, part.indices[-1:])[0] >= self.n:
+            raise RemoteProtocolError(
+                f"rank {source.rank}: a sparse payload has an entry beyond the {self.n} elements",
+                remedy="disconnect the peer; check that all members of the run train the same model",
+            )
+        return part
+
+    def _store(self, owner: int, result: SparseVector) -> None:
+        """Store an owner's result; when it is the last, join all results into the update."""
+        self._results[owner] = result
+        if len(self._results) < self._world_size:
+            return
+        results = [self._results[each] for each in range(self._world_size)]
+        indices = np.concatenate([self._indices(each, part.indices) for each, part in enumerate(results)])
+        order = np.argsort(indices, kind="stable")
+        values = np.concatenate([part.values for part in results])
+        self.update = SparseVector(indices.take(order), values.take(order))
+
+    def _indices(self, owner: int, elements: IndexArray) -> IndexArray:
+        return elements * self._world_size + (owner - _rotation(elements)) % self._world_size
+
+
+def _rotation(elements: IndexArray) -> IndexArray:
+    """Return a number below 2**16 for each element of a part, scattered by a multiplication (Knuth)."""
+    return (elements * 0x9E3779B1 & 0xFFFFFFFF) >> 16
+
+
+def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
+    """Return an upper bound of the length of a payload with at most k of n entries.
+
+    With fewer entries, each takes more bits for its index; a byte for each of the k entries exceeds that.
+    """
+    return encoded_bytes(min(k, n), n, kind) + k

@@ -17,6 +17,7 @@ from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.buffers.direct_buffer import SparseDirectBuffer
 from gridtrain.sparsify.merge import sum_in_rank_order, truncate
 
 
@@ -88,6 +89,7 @@ class DenseStarBuffer(DenseRingBuffer):
 
 SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {
     "butterfly": ButterflyBuffer,
+    "direct": SparseDirectBuffer,
     "tree": TreeBuffer,
     "star": SparseStarBuffer,
 }

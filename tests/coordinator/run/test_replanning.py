@@ -22,7 +22,10 @@ from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
 from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 
 PEERS = A, B, C, D
-FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
+FACTS = (
+    ("model", "25600000 parameters in 1 tensors"),
+    ("exchange", "GTopK(density=0.001, values=fp16, topology=butterfly)"),
+)
 SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
 FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 

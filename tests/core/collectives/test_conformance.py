@@ -3,6 +3,7 @@
     ring, direct, dense star                dense: the sum of all vectors
     the same with bf16 or int8              dense: the rank that rounds stores the remainder
     butterfly, tree, sparse star            sparse: merged at each hop, with dropped entries stored
+    sparse direct                           sparse: each rank merges the entries of its indices
     all-gather                              sparse: all payloads, added at the end
 
 Schedules and transcripts of each collective are in test_dense_exchanges.py and test_sparse_exchanges.py.
@@ -40,7 +41,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     CollectiveBuffer,
     DenseRingBuffer,
 )
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.direct_buffer import DirectBuffer, SparseDirectBuffer
 from gridtrain.runtime.buffers.rounded_buffers import (
     RoundedDirectBuffer,
     RoundedRingBuffer,
@@ -123,6 +124,9 @@ KINDS = [
         for kind in (ValueKind.BF16, ValueKind.INT8)
     ),
     Kind("butterfly", butterfly.neighbours, butterfly_messages, sparse=partial(merging, ButterflyBuffer)),
+    Kind(
+        "sparse direct", direct.neighbours, partial(all_pairs, 2), sparse=partial(merging, SparseDirectBuffer)
+    ),
     Kind("tree", tree.neighbours, there_and_back, sparse=partial(merging, TreeBuffer)),
     Kind("sparse star", star.neighbours, there_and_back, sparse=partial(merging, SparseStarBuffer)),
     Kind("all-gather", allgather.neighbours, partial(all_pairs, 1), sparse=AllGatherBuffer),

@@ -125,7 +125,7 @@ def test_comparisons_are_as_recorded() -> None:
             best = exchange_comparison.estimate_best_order(loads[0], network, CPU, compute_s)
             rows = [(one.step_s, one.efficiency, one.speedup) for one in (*each, best)]
             chosen = exchange_comparison.recommend_exchange(each).best.load.kind
-            topology = exchange_comparison.choose_dense_topology(loads[0], size, network, True)
+            topology = exchange_comparison.choose_topology(loads[0], size, network, True)
             found.append((rows, chosen, topology))
     compare(RECORDED, "comparisons", found)
 

@@ -129,6 +129,8 @@ EXCHANGES = {
     "dense": gridtrain.Dense(),
     "topk": gridtrain.TopK(density=0.05, momentum=0.9),
     "gtopk": gridtrain.GTopK(density=0.05, momentum=0.9),
+    "butterfly": gridtrain.GTopK(density=0.05, momentum=0.9, topology="butterfly"),
+    "direct": gridtrain.GTopK(density=0.05, momentum=0.9, topology="direct"),
     "auto": "auto",
 }
 

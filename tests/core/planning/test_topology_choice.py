@@ -1,4 +1,4 @@
-"""The topology of `Dense()`: how it is chosen, and how the choice gets into the membership view."""
+"""The topology of `Dense()` and `GTopK()`: how it is chosen, and how it gets into the membership view."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.core.planning.exchange_comparison import (
     MAX_DIRECT_BYTES,
     MAX_DIRECT_MEMBERS,
-    choose_dense_topology,
+    choose_topology,
 )
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, OPEN_DENSE, name_direct, parse_exchange
+from gridtrain.core.planning.exchange_facts import (
+    DIRECT_DENSE,
+    DIRECT_GTOPK,
+    OPEN_DENSE,
+    name_direct,
+    parse_exchange,
+)
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
-from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain.core.planning.workload import DIRECT_KINDS, ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import DialBackResult, MessageReceived, PeerConnected
 
 Mbit = 125_000.0
 SMALL = Workload(ExchangeKind.DENSE, 120_576)
 LAN = uniform_network(4, 0.0001, 1000 * Mbit)
+HOMES = uniform_network(4, 0.010, 20 * Mbit)
 
 
 def test_the_texts_are_those_of_dense() -> None:
@@ -31,20 +38,23 @@ def test_the_direct_topology_is_chosen_for_small_models_and_groups() -> None:
     large = Workload(ExchangeKind.DENSE, MAX_DIRECT_BYTES // 4 + 1)
     many = uniform_network(MAX_DIRECT_MEMBERS + 1, 0.0001, 1000 * Mbit)
     is_direct = {
-        "small, four": choose_dense_topology(SMALL, 4, LAN, True).is_direct,
-        "not measured": choose_dense_topology(SMALL, 4, None, True).is_direct,
-        "far away": choose_dense_topology(SMALL, 4, uniform_network(4, 0.020, 100 * Mbit), True).is_direct,
-        "large": choose_dense_topology(large, 4, LAN, True).is_direct,
-        "two": choose_dense_topology(SMALL, 2, uniform_network(2, 0.0001, 1000 * Mbit), True).is_direct,
-        "seventeen": choose_dense_topology(SMALL, MAX_DIRECT_MEMBERS + 1, many, True).is_direct,
-        "a pair without an edge": choose_dense_topology(SMALL, 4, LAN, False).is_direct,
-        "sparse": choose_dense_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
-        "unknown size": choose_dense_topology(None, 4, LAN, True).is_direct,
+        "small, four": choose_topology(SMALL, 4, LAN, True).is_direct,
+        "not measured": choose_topology(SMALL, 4, None, True).is_direct,
+        "far away": choose_topology(SMALL, 4, uniform_network(4, 0.020, 100 * Mbit), True).is_direct,
+        "large": choose_topology(large, 4, LAN, True).is_direct,
+        "two": choose_topology(SMALL, 2, uniform_network(2, 0.0001, 1000 * Mbit), True).is_direct,
+        "seventeen": choose_topology(SMALL, MAX_DIRECT_MEMBERS + 1, many, True).is_direct,
+        "a pair without an edge": choose_topology(SMALL, 4, LAN, False).is_direct,
+        "gTop-k, few entries": choose_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
+        "gTop-k, many": choose_topology(Workload(ExchangeKind.GTOPK, 2**25), 4, HOMES, True).is_direct,
+        "as a tree": choose_topology(Workload(ExchangeKind.TREE, 2**25), 4, HOMES, True).is_direct,
+        "unknown size": choose_topology(None, 4, LAN, True).is_direct,
     }
     assert [name for name, direct in is_direct.items() if direct] == [
         "small, four",
         "not measured",
         "far away",
+        "gTop-k, many",
     ]
 
 
@@ -57,8 +67,8 @@ def two_sites(thin_Bps: float) -> NetworkModel:
 
 def test_a_slow_link_that_pairs_may_share_leads_to_a_ring() -> None:
     """A ring uses the link between the sites once each way, a direct exchange four times."""
-    assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
-    thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
+    assert choose_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
+    thin = choose_topology(SMALL, 4, two_sites(100 * Mbit), True)
     assert thin.reason == "around a ring, because a link has only 10% of the rate of its ends"
     assert not thin.is_direct
 
@@ -67,13 +77,13 @@ def test_a_slow_home_connection_does_not_count_as_a_slow_link() -> None:
     """The link has the full rate of its member, which is the same in both topologies."""
     rates = [20 * Mbit, *[1000 * Mbit] * 3]
     network = NetworkModel(lambda a, b: LinkModel(0.005, min(rates[a], rates[b])), rates, rates)
-    assert choose_dense_topology(SMALL, 4, network, True).is_direct
+    assert choose_topology(SMALL, 4, network, True).is_direct
 
 
 def test_the_choice_has_a_reason() -> None:
-    assert choose_dense_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
-    assert " ms, around a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
-    assert "482304 bytes is small" in choose_dense_topology(SMALL, 4, None, True).reason
+    assert choose_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
+    assert " ms, around a ring 1" in choose_topology(SMALL, 4, LAN, True).reason
+    assert "482304 bytes is small" in choose_topology(SMALL, 4, None, True).reason
 
 
 def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> ExchangeChoice:
@@ -92,15 +102,19 @@ def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> Exc
         ("LocalSteps(every=4, exchange=Dense(), lr=1.0)", 1, DIRECT_DENSE),
         ("Dense(topology=ring)", 1, ""),
         ("Dense()", 2, ""),
-        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, ""),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, DIRECT_GTOPK),
+        ("LocalSteps(every=4, exchange=GTopK(density=0.01), lr=1.0)", 1, DIRECT_GTOPK),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16, topology=butterfly)", 1, ""),
+        ("GTopK(density=0.01)", 2, ""),
+        ("TopK(density=0.01)", 1, ""),
     ],
 )
 def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: int, named: str) -> None:
     made = exchanging(exchange, stages=stages)
-    made.choose_dense_topology(4, LAN, lambda: True)
+    made.choose_topology(4, HOMES, lambda: True)
     assert made.view_exchange == named
-    assert (made.workload is not None and made.workload.kind is ExchangeKind.DIRECT) == bool(named)
-    made.choose_dense_topology(2, LAN, lambda: True)
+    assert (made.workload is not None and made.workload.kind in DIRECT_KINDS) == bool(named)
+    made.choose_topology(2, LAN, lambda: True)
     assert (
         made.view_exchange == ""
         and made.effective_setup is not None
@@ -115,7 +129,7 @@ def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: in
         ("Dense(values=int8)", "Dense(topology=direct, values=int8)"),
         ("LocalSteps(every=4, exchange=Dense(values=bf16), x=1)", None),
         ("Dense(topology=star, values=int8)", "Dense(topology=star, values=int8)"),
-        ("GTopK(density=0.1)", "GTopK(density=0.1)"),
+        ("GTopK(density=0.1)", "GTopK(topology=direct, density=0.1)"),
     ],
 )
 def test_the_chosen_topology_is_named_with_the_other_options(exchange: str, named: str | None) -> None:
@@ -126,13 +140,13 @@ def test_the_chosen_topology_is_named_with_the_other_options(exchange: str, name
 
 def test_a_slow_link_found_later_leads_to_a_new_generation() -> None:
     made = exchanging("Dense()")
-    made.choose_dense_topology(4, None, lambda: True)
-    assert made.view_exchange == DIRECT_DENSE and made.ring_reason(4, LAN) == ""
-    assert made.ring_reason(4, two_sites(100 * Mbit)).startswith(
+    made.choose_topology(4, None, lambda: True)
+    assert made.view_exchange == DIRECT_DENSE and made.usual_topology_reason(4, LAN) == ""
+    assert made.usual_topology_reason(4, two_sites(100 * Mbit)).startswith(
         "links have changed: around a ring, because a link"
     )
-    made.choose_dense_topology(4, two_sites(100 * Mbit), lambda: True)
-    assert made.view_exchange == "" and made.ring_reason(4, two_sites(100 * Mbit)) == "", (
+    made.choose_topology(4, two_sites(100 * Mbit), lambda: True)
+    assert made.view_exchange == "" and made.usual_topology_reason(4, two_sites(100 * Mbit)) == "", (
         "the ring is in use now"
     )
 
@@ -140,10 +154,10 @@ def test_a_slow_link_found_later_leads_to_a_new_generation() -> None:
 def test_a_ring_that_is_a_little_faster_leads_to_no_generation() -> None:
     """With 130,000 more parameters a ring has two slices, which hide the latency of a hop."""
     made = exchanging("Dense()", parameters=250_000)
-    made.choose_dense_topology(4, None, lambda: True)
-    found = choose_dense_topology(Workload(ExchangeKind.DENSE, 250_000), 4, LAN, True)
-    assert made.view_exchange == DIRECT_DENSE and not found.is_direct and 1 < found.ring_speedup < 1.2
-    assert made.ring_reason(4, LAN) == ""
+    made.choose_topology(4, None, lambda: True)
+    found = choose_topology(Workload(ExchangeKind.DENSE, 250_000), 4, LAN, True)
+    assert made.view_exchange == DIRECT_DENSE and not found.is_direct and 1 < found.usual_speedup < 1.2
+    assert made.usual_topology_reason(4, LAN) == ""
 
 
 def test_connections_are_examined_only_in_small_groups() -> None:
@@ -152,7 +166,7 @@ def test_connections_are_examined_only_in_small_groups() -> None:
     def can_connect() -> bool:
         raise AssertionError("a million pairs were examined")
 
-    made.choose_dense_topology(1000, None, can_connect)
+    made.choose_topology(1000, None, can_connect)
     assert made.view_exchange == ""
 
 
@@ -160,7 +174,7 @@ def test_a_dense_exchange_chosen_by_auto_gets_a_topology_too() -> None:
     made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
     made.choose_first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
     assert made.view_exchange == OPEN_DENSE
-    made.choose_dense_topology(4, LAN, lambda: True)
+    made.choose_topology(4, LAN, lambda: True)
     assert (
         made.view_exchange == DIRECT_DENSE
         and made.description.startswith(DIRECT_DENSE)
@@ -169,6 +183,36 @@ def test_a_dense_exchange_chosen_by_auto_gets_a_topology_too() -> None:
     again = exchanging("auto(dense alone)")
     again.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
     assert again.view_exchange == DIRECT_DENSE and not again.is_open
+
+
+def test_gtop_k_goes_back_to_a_butterfly_behind_a_slow_link() -> None:
+    made = exchanging("GTopK(density=0.01, momentum=0.9, values=fp16)")
+    made.choose_topology(4, HOMES, lambda: True)
+    assert made.view_exchange == DIRECT_GTOPK and " ms, in a butterfly " in made.topology.reason
+    assert made.effective_setup is not None
+    exchange = dict(made.effective_setup.facts)["exchange"]
+    assert exchange == "GTopK(topology=direct, density=0.01, momentum=0.9, values=fp16)"
+    assert made.usual_topology_reason(4, two_sites(100 * Mbit)).startswith(
+        "links have changed: in a butterfly, because a link has only 10%"
+    )
+    made.choose_topology(4, two_sites(100 * Mbit), lambda: True)
+    assert made.view_exchange == ""
+
+
+def test_gtop_k_chosen_by_auto_gets_a_topology_too() -> None:
+    made, peers = (
+        exchanging("auto(density=0.001, values=fp16)", 25_600_000),
+        [bytes([n]) * 32 for n in range(4)],
+    )
+    made.choose_first(peers, dict.fromkeys(peers, 0.1), HOMES, 0.0)
+    usual, chosen = made.view_exchange, made.chosen
+    assert usual == "GTopK(density=0.001, momentum=0.0, values=fp16)"
+    made.choose_topology(4, HOMES, lambda: True)
+    assert made.view_exchange == f"{usual[:-1]}, topology=direct)" and made.chosen == chosen
+    assert dict(made.effective_setup.facts)["exchange"] == made.view_exchange  # type: ignore[union-attr]
+    again = exchanging("auto(density=0.001, values=fp16)", 25_600_000)
+    again.configure(again._setup, made.view_exchange)
+    assert again.view_exchange == made.view_exchange and again.chosen == chosen and not again.is_open
 
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
@@ -211,4 +255,4 @@ def test_the_topology_is_in_the_journal() -> None:
     """A restarted coordinator names the topology that the members use."""
     made = exchanging("Dense()")
     made.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
-    assert made.view_exchange == DIRECT_DENSE and made.dense_topology.reason == "direct, as in the journal"
+    assert made.view_exchange == DIRECT_DENSE and made.topology.reason == "direct, as in the journal"
