@@ -1,5 +1,5 @@
 """Problems that a worker's heartbeats report: steps that it made the group skip, steps that the group took
-without it, averages that it requested alone, and checkpoints that it could not write or upload.
+without it, averages that it requested alone, and files that it could not write or upload.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
@@ -46,6 +46,7 @@ OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
 LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
+EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
 
 
@@ -216,7 +217,13 @@ class FailureCount:
 
 @dataclass(slots=True)
 class WorkerProblems:
-    """The problems of one worker."""
+    """The problems of one worker.
+
+    Attributes:
+        failed_exports: the number of failed attempts to write the final model; 0 once it is written.
+    """
+
+    failed_exports: int = 0
 
     _skips: StepCounter = field(default_factory=StepCounter)
     _missed: StepCounter = field(default_factory=StepCounter)
@@ -244,6 +251,7 @@ class WorkerProblems:
         if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):
             fields = {"name": name, "step": self._lone_means.latest_step, "remedy": LONE_MEAN_REMEDY}
             events.append(LogEvent("warning", "lone_mean", fields))
+        self.failed_exports = max(0, _count(figures, m.EXPORT_ATTEMPTS) - 1)
         events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
         return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
@@ -267,6 +275,9 @@ class WorkerProblems:
         if failed := self._uploads.count:
             attempts = format_count(failed, "attempt")
             texts.append(f"could not upload a checkpoint in {attempts}: {UPLOAD_REMEDY}")
+        if failed := self.failed_exports:
+            attempts = format_count(failed, "attempt")
+            texts.append(f"{m.MODEL_NOT_WRITTEN} in {attempts}, and tries again: {EXPORT_REMEDY}")
         return "; ".join(texts)
 
 
