@@ -15,6 +15,7 @@ Journal entries are on disk before any effect that follows is carried out.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ from typing import Any, Protocol
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import (
+    EXPORT_ATTEMPTS,
+    FAILED_CHECKPOINTS,
     BundleRequest,
     EndRun,
     OperatorReply,
@@ -65,6 +68,9 @@ MAX_WAIT_S = 0.25
 
 EXIT_DELAY_S = 5.0
 """How long workers have to learn that the run has ended, and to leave."""
+
+WRITING_DELAY_S = 3600.0
+"""The same while a worker is writing the final model, or could not write its last checkpoint."""
 
 
 class StopFlag(Protocol):
@@ -167,7 +173,8 @@ class Coordinator:
         self._rates = RateMeter()
         self._address = address
         self._started_s = self._clock()
-        self._exit_deadline_s: float | None = None
+        self._finished_s = math.inf  # when housekeeping first found that the run is finished
+        self._exit_deadline_s = math.inf
 
     @classmethod
     def for_run(
@@ -513,13 +520,11 @@ class Coordinator:
         snapshot = self._membership.snapshot(now_s)
         self._rates.observe(snapshot, now_s)
         self._update_dashboard(snapshot, now_s)
-        if not snapshot["finished"]:
-            self._exit_deadline_s = None
-        elif not snapshot["members"]:
-            self._exit_deadline_s = now_s
-        elif self._exit_deadline_s is None:
-            self._exit_deadline_s = now_s + EXIT_DELAY_S
+        self._finished_s = min(self._finished_s, now_s) if snapshot["finished"] else math.inf
+        writing = EXPORT_ATTEMPTS, FAILED_CHECKPOINTS
+        is_writing = any(member["figures"].get(name) for member in snapshot["members"] for name in writing)
+        delay_s = (WRITING_DELAY_S if is_writing else EXIT_DELAY_S) if snapshot["members"] else 0.0
+        self._exit_deadline_s = self._finished_s + delay_s
 
     def _should_exit(self) -> bool:
-        until_s = self._exit_deadline_s
-        return self._exit_when_finished and until_s is not None and self._clock() >= until_s
+        return self._exit_when_finished and self._clock() >= self._exit_deadline_s

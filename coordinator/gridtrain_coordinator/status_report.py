@@ -9,14 +9,17 @@ time:    now - 10 s   now      -> 2 steps a second
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
+BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,21 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
+def _busy_s(figures: Mapping[str, float]) -> float:
+    busy_s = sum(figures.get(name, 0.0) for name in BUSY_METRICS)
+    return busy_s if math.isfinite(busy_s) else 0.0
+
+
+def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:
+    """Count the time in which a worker waits for the slowest member, which is busy for `slowest_s` in each
+    step, as waiting instead of communicating."""
+    communicating_s, waiting_s = figures.get("communicating_s", 0.0), figures.get("waiting_s", 0.0)
+    waited_s = min(slowest_s - _busy_s(figures) - waiting_s, communicating_s)
+    if not waited_s > 0.0:
+        return figures
+    return {**figures, "communicating_s": communicating_s - waited_s, "waiting_s": waiting_s + waited_s}
+
+
 def encode_status(status: dict[str, Any]) -> bytes:
     """Encode a status as the payload of a `StatusReply`: UTF-8 JSON."""
     return json.dumps(status, separators=(",", ":")).encode()
@@ -93,9 +111,12 @@ def build_status(
     It extends `Membership.snapshot` with software, address, now_s (the clock of the events' `at_s`),
     uptime_s, wall_s and steps_per_s, and each member with sent_Bps and received_Bps (None while unknown).
     """
+    active = [member["figures"] for member in snapshot["members"] if member.get("rank") is not None]
+    slowest_s = max(map(_busy_s, active), default=0.0)
     members = [
         {
             **member,
+            "figures": _separate_wait(member["figures"], slowest_s),
             **{
                 figure.replace("_bytes", "_Bps"): rates.figure_per_s(member["peer"], figure)
                 for figure in RATE_METRICS

@@ -692,7 +692,7 @@ class Grid:
         was_finished = turns.is_finished  # a DataLoader may ask once more after the end
         yield from turns
         if turns.is_finished and not turns.is_stopped and not was_finished:
-            finish_run(self._session, model_state, self._config)
+            finish_run(self._session, model_state, self._config, self._pauses.await_stop)
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
         """Yield a step's micro-batches, and set the weight of each; the weights of a stand-in batch have no

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
-from time import sleep
 
 from gridtrain.config import JoinConfig
-from gridtrain.core.messages import MODEL_NOT_WRITTEN
+from gridtrain.core.messages import EXPORT_ATTEMPTS, MODEL_NOT_WRITTEN
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.quantities import describe_skipped, format_bytes
 from gridtrain.runtime.client.worker_defaults import export_folder
@@ -20,11 +20,17 @@ FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
 """How many seconds the end of a run waits for the previous checkpoint, for that of the last step, and for its
 upload, each."""
 
-EXPORT_ATTEMPTS, EXPORT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
-"""How often, and at which interval, the final model is tried to be written again if no checkpoint has it."""
+MAX_ATTEMPTS, ATTEMPT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
+"""How often, and at which interval, the worker that exports the final model tries again to write it, unless a
+checkpoint has it, and the last checkpoint."""
+
+AwaitStop = Callable[[float], bool]
+"""Waits for that many seconds; returns True at once if this worker has to stop."""
 
 
-def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
+def finish_run(
+    session: GroupSession, model_state: ModelState, config: JoinConfig, await_stop: AwaitStop
+) -> None:
     """Write the last checkpoint and, if this worker exports it, the final model; wait for the other
     members."""
     if session.end_reason:
@@ -50,11 +56,11 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     ledger = session.snapshot.ledger
     if learned := describe_skipped(ledger.skipped, ledger.consumed):
         log.warning("%s; check the run's loss, learning rate and data", learned)
+    if exports:
+        failed, written = _repeat_writing(session, model_state, config, await_stop, failed, written)
     if not isinstance(written, Exception):
         model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
-    if failed is not None and not model_state.has_final_checkpoint:
-        failed = _repeat_export(session, model_state, config, failed)
-    elif isinstance(failed, ConfigError) and model_state.export_text:
+    if isinstance(failed, ConfigError) and model_state.has_final_checkpoint and model_state.export_text:
         failed = ConfigError(failed.reason, remedy=f"{failed.remedy}; {model_state.export_text}")
     if isinstance(written, Exception):
         raise written
@@ -73,9 +79,12 @@ def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
     model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
 
 
-def _try_export(session: GroupSession, model_state: ModelState, config: JoinConfig) -> Exception | None:
+def _try_export(
+    session: GroupSession, model_state: ModelState, config: JoinConfig, attempt: int = 1
+) -> Exception | None:
     """Write the final model; return the error, which is to be raised at the very end: the members and the
     last checkpoint come first."""
+    session.report_figures({EXPORT_ATTEMPTS: float(attempt)})
     try:
         model_state.export(export_folder(config.run, config.export_dir))
     except Exception as error:
@@ -84,32 +93,52 @@ def _try_export(session: GroupSession, model_state: ModelState, config: JoinConf
         session.failure = f"{MODEL_NOT_WRITTEN}: {reason} (see its output)"
         return error
     session.failure = ""
+    session.report_figures({EXPORT_ATTEMPTS: 0.0})
     return None
 
 
-def _repeat_export(
-    session: GroupSession, model_state: ModelState, config: JoinConfig, failed: Exception
-) -> Exception | None:
-    """Try again to write the final model, which only this worker's memory has, until its user has made room
-    for it or gives up; return the last error."""
-    for attempt in range(EXPORT_ATTEMPTS):
-        if not isinstance(failed, (ConfigError, OSError)):
+def _repeat_writing(
+    session: GroupSession,
+    model_state: ModelState,
+    config: JoinConfig,
+    await_stop: AwaitStop,
+    failed: Exception | None,
+    written: bool | Exception,
+) -> tuple[Exception | None, bool | Exception]:
+    """Try again to write the last checkpoint and, unless the checkpoint has it, the final model, which only
+    this worker's memory has, until its user has made room for them or gives up; return the last results."""
+    for attempt in range(MAX_ATTEMPTS):
+        lacks_checkpoint = written is True and model_state.lacks_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
+        lacks_model = isinstance(failed, (ConfigError, OSError)) and not model_state.has_final_checkpoint
+        if not (lacks_checkpoint or lacks_model):
             break
         if attempt % ATTEMPTS_PER_WARNING == 0:
-            log.error(
-                "%s; the final model is only in this worker's memory; free %s on that disk, or make the "
-                "folder writable: this worker tries again every %g s, for %g minutes or until Ctrl-C",
-                failed.reason if isinstance(failed, ConfigError) else failed,
-                format_bytes(model_state.export_bytes),
-                EXPORT_INTERVAL_S,
-                (EXPORT_ATTEMPTS - attempt) * EXPORT_INTERVAL_S / 60,
-            )
-        sleep(EXPORT_INTERVAL_S)
-        error = _try_export(session, model_state, config)
-        if error is None:
-            return None
-        failed = error
-    return failed
+            _warn_of_attempts(model_state, failed if lacks_model else None, MAX_ATTEMPTS - attempt)
+        if await_stop(ATTEMPT_INTERVAL_S):
+            break
+        if lacks_model:
+            failed = _try_export(session, model_state, config, attempt + 2)
+        if lacks_checkpoint:
+            written = _try_final_checkpoint(model_state, 0.0)
+    return failed, written
+
+
+def _warn_of_attempts(model_state: ModelState, failed: Exception | None, left: int) -> None:
+    again = (ATTEMPT_INTERVAL_S, left * ATTEMPT_INTERVAL_S / 60)
+    if failed is None:
+        log.error(
+            "the checkpoint of the last step is only in this worker's memory: it tries again every %g s, for "
+            "%g minutes or until Ctrl-C",
+            *again,
+        )
+        return
+    log.error(
+        "%s; the final model is only in this worker's memory; free %s on that disk, or make the folder "
+        "writable: this worker tries again every %g s, for %g minutes or until Ctrl-C",
+        failed.reason if isinstance(failed, ConfigError) else failed,
+        format_bytes(model_state.export_bytes),
+        *again,
+    )
 
 
 def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:

@@ -261,6 +261,11 @@ class ModelState(ABC):
         """Whether the checkpoint of the run's last step has been written."""
         return self._final_step is not None and self._final_step == self._written_step
 
+    def lacks_final_checkpoint(self, timeout_s: float) -> bool:
+        """Wait for the final checkpoint, for at most `timeout_s`; return whether it could not be written."""
+        is_over = self._final_step is not None and self._wait_for_writer(timeout_s)
+        return is_over and not self.has_final_checkpoint
+
     @property
     def others_wait(self) -> bool:
         """Whether the other workers may have to wait for this worker's state while it is away."""

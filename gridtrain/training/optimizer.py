@@ -166,10 +166,7 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
         self.backwards_per_step = 1
-        self._turn_start: TurnStartState | None = None  # of the turn in progress
-        self._round_start: TurnStartState | None = (
-            None  # the same, while a round may send this worker's state
-        )
+        self._turn_start: TurnStartState | None = None  # of the latest turn, until its round is over
         self._statistics = RunningStatistics(model)
         self.parameter_watch = ParameterWatch(model, self._flat.parameters)
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
@@ -295,12 +292,12 @@ class GridOptimizer(WrappingOptimizer):
         """
         self.base.check_sometimes()
         self._is_applied = False
-        self._round_start, self._is_exchanging = self._turn_start, True
+        self._is_exchanging = True
         try:
             self._iterate_attempts(usable, early)
             self._turn_start = None
         finally:
-            self._round_start, self._is_exchanging = None, False
+            self._is_exchanging = False
             self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
@@ -430,7 +427,6 @@ class GridOptimizer(WrappingOptimizer):
         """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
         whether this is possible.  No step may be taken afterwards."""
         self._statistics.restore()
-        self._round_start = self._turn_start
         return True
 
     def _compare(self) -> None:
@@ -477,14 +473,9 @@ class GridOptimizer(WrappingOptimizer):
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
         """Return the optimizer and the trackers as they were when the turn in progress began."""
-        start = self._round_start
-        if start is None and self._session.is_in_turn:  # the state is requested during a call of the script
-            start = self._turn_start
-        return (
-            (self.replicated, self._trackers)
-            if start is None
-            else start.apply_to(self.replicated, self._trackers)
-        )
+        if self._turn_start is None or not self._session.is_in_turn:
+            return self.replicated, self._trackers
+        return self._turn_start.apply_to(self.replicated, self._trackers)
 
     def replay_update(self, step: StepUpdate) -> None:
         """Apply a step in which this worker did not take part.

@@ -95,6 +95,14 @@ class PauseController:
         """Whether the agent requests that the script end after the current step."""
         return self._agent.directive.stop
 
+    def await_stop(self, timeout_s: float) -> bool:
+        """Wait until the agent requests that the script end, but not longer than `timeout_s`; return whether
+        it has."""
+        until_s = time.monotonic() + timeout_s
+        while not self.should_stop and (left_s := until_s - time.monotonic()) > 0.0:
+            self._agent.wait(left_s)
+        return self.should_stop
+
     @property
     def remaining_bytes(self) -> int:
         """The bytes that this process may still send and receive; 2**60 without a limit."""

@@ -37,6 +37,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain.network.wire.codec import encode
+from gridtrain_coordinator import daemon
 from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
@@ -437,10 +438,20 @@ def test_the_third_violation_is_a_kick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], EXIT_DELAY_S)]
+    ("members", "ends_after_s"),
+    [
+        ([], 1.0),
+        ([{"peer": ANNA.hex(), "figures": {m.EXPORT_ATTEMPTS: 0.0}}], EXIT_DELAY_S),
+        ([{"peer": ANNA.hex(), "figures": {m.EXPORT_ATTEMPTS: 1.0}}], 40.0),
+        ([{"peer": ANNA.hex(), "figures": {m.FAILED_CHECKPOINTS: 1.0}}], 40.0),
+    ],
 )
-def test_it_exits_after_the_end_of_the_run(members: list[dict[str, Any]], ends_after_s: float) -> None:
-    """At once when all workers have left, otherwise after a delay; each reading of the clock takes 0.05 s."""
+def test_it_exits_after_the_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, members: list[dict[str, Any]], ends_after_s: float
+) -> None:
+    """At once when all workers have left, otherwise after a delay, which is longer while a worker writes the
+    model or cannot write its last checkpoint; each reading of the clock takes 0.05 s."""
+    monkeypatch.setattr(daemon, "WRITING_DELAY_S", 40.0)
     core = FakeCore()
     core.status.update(finished=True, members=members)
     now_s = 100.0
@@ -452,7 +463,7 @@ def test_it_exits_after_the_end_of_the_run(members: list[dict[str, Any]], ends_a
 
     iterations: list[list[TransportEvent]] = [[]] * 1000
     run_loop(core, *iterations, clock=clock, exit_when_finished=True)
-    assert now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 iterations"
+    assert ends_after_s - 1.0 <= now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 iterations"
 
 
 def test_by_default_it_does_not_exit_after_the_end() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gridtrain_coordinator.status_report import RateMeter, redact_addresses
+import pytest
+
+from gridtrain_coordinator.status_report import RateMeter, build_status, redact_addresses
 
 
 def snapshot(step: int, phase: str = "training", **sent_bytes: float) -> dict[str, Any]:
@@ -68,3 +70,37 @@ def test_addresses_and_nothing_else_are_removed() -> None:
             {"event": "no_route", "name": "anna"},
         ],
     }
+
+
+def figures(computing_s: float, communicating_s: float, waiting_s: float = 0.0) -> dict[str, float]:
+    return {
+        "computing_s": computing_s,
+        "selecting_s": 0.125,
+        "communicating_s": communicating_s,
+        "waiting_s": waiting_s,
+        "applying_s": 0.125,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        ([figures(1.0, 2.5), figures(3.0, 0.5)], [figures(1.0, 0.5, 2.0), figures(3.0, 0.5)]),
+        ([figures(1.0, 1.5, 1.0), figures(3.0, 0.5)], [figures(1.0, 0.5, 2.0), figures(3.0, 0.5)]),
+        ([figures(1.0, 0.5), figures(30.0, 0.5)], [figures(1.0, 0.0, 0.5), figures(30.0, 0.5)]),
+        ([figures(1.0, 0.5), {"computing_s": float("nan")}], [figures(1.0, 0.5), None]),
+        ([figures(1.0, 0.5), {}], [figures(1.0, 0.5), {}]),
+    ],
+    ids=["slow", "waited before", "of another step", "not a number", "no figures"],
+)
+def test_time_in_which_the_slowest_member_is_busy_is_waiting(
+    reported: list[dict[str, float]], shown: list[dict[str, float] | None]
+) -> None:
+    """A worker outside the group, whatever it reports, delays no one."""
+    members = [{"peer": str(n), "rank": n, "figures": each} for n, each in enumerate(reported)]
+    members.append({"peer": "x", "rank": None, "figures": figures(99.0, 0.0)})
+    taken = {"members": members, "step": 7, "phase": "training"}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    for member, expected in zip(status["members"], shown, strict=False):
+        assert expected is None or member["figures"] == expected
+    assert [member["figures"] for member in members[:-1]] == reported, "the report itself is unchanged"

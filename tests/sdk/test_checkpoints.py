@@ -31,6 +31,7 @@ from gridtrain.training import model_state as model_state_module
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.pause import PauseController
 from gridtrain.training.residual_departure import LEFT_FOLDER
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
@@ -399,6 +400,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_store, "_write_file", full)
+    monkeypatch.setattr(PauseController, "await_stop", lambda self, timeout_s: True)
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=-1))
     assert seen["steps"] == list(range(STEPS))
     assert caplog.text.count("cannot be written to") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,9 +22,10 @@ from training_loop import sgd
 import gridtrain
 from gridtrain.core.messages import EndRun, OperatorReply, Refused
 from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.runtime.client.agent_link import AgentDirective, NoAgent
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.sdk import run_end
+from gridtrain.training.pause import PauseController
 
 DATA = [torch.full((2,), float(i)) for i in range(8)]
 
@@ -106,7 +108,7 @@ def test_the_owner_is_told_that_the_final_model_was_not_written(
     new_group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "final.safetensors").mkdir()
-    monkeypatch.setattr(run_end, "sleep", lambda seconds_s: None)
+    monkeypatch.setattr(PauseController, "await_stop", lambda self, timeout_s: False)
     with new_group(workers=2) as group:
         for _ in range(2):
             group.start(lambda grid, number: train_steps(grid, 1.0))
@@ -131,14 +133,20 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
     is_mended: bool,
 ) -> None:
     waits_s: list[float] = []
+    alerts: list[str] = []
 
-    def sleep(seconds_s: float) -> None:
-        waits_s.append(seconds_s)
-        if is_mended and len(waits_s) == 2:
+    def wait(pauses: PauseController, timeout_s: float) -> bool:
+        waits_s.append(timeout_s)
+        if is_mended and len(waits_s) == 3:
+            until_s = time.monotonic() + WITHIN_S
+            while not group.coordinator.snapshot()["alert"] and time.monotonic() < until_s:
+                threading.Event().wait(0.02)
+            alerts.append(group.coordinator.snapshot()["alert"].partition(": free")[0])
             (tmp_path / "final.safetensors").rmdir()
+        return False
 
     (tmp_path / "final.safetensors").mkdir()
-    monkeypatch.setattr(run_end, "sleep", sleep)
+    monkeypatch.setattr(PauseController, "await_stop", wait)
     with new_group(workers=1) as group:
         result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0)))
         group.wait_for("finished", "left" if is_mended else "model_not_written")
@@ -150,7 +158,8 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
         "every 10 s, for 10 minutes or until Ctrl-C"
     )
     if is_mended:
-        assert result is None and (len(waits_s), len(lines)) == (2, 1)
+        assert result is None and (len(waits_s), len(lines)) == (3, 1)
+        assert alerts == ["the final model is not written yet: worker-0 could not write it"]
         assert (tmp_path / "final.safetensors").is_file()
     else:
         assert isinstance(result, ConfigError) and "gridtrain export" not in str(result)
@@ -166,6 +175,45 @@ def test_a_final_model_that_a_checkpoint_has_is_not_waited_for(new_group: Any, t
     assert result.remedy.endswith(
         f"; gridtrain export {tmp_path / 'state'} OUT writes it from the latest checkpoint"
     )
+
+
+def test_the_last_checkpoint_is_written_as_soon_as_there_is_room(
+    new_group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits_s: list[float] = []
+    last = tmp_path / "state" / "step-00000004"
+
+    def wait(pauses: PauseController, timeout_s: float) -> bool:
+        waits_s.append(timeout_s)
+        if len(waits_s) == 2:
+            last.unlink()
+        return False
+
+    last.parent.mkdir()
+    last.write_text("a checkpoint cannot replace a file")
+    monkeypatch.setattr(PauseController, "await_stop", wait)
+    with new_group(workers=1) as group:
+        options = {"checkpoint_every": 2, "state_dir": str(last.parent)}
+        group.result(group.start(lambda grid, number: train_steps(grid, 1.0), **options))
+        group.wait_for("finished", "left")
+    assert len(waits_s) == 2 and last.is_dir()
+    assert caplog.text.count("the checkpoint of the last step is only in this worker's memory") == 1
+
+
+def test_a_stop_ends_the_wait_for_room_at_once(new_group: Any, tmp_path: Path) -> None:
+    (tmp_path / "final.safetensors").mkdir()
+    agent = NoAgent()
+
+    def wait(timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+        agent.directive = AgentDirective(stop=True)
+
+    waits_s: list[float] = []
+    agent.wait = wait  # type: ignore[method-assign]
+    with new_group(workers=1) as group:
+        result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0), owner=agent))
+        group.wait_for("finished", "model_not_written")
+    assert isinstance(result, ConfigError) and len(waits_s) == 1
 
 
 def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

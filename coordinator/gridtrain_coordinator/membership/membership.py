@@ -320,7 +320,7 @@ class Membership:
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         setup = choice.effective_setup
-        skipped = run.skipped_steps
+        skipped, missing = run.skipped_steps, run.missing_model or run.pending_model
         waits = run.members or self._pipeline_recovery.describe_pending_end(now_s)
         ends = run.is_ending and waits and not run.is_finished
         end = f"; its owner has ended the run, which {self._describe_pending_end(now_s)}" if ends else ""
@@ -333,7 +333,7 @@ class Membership:
             "step": self._latest_step,
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
-            "alert": run.missing_model if run.is_finished else skipped.alert if run.present_members else "",
+            "alert": missing if run.is_finished else skipped.alert if run.present_members else "",
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,

@@ -15,14 +15,19 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, list_first
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import LeftWorker, RecoveredRun, left_entry
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.run.worker_problems import SkipAlert, SkippedSteps
+from gridtrain_coordinator.run.worker_problems import (
+    EXPORT_REMEDY,
+    MAX_CAUSES_SHOWN,
+    SkipAlert,
+    SkippedSteps,
+)
 
 MAX_STEPS = 2**62
 """The highest step accepted from a worker; sums that include it still fit into a protocol field."""
@@ -171,6 +176,16 @@ class RunState:
         """Return whether a member writes the final model, or its stage's part of it."""
         stages = group_by_stage(self.member_order, self.partition.stage_count)
         return any(peer in replicas[:1] for replicas in stages)
+
+    @property
+    def pending_model(self) -> str:
+        """Which members try again to write the final model of the finished run, or their parts of it, and
+        what to do; "" if none does."""
+        failing = [worker for worker in self.workers.values() if worker.problems.failed_exports]
+        names = [worker.name for worker in failing if self.writes_model(worker.peer)]
+        first = list_first(names, MAX_CAUSES_SHOWN)
+        text = f"the final model is not written yet: {first} could not write it: {EXPORT_REMEDY}"
+        return text if names else ""
 
     def stage_of(self, peer: m.PeerId) -> int:
         """Return a member's stage, determined by its rank.

@@ -1,4 +1,4 @@
-"""Problems from heartbeats (skipped and missed steps, lone means, failed checkpoints): alerts and texts.
+"""Problems from heartbeats (skipped and missed steps, lone means, files not written): alerts and texts.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
@@ -45,6 +45,7 @@ OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
 LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
+EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
 
 
@@ -215,7 +216,13 @@ class FailureCount:
 
 @dataclass(slots=True)
 class WorkerProblems:
-    """The problems of one worker."""
+    """The problems of one worker.
+
+    Attributes:
+        failed_exports: the number of failed attempts to write the final model; 0 once it is written.
+    """
+
+    failed_exports: int = 0
 
     _skips: StepCounter = field(default_factory=StepCounter)
     _missed: StepCounter = field(default_factory=StepCounter)
@@ -243,6 +250,7 @@ class WorkerProblems:
         if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):
             fields = {"name": name, "step": self._lone_means.latest_step, "remedy": LONE_MEAN_REMEDY}
             events.append(LogEvent("warning", "lone_mean", fields))
+        self.failed_exports = max(0, _count(figures, m.EXPORT_ATTEMPTS) - 1)
         events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
         return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
@@ -266,6 +274,9 @@ class WorkerProblems:
         if failed := self._uploads.count:
             attempts = format_count(failed, "attempt")
             texts.append(f"could not upload a checkpoint in {attempts}: {UPLOAD_REMEDY}")
+        if failed := self.failed_exports:
+            attempts = format_count(failed, "attempt")
+            texts.append(f"{m.MODEL_NOT_WRITTEN} in {attempts}, and tries again: {EXPORT_REMEDY}")
         return "; ".join(texts)
 
 

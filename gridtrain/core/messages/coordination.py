@@ -188,6 +188,10 @@ FAILED_CHECKPOINTS = "failed_checkpoints"
 FAILED_UPLOADS = "failed_uploads"
 """Heartbeat metric: number of consecutive failed attempts, up to the latest, to upload a checkpoint."""
 
+EXPORT_ATTEMPTS = "export_attempts"
+"""Heartbeat metric: number of attempts to write the final model, including the one in progress; 0 once this
+worker has written it."""
+
 
 MAX_METRICS = 64
 

@@ -1249,6 +1249,22 @@ def test_a_member_that_does_not_write_the_model_cannot_say_that_it_is_missing() 
     assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
 
 
+def test_the_status_of_a_finished_run_names_the_member_that_tries_again_to_write_the_model() -> None:
+    """Only a member that is to write it can say so."""
+    run = Run(A, B)
+    run.say(A, m.RunFinished(9, b"history"))
+    run.say(B, m.RunFinished(9, b"history"))
+    for peer, attempts, alert in (
+        (A, 1.0, ""),
+        (B, 2.0, ""),
+        (A, 2.0, "the final model is not written yet: a"),
+    ):
+        run.say(peer, m.Heartbeat(1, 10, 10, ((m.EXPORT_ATTEMPTS, attempts),)))
+        assert run.core.snapshot(run.now_s)["alert"].partition(" could")[0] == alert
+    run.say(A, m.Heartbeat(2, 10, 10, ((m.EXPORT_ATTEMPTS, 0.0),)))
+    assert run.core.snapshot(run.now_s)["alert"] == ""
+
+
 def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
     run = Run(A)
     end(run)

@@ -126,6 +126,19 @@ def test_failures_are_repeated_every_ten_minutes_until_there_is_a_success(
     assert problems.text(801.0) == f"{text}: {remedy}"
 
 
+def test_an_attempt_to_write_the_final_model_has_failed_when_the_next_one_begins() -> None:
+    problems = WorkerProblems()
+    texts = []
+    for attempts in (1.0, 2.0, 3.0, 0.0):
+        events(problems, 0.0, 9, export_attempts=attempts)
+        texts.append(problems.text(0.0))
+    text = (
+        "could not write the final model in {}, and tries again: free space on its disk, or make the folder "
+        "writable; its log names the folder"
+    )
+    assert texts == ["", text.format("1 attempt"), text.format("2 attempts"), ""]
+
+
 def test_a_worker_with_changing_claims_does_not_fill_the_log() -> None:
     problems = WorkerProblems()
     logged = [
@@ -142,7 +155,14 @@ def test_figures_that_are_no_counts_are_ignored() -> None:
     problems = WorkerProblems()
     for value in (-1.0, float("inf"), float("nan"), 1e300):
         figures = dict.fromkeys(
-            (m.OWN_SKIPPED_STEPS, m.MISSED_STEPS, m.FAILED_CHECKPOINTS, m.FAILED_UPLOADS), value
+            (
+                m.OWN_SKIPPED_STEPS,
+                m.MISSED_STEPS,
+                m.FAILED_CHECKPOINTS,
+                m.FAILED_UPLOADS,
+                m.EXPORT_ATTEMPTS,
+            ),
+            value,
         )
         assert events(problems, 0.0, 0, **figures) == []
     assert problems.text(0.0) == ""
