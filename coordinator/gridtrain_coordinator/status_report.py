@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gridtrain_coordinator.run.straggler import find_straggler
+
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
@@ -108,11 +110,14 @@ def build_status(
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard shows as well.
 
-    It extends `Membership.snapshot` with software, address, now_s (the clock of the events' `at_s`),
-    uptime_s, wall_s and steps_per_s, and each member with sent_Bps and received_Bps (None while unknown).
+    It extends `Membership.snapshot` with waited_for (the slow member and its time, as text), software,
+    address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and each member with
+    sent_Bps and received_Bps (None while unknown).
     """
-    active = [member["figures"] for member in snapshot["members"] if member.get("rank") is not None]
-    slowest_s = max(map(_busy_s, active), default=0.0)
+    active = [member for member in snapshot["members"] if member.get("rank") is not None]
+    busy_s = {m["name"]: _busy_s(m["figures"]) for m in active if "computing_s" in m["figures"]}
+    slowest_s = max(busy_s.values(), default=0.0)
+    straggler = find_straggler(busy_s) if snapshot["phase"] == "training" else None
     members = [
         {
             **member,
@@ -127,6 +132,7 @@ def build_status(
     return {
         **snapshot,
         "members": members,
+        "waited_for": " ".join(straggler) if straggler else "",
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),

@@ -97,10 +97,37 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
     reported: list[dict[str, float]], shown: list[dict[str, float] | None]
 ) -> None:
     """A worker outside the group, whatever it reports, delays no one."""
-    members = [{"peer": str(n), "rank": n, "figures": each} for n, each in enumerate(reported)]
-    members.append({"peer": "x", "rank": None, "figures": figures(99.0, 0.0)})
+    members = [
+        {"peer": str(n), "name": str(n), "rank": n, "figures": each} for n, each in enumerate(reported)
+    ]
+    members.append({"peer": "x", "name": "x", "rank": None, "figures": figures(99.0, 0.0)})
     taken = {"members": members, "step": 7, "phase": "training"}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     for member, expected in zip(status["members"], shown, strict=False):
         assert expected is None or member["figures"] == expected
     assert [member["figures"] for member in members[:-1]] == reported, "the report itself is unchanged"
+
+
+@pytest.mark.parametrize(
+    ("phase", "reported", "said"),
+    [
+        (
+            "training",
+            [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)],
+            "w2 computes 3.25 s per step; the median is 350 ms",
+        ),
+        ("training", [figures(3.0, 0.1)] * 3, ""),
+        ("training", [figures(3.0, 0.1), {}], ""),
+        ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], ""),
+    ],
+    ids=["slow", "alike", "not reported yet", "not training"],
+)
+def test_the_member_for_which_the_others_wait_is_named(
+    phase: str, reported: list[dict[str, float]], said: str
+) -> None:
+    members = [
+        {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
+    ]
+    taken = {"members": members, "step": 7, "phase": phase}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["waited_for"] == said

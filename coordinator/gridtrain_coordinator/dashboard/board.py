@@ -19,8 +19,8 @@ from gridtrain.quantities import format_worker_state
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
-from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
+from gridtrain_coordinator.run.straggler import find_straggler
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60

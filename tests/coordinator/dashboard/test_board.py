@@ -11,8 +11,8 @@ from dashboard_demo.simulated_run import Run
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.prometheus import exposition
-from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
+from gridtrain_coordinator.run.straggler import find_straggler
 
 
 def status(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Which worker the web page marks as the slow one for which the others wait, and from which delay on.
-
-`board` supplies the timings.
-"""
+"""Which slow worker status and web page name as the one that the others wait for, and from which delay on."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None
     """Return the worker for which the others wait, and why; None if no worker stands out.
 
     Args:
-        busy_s: by worker, the time that it spent computing and selecting in its latest step, in seconds.
+        busy_s: by worker, the time that it spent on its own work in its latest step, in seconds.
     """
     known = {
         who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)
