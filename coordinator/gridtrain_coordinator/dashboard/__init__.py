@@ -4,7 +4,7 @@
       (never waits)  <---orders------  (its own thread)        |    \\
                                                             history  event_stream, for all open pages
 
-Content: `topology_graph`, `straggler` (the worker for which the others wait) and `prometheus` (metrics);
+Content: `topology_graph` and `prometheus` (metrics);
 `sanitize` makes values from workers safe.  HTTP server: `startup`, `listen_address`, `guard` (checks each
 request) and `connection_timeouts`.
 
