@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
+EXCHANGES = ("dense", "topk", "gtopk", "gtopk-direct", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
 """The maximum number of workers for which the best order on a network of unequal links is searched for.
@@ -241,7 +241,7 @@ def plan(
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
     Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
-    dense-direct, topk, gtopk, gtopk-tree, star, star-gtopk.
+    dense-direct, topk, gtopk, gtopk-direct, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload
@@ -319,13 +319,18 @@ def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
 def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
-    from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
+    """Estimate a step as a run would take it: `dense` and `gtopk` with the topology that is chosen for it."""
+    from gridtrain.core.planning import exchange_comparison
     from gridtrain.core.planning.workload import CpuCosts
 
     network = described.network(count)
     ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
-    estimate = estimate_best_order if ordered else estimate_exchange
-    return estimate(load, network, CpuCosts(), compute_s, local_steps=local_steps)
+    estimate = exchange_comparison.estimate_best_order if ordered else exchange_comparison.estimate_exchange
+    used, direct_kind = load, exchange_comparison.DIRECT_KIND.get(load.kind)
+    if direct_kind and exchange_comparison.choose_topology(load, count, network, edges=True).is_direct:
+        used = replace(load, kind=direct_kind)
+    found = estimate(used, network, CpuCosts(), compute_s, local_steps=local_steps)
+    return replace(found, load=load)
 
 
 # -- output -------------------------------------------------------------------------------------------

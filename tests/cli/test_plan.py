@@ -163,7 +163,11 @@ def test_figures_scale_with_the_number_of_workers() -> None:
     grows = {name: found[name, 64]["exchange_s"] / found[name, 8]["exchange_s"] for name in ("dense", "star")}
     assert grows["dense"] < 1.2
     assert grows["star"] == pytest.approx(63 / 7, rel=0.1)
-    assert found["gtopk", 64]["sent_bytes"] == pytest.approx(2 * found["gtopk", 8]["sent_bytes"])
+    # A butterfly of 64 and one of 32 send 6 and 5 payloads, the direct exchange of 8 sends 2 * 7/8.
+    assert found["gtopk", 64]["sent_bytes"] == pytest.approx(6 / 5 * found["gtopk", 32]["sent_bytes"])
+    assert found["gtopk", 64]["sent_bytes"] == pytest.approx(
+        6 / 1.75 * found["gtopk", 8]["sent_bytes"], rel=0.01
+    )
     assert found["topk", 64]["sent_bytes"] == pytest.approx(9 * found["topk", 8]["sent_bytes"], rel=0.01)
     for each in found.values():
         assert each["efficiency"] == pytest.approx(0.5 / each["step_s"])

@@ -256,7 +256,9 @@ MAX_DIRECT_MEMBERS = 16
 MIN_LINK_SHARE = 0.25
 """A link slower than this share of its ends' upload and download is probably shared by several pairs."""
 
-_DIRECT_KIND = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
+DIRECT_KIND = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
+"""The direct kind of each kind whose topology the coordinator may choose."""
+
 _USUAL_NAME = {ExchangeKind.DENSE: "around a ring", ExchangeKind.GTOPK: "in a butterfly"}
 
 
@@ -297,7 +299,7 @@ def choose_topology(
     """
     if load is None or size < 3:
         return USUAL_TOPOLOGY
-    kind = next((usual for usual, direct in _DIRECT_KIND.items() if load.kind in (usual, direct)), None)
+    kind = next((usual for usual, direct in DIRECT_KIND.items() if load.kind in (usual, direct)), None)
     if kind is None or (not kind.is_sparse and load.unit_bytes > MAX_DIRECT_BYTES):
         return USUAL_TOPOLOGY
     name = _USUAL_NAME[kind]
@@ -309,7 +311,7 @@ def choose_topology(
         return Topology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
         return Topology(False, f"{name}, because a link has only {share:.0%} of the rate of its ends", inf)
-    usual, direct = replace(load, kind=kind), replace(load, kind=_DIRECT_KIND[kind])
+    usual, direct = replace(load, kind=kind), replace(load, kind=DIRECT_KIND[kind])
     usual_s = best_order(usual, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
     if direct_s < usual_s:
