@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gridtrain_coordinator.run.straggler import find_straggler
+from gridtrain_coordinator.run.slow_member import find_slow_member
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
@@ -117,7 +117,7 @@ def build_status(
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
     busy_s = {m["name"]: _busy_s(m["figures"]) for m in active if "computing_s" in m["figures"]}
     slowest_s = max(busy_s.values(), default=0.0)
-    straggler = find_straggler(busy_s) if snapshot["phase"] == "training" else None
+    straggler = find_slow_member(busy_s) if snapshot["phase"] == "training" else None
     members = [
         {
             **member,

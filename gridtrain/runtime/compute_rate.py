@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 
-WARM_UP_STEPS = 1
+UNCOUNTED_STEPS = 1
 """Number of batches at the start that are not counted, because kernels are compiled and memory is allocated
 while they are being computed."""
 
@@ -34,7 +34,7 @@ class ComputeRate:
     def begin(self, now_s: float, samples: int) -> None:
         """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
         self._measured_steps += samples > 0
-        counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
+        counts = samples > 0 and self._measured_steps > UNCOUNTED_STEPS
         self._turn_began_s, self._computed_share = now_s, 1.0
         self._began_s, self._open_samples = now_s if counts else None, samples
         self._before_pause_s = None

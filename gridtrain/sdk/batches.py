@@ -1,4 +1,4 @@
-"""`grid.batches`: the samples of each turn, pauses between turns, errors of loops that miss a call.
+"""`grid.batches`: samples of each turn and `step()` call, pauses, errors of loops that miss a call.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written
@@ -181,7 +181,7 @@ class Turns:
             return False
         snapshot = self._session.snapshot
         others_wait = self._model_state.others_wait
-        held = self._model_state.rest(self._pauses.remaining_bytes // 2)
+        held = self._model_state.rest(self._pauses.residual_budget_bytes)
         touched = snapshot.is_modified or snapshot.applied >= 0
         return self._pauses.pause(
             held, touched=touched, on_left=self._model_state.save_paused, others_wait=others_wait

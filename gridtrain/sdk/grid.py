@@ -612,7 +612,7 @@ class Grid:
             if not self.finished and not self._is_closed:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
-                    budget_bytes = self._pauses.remaining_bytes // 2
+                    budget_bytes = self._pauses.residual_budget_bytes
                     is_settled = isinstance(self._optimizer, GridOptimizer) and self._optimizer.is_settled
                     between_steps = self._turns.is_stopped or (self._session.is_turn_done and is_settled)
                     self._model_state.leave(budget_bytes, between_steps=between_steps)

@@ -110,6 +110,11 @@ class PauseController:
         return int(max(0.0, min(left, 1 << 60)))
 
     @property
+    def residual_budget_bytes(self) -> int:
+        """The bytes that a worker that pauses or leaves may spend on handing over its residual."""
+        return self.remaining_bytes // 2
+
+    @property
     def moved_bytes(self) -> int:
         """The bytes that this worker has sent, received and fetched so far.  Thread-safe."""
         return self._note_exchanges() + self._fetches.fetched_bytes

@@ -20,7 +20,7 @@ from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from gridtrain_coordinator.run.straggler import find_straggler
+from gridtrain_coordinator.run.slow_member import find_slow_member
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
@@ -168,7 +168,7 @@ class Board:
         self._staged = int(status.get("stages", 1)) > 1
         is_finished = status["phase"] == "finished"
         self._update_rows([*members, *_paused_rows(status)], at_s, is_finished)
-        slow = self._find_straggler() if status["phase"] == "training" else None
+        slow = self._find_slow_member() if status["phase"] == "training" else None
         ids = {row.value("rank"): row.id for row in self._active()}
         graph = build_graph(status if ids else {**status, "world_size": 0}, run_load)
         self.topology = {
@@ -351,14 +351,14 @@ class Board:
     def _share(self) -> int:
         return sum(row.value("share") or 0 for row in self._active())
 
-    def _find_straggler(self) -> tuple[int, str] | None:
+    def _find_slow_member(self) -> tuple[int, str] | None:
         busy_s = {
             str(row.id): None
             if (computing_s := row.value("computing_s")) is None
             else computing_s + (row.value("selecting_s") or 0.0)
             for row in self._active()
         }
-        found = find_straggler(busy_s)
+        found = find_slow_member(busy_s)
         return (int(found[0]), found[1]) if found is not None else None
 
     # -- output --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
-    ViolationReport    broke the protocol ---------> a violation, counted elsewhere
+    ViolationReport    broke the protocol ---------> a violation (`access.violations`)
 
 A report by one member against another is never sufficient grounds for dismissing either of them.
 """

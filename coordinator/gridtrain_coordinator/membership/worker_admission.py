@@ -1,4 +1,4 @@
-"""Admits workers: limit on their number, whether their setups (model, data) fit, measuring of links.
+"""Admits workers: how many, whether a setup (model, data) fits or redefines the run, measuring of links.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links

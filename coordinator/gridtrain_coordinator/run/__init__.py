@@ -11,6 +11,6 @@ divergence         compares the digests of the members' states
 journal_recovery   reads the run back from the journal
 unique_names       names of workers, unique within the run
 paused_workers     workers that their owners have paused
-straggler          the slow member for which the others wait
+slow_member        the slow member for which the others wait
 worker_problems    skipped steps, missed steps and failed checkpoints, as reported by workers
 """

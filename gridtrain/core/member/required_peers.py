@@ -60,7 +60,8 @@ def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) ->
 def _required_in_pipeline(assignment: RankAssignment, trainer: TrainerJoined) -> frozenset[int]:
     """Return the required ranks for a model in stages.
 
-    The pipeline is a ring, because the last stage's checkpoints are stored in the first stage.
+    The stages are a ring: activations go to the next stage and back, and the next stage also stores copies of
+    checkpoints, those of the last stage in the first.
     """
     rank, own, world_size = assignment.rank, assignment.members[assignment.rank], assignment.world_size
     if rank == ROOT:

@@ -12,7 +12,7 @@ from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COL
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.prometheus import exposition
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from gridtrain_coordinator.run.straggler import find_straggler
+from gridtrain_coordinator.run.slow_member import find_slow_member
 
 
 def status(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
@@ -313,13 +313,13 @@ def test_edges_are_those_of_the_exchange() -> None:
 
 
 def test_the_straggler_is_far_slower_than_the_median() -> None:
-    assert find_straggler({"a": 0.1, "b": 0.11, "c": 0.3}) == (
+    assert find_slow_member({"a": 0.1, "b": 0.11, "c": 0.3}) == (
         "c",
         "computes 300 ms per step; the median is 110 ms",
     )
-    assert find_straggler({"a": 0.1, "b": 0.11, "c": 0.12}) is None
-    assert find_straggler({"a": 0.001, "b": 0.003}) is None  # noise
-    assert find_straggler({"a": 9.0}) is None and find_straggler({"a": None, "b": 1.0}) is None
+    assert find_slow_member({"a": 0.1, "b": 0.11, "c": 0.12}) is None
+    assert find_slow_member({"a": 0.001, "b": 0.003}) is None  # noise
+    assert find_slow_member({"a": 9.0}) is None and find_slow_member({"a": None, "b": 1.0}) is None
 
 
 def test_rows_have_the_live_columns() -> None:

@@ -12,7 +12,7 @@ SLOW = 1.25
 NOTICEABLE_S = 0.005
 
 
-def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
+def find_slow_member(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
     """Return the worker for which the others wait, and why; None if no worker stands out.
 
     Args:
