@@ -228,9 +228,7 @@ def _claim_identity(
         return _ClaimedIdentity(*claimed, lock.pop_all(), is_new=claimed[1] not in before)
 
 
-def _present(
-    store: InvitationStore, invitation: Invitation, one: _ClaimedIdentity, timeout_s: float
-) -> None:
+def _present(store: InvitationStore, invitation: Invitation, one: _ClaimedIdentity, timeout_s: float) -> None:
     """Enrol an identity with this invitation, or with an unused invitation of another worker.
 
     The identity with which this invitation was used is enrolled with no other invitation.

@@ -1320,10 +1320,8 @@ def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
         run.tick()
     restart_from_step_100(run, A, B)
     said = end(run)
-    assert re.fullmatch(
-        r'the run "r" ends when c, which is disconnected, comes back, or in \d\d s with the model of step 100',
-        said,
-    ), said
+    when = r"ends when c, which is disconnected, comes back, or in \d\d s with the model of step 100"
+    assert re.search(f"{when}$", said), said
     while run.core.generation == 1:
         run.now_s = max(run.now_s, run.core.deadline_s)
         run.tick()
