@@ -135,6 +135,25 @@ def test_the_other_worker_of_a_machine_stays_admitted(coordinator: LiveCoordinat
         stack.enter_context(enroll(often, WITHIN_S))
 
 
+@pytest.mark.parametrize("banned", [False, True])
+def test_a_removed_worker_does_not_take_the_free_key_of_another_one(
+    coordinator: LiveCoordinator, stack: ExitStack, banned: bool
+) -> None:
+    anna, ben, cleo = (coordinator.invitation() for _ in range(3))
+    stack.enter_context(enroll(anna, WITHIN_S))
+    with enroll(ben, WITHIN_S) as bens, enroll(cleo, WITHIN_S) as cleos:
+        peers = key(bens), key(cleos)
+    coordinator.operator_client().order(RemoveWorker(peers[1], banned, "too slow"))
+    with pytest.raises(JoinRefused, match="was removed from the run"):
+        stack.enter_context(enroll(cleo, WITHIN_S))
+    if not banned:  # with a new invitation it may take any free key of the machine, and ben the other one
+        again = stack.enter_context(enroll(coordinator.invitation(), WITHIN_S))
+        bens = stack.enter_context(enroll(ben, WITHIN_S))
+        assert {key(again), key(bens)} == {*peers}
+    else:
+        assert key(stack.enter_context(enroll(ben, WITHIN_S))) == peers[0], "ben may return"
+
+
 def test_a_folder_that_cannot_be_written_to_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:

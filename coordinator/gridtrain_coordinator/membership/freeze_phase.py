@@ -23,7 +23,7 @@ from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
-from gridtrain_coordinator.run.run_state import RunState
+from gridtrain_coordinator.run.run_state import END_REASON, RunState
 
 _NO_HOLDER = f"no worker was training; {MODEL_REMEDY}"
 
@@ -105,16 +105,12 @@ class FreezePhase:
     def _start_over(self, now_s: float) -> list[Effect]:
         """Start over from new workers' checkpoints or at step 0, because no worker holds the model.
 
-        A run that its owner has ended is finished instead, without a model.
+        A run that its owner has ended is finished instead, with the model of a checkpoint if there is one.
         """
         run = self._run
         if run.is_ending:
             return self.end_without_members(now_s)
-        run.lose_model()
-        run.view_change.withdraw()
-        run.view_change.reset()
-        self.is_awaiting_members, self.delayed_until_s = False, None
-        self._view_installer.clear_initial_state()
+        self._forget_members()
         lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
@@ -126,13 +122,31 @@ class FreezePhase:
             *(run.phase_message(peer) for peer in run.workers),
         ]
 
+    def _forget_members(self) -> None:
+        run = self._run
+        run.lose_model()
+        run.view_change.withdraw()
+        run.view_change.reset()
+        self.is_awaiting_members, self.delayed_until_s = False, None
+        self._view_installer.clear_initial_state()
+
     def end_without_members(self, now_s: float) -> list[Effect]:
-        """End the run on its owner's order, because no member is left that could come back with the model."""
+        """End the run on its owner's order, because no member is left that could come back with the model.
+
+        Connected workers with checkpoints first form a generation, once admitted, and write the model.
+        """
         run = self._run
         run.view_change.reset()
         if run.partition.is_pipeline:
             return self._pipeline_recovery.end_without_members(now_s)
-        return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
+        if run.checkpoint_step is None:
+            return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
+        self._forget_members()
+        run.view_change.request(END_REASON)
+        for worker in run.workers.values():
+            worker.mark_caught_up()  # no member can send the state
+        saved = [w for w in run.workers.values() if w.setup is not None and w.setup.checkpoint is not None]
+        return self._view_installer.install_first(now_s) if any(w.is_admitted for w in saved) else []
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -269,18 +269,24 @@ class Membership:
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return pending
         members = format_count(len(run.member_order), "member")
-        if not run.present_members:
-            awaited = len(run.members - run.departed_members) or len(run.members)
+        saved = run.checkpoint_step
+        if not run.members:
+            return f"ends when its workers are admitted, with the model of step {saved}"
+        has_lost_state = saved is not None and run.departed_members.issuperset(run.present_members)
+        if has_lost_state or not run.present_members:
+            holders = run.members - run.departed_members or run.members
             left_s = math.ceil(min(run.limits.regather_s, max(0.0, run.view_change.deadline_s - now_s)))
-            when = f"comes back, or in {left_s} s without a model"
+            model = "without a model" if saved is None else f"with the model of step {saved:,}"
+            when = f"comes back, or in {left_s} s {model}"
             if run.partition.is_pipeline:
                 when = (
                     "or a worker with a checkpoint joins; if a stage is then missing, "
                     f"{run.limits.regather_s:g} s later, without a model"
                 )
-            if awaited == 1:
-                return f"ends when its member, which is disconnected, {when}"
-            return f"ends when one of its {awaited} members, all of which are disconnected, {when}"
+            if len(holders) == 1:
+                who = self.worker_name(*holders) if run.present_members else "its member"
+                return f"ends when {who}, which is disconnected, {when}"
+            return f"ends when one of its {len(holders)} members, all of which are disconnected, {when}"
         write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
         waits = ""

@@ -29,6 +29,8 @@ from gridtrain_coordinator.run.worker_problems import (
     SkippedSteps,
 )
 
+END_REASON = "the run's owner has ended the run"
+
 MAX_STEPS = 2**62
 """The highest step accepted from a worker; sums that include it still fit into a protocol field."""
 
@@ -172,6 +174,13 @@ class RunState:
         """Return the workers that may enter the next generation and are not in the current one."""
         return self.workers.candidates(self.members).newcomers
 
+    @property
+    def checkpoint_step(self) -> int | None:
+        """The step of the registered workers' latest checkpoint; None without one, or for a pipeline."""
+        setups = (worker.setup for worker in self.workers.values())
+        checkpoints = [setup.checkpoint for setup in setups if setup is not None]
+        return max((info.applied + 1 for info in checkpoints if info is not None), default=None)
+
     def writes_model(self, peer: m.PeerId) -> bool:
         """Return whether a member writes the final model, or its stage's part of it."""
         stages = group_by_stage(self.member_order, self.partition.stage_count)
@@ -285,7 +294,7 @@ class RunState:
         """Let the members finish the run with the next generation, in which they all hold the same state."""
         entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
         entries, self.is_ending = [] if self.is_ending else [entry], True
-        self.view_change.replace_reason("the run's owner has ended the run")
+        self.view_change.replace_reason(END_REASON)
         return entries
 
     def record_leave(self, worker: Worker) -> list[JournalEntry]:

@@ -15,7 +15,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,7 +126,9 @@ def make_private_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim_identity(folder: Path, *, fresh: bool) -> Iterator[tuple[Identity, Path] | None]:
+def claim_identity(
+    folder: Path, *, fresh: bool, first: Collection[str] = ()
+) -> Iterator[tuple[Identity, Path] | None]:
     """Lock the first identity in the folder that is not locked; yield the identity and its file.
 
     A restarted worker is therefore the same peer as before, and two workers on one machine are different
@@ -136,12 +138,13 @@ def claim_identity(folder: Path, *, fresh: bool) -> Iterator[tuple[Identity, Pat
         folder: the folder of the key files.
         fresh: whether to create an identity if no existing identity is free; if False, None is yielded
             instead.
+        first: the names, without suffix, of key files that are tried before all others.
 
     Raises:
         ConfigError: all identities are in use, or a key file cannot be read or written.
     """
     make_private_folder(folder)
-    for slot in range(MAX_IDENTITIES):
+    for slot in sorted(range(MAX_IDENTITIES), key=lambda slot: f"worker-{slot}" not in first):
         path = folder / f"worker-{slot}.key"
         if not fresh and not path.exists():
             continue

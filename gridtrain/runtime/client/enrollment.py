@@ -2,8 +2,9 @@
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
-    enroll(invitation)  request the status with each free identity of this run
+    enroll(invitation)  request the status with each free identity of this run, first the invitation's own
                         an identity is known  --> use this identity
+                        its own was removed   --> no identity of another invitation
                         none is known         --> send Enrol with the invitation's key, for an identity that
                                                   was removed from the run, or else for a new identity
                                                   Enrolled: use it    Refused, denied: report the reason
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,11 @@ def _choose_identity(
     Also returns the run's status if the identity was admitted without the invitation, and None otherwise.
     """
     removed: list[_ClaimedIdentity] = []
-    while (one := _claim_identity(store, invitation, folder, fresh=not removed)) is not None:
+    own = store.keys_of(invitation)
+    while (one := _claim_identity(store, invitation, folder, fresh=not removed, first=own)) is not None:
         lock = others.enter_context(one.lock)
+        if removed and removed[0].path.stem in own and one.path.stem not in own:
+            break  # this worker was removed, and must not take the identity of another worker
         with one.discarded_after(BaseException):
             status = _status_if_admitted(invitation, one.identity, timeout_s)
         if status is not None:
@@ -196,55 +200,58 @@ def _choose_identity(
             removed.append(one)
         elif not removed:
             with one.discarded_after(JoinRefused):
-                _present_new(store, invitation, one.identity, one.path, timeout_s)
+                _present(store, invitation, one, timeout_s)
             return replace(one, lock=lock.pop_all()), None
     one = removed[0]
     try:
-        present_invitation(invitation, one.identity.public, timeout_s)
+        _present(store, invitation, one, timeout_s)
     except JoinRefused as refusal:
         raise (revoked_error(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
-    store.record_admitted(one.path, invitation)
     return replace(one, lock=one.lock.pop_all()), None
 
 
 def _claim_identity(
-    store: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool
+    store: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool, first: Collection[str]
 ) -> _ClaimedIdentity | None:
     """Lock and return an identity that no process uses; if there is none and `fresh` is True, create one.
+
+    The keys named in `first` are tried before all others.
 
     Returns None if there is no free identity and `fresh` is False.
     """
     with store.lock(), contextlib.ExitStack() as lock:
         before = {*folder.glob("*.key")}
-        claimed = lock.enter_context(claim_identity(folder, fresh=fresh))
+        claimed = lock.enter_context(claim_identity(folder, fresh=fresh, first=first))
         if claimed is None:
             return None
         store.record_attempt(claimed[1], invitation)
         return _ClaimedIdentity(*claimed, lock.pop_all(), is_new=claimed[1] not in before)
 
 
-def _present_new(
-    store: InvitationStore, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
-) -> None:
-    """Enrol a new identity with this invitation, or with an unused invitation of another worker.
+def _present(store: InvitationStore, invitation: Invitation, one: _ClaimedIdentity, timeout_s: float) -> None:
+    """Enrol an identity with this invitation, or with an unused invitation of another worker.
+
+    The identity with which this invitation was used is enrolled with no other invitation.
 
     Raises `JoinRefused` if no invitation is accepted, and the errors of `present_invitation`.
     """
+    public, path = one.identity.public, one.path
     try:
-        present_invitation(invitation, identity.public, timeout_s)
+        present_invitation(invitation, public, timeout_s)
         store.record_admitted(path, invitation)
         return
     except JoinRefused as refusal:
-        if refusal.code != INVITATION:
+        if refusal.code != INVITATION or path.stem in store.keys_of(invitation):
             raise
         refused = refusal
     for other in store.unused(invitation):
         if other.encrypted != invitation.encrypted:
             continue
         try:
-            present_invitation(replace(other, address=invitation.address), identity.public, timeout_s)
-        except JoinRefused:
-            store.discard(other)
+            present_invitation(replace(other, address=invitation.address), public, timeout_s)
+        except JoinRefused as refusal:
+            if refusal.code == INVITATION:  # otherwise it may admit another identity
+                store.discard(other)
             continue
         store.record_admitted(path, other)
         return

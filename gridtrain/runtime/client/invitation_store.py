@@ -73,6 +73,11 @@ class InvitationStore:
         """Return whether the key has ever been admitted; it may have been removed from the run since."""
         return key.stem in self._read().used_by_key
 
+    def keys_of(self, invitation: Invitation) -> frozenset[str]:
+        """Return the names of the keys that were last admitted with `invitation`."""
+        name = _digest(invitation)
+        return frozenset(key for key, used in self._read().used_by_key.items() if used == name)
+
     def has_other_admitted_keys(self, key: Path) -> bool:
         """Return whether any other key has ever been admitted."""
         return any(name != key.stem for name in self._read().used_by_key)

@@ -148,10 +148,15 @@ class Examination:
         if not any(folder.glob("worker-*.key")):
             yield refused
             return
-        store, removed = InvitationStore(folder), None
+        store, removed, is_own_removed = InvitationStore(folder), None, False
+        own = store.keys_of(self._invitation)
         with ExitStack() as locks:  # the same order as in `enroll`: the first free key that is admitted
-            while (claimed := locks.enter_context(claim_identity(folder, fresh=False))) is not None:
+            while (
+                claimed := locks.enter_context(claim_identity(folder, fresh=False, first=own))
+            ) is not None:
                 identity, path = claimed
+                if is_own_removed and path.stem not in own:
+                    break
                 with closing(DoctorProbe(self._invitation, identity)) as probe:
                     if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                         self._request_status(probe)
@@ -166,7 +171,7 @@ class Examination:
                 if removed is None:
                     if not store.was_admitted(path):
                         break
-                    removed = identity
+                    removed, is_own_removed = identity, path.stem in own
         if removed is not None:
             error = revoked_error(self._invitation, removed)
             yield failure("invitation", error.reason, error.remedy)

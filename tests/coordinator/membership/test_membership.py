@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -1311,3 +1312,48 @@ def test_a_run_whose_members_stay_away_while_it_ends_is_finished_without_a_model
     assert run.core.phase is RunPhase.FINISHED
     said = "no worker was training; gridtrain export writes it"
     assert said in str(recover_run(run.journal).end_reason)
+
+
+def restart_from_step_100(run: ScriptedCoordinator, *peers: m.PeerId, is_admitted: bool = True) -> None:
+    """New processes of these workers join with a checkpoint of step 100."""
+    state = m.LedgerState(step=100, cursor=800, consumed=800)
+    setup = replace(SETUP, checkpoint=m.CheckpointInfo(99, b"h" * 32, state))
+    for peer in peers:
+        run.hear(PeerConnected(peer, "host"))
+        run.join(peer, setup=None)
+        run.say(peer, setup, *[m.LinkLatencies(())] * is_admitted)
+
+
+def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
+    """All workers are killed at step 105; A and B are started again, and C stays away."""
+    run = Run(A, B, C)
+    for peer in (A, B, C):
+        run.say(peer, m.Heartbeat(1, 105, 105, ()))
+    for peer in (A, B, C):
+        run.hear(PeerDisconnected(peer, "died"))
+    while run.core.phase is RunPhase.TRAINING:
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.tick()
+    restart_from_step_100(run, A, B)
+    said = end(run)
+    when = r"ends when c, which is disconnected, comes back, or in \d\d s with the model of step 100"
+    assert re.search(f"{when}$", said), said
+    while run.core.generation == 1:
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.tick()
+    assert (run.roster, run.view.applied, run.view.reason) == ("a b", 99, "the run's owner has ended the run")
+    run.ready(A, B)
+    status = run.core.snapshot(run.now_s)
+    assert (status["phase"], status["alert"], status["step"]) == ("finished", "", 100)
+    assert status["reason"] == "its owner has ended it after 100 steps"
+
+
+def test_a_run_that_waits_for_workers_ends_with_the_model_of_a_checkpoint() -> None:
+    run = ScriptedCoordinator(min_workers=3)
+    run.join(B)
+    restart_from_step_100(run, A, is_admitted=False)
+    assert end(run) == 'the run "r" ends when its workers are admitted, with the model of step 100'
+    run.say(A, m.LinkLatencies(()))
+    assert (run.roster, run.view.applied) == ("a b", 99)
+    run.ready(A, B)
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model

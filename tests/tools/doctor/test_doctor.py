@@ -222,6 +222,15 @@ def test_the_key_that_a_worker_would_use_is_examined(coordinator: LiveCoordinato
         assert look(used)["invitation"].text.startswith(f"this worker, key {peer.hex()[:12]}, was removed")
 
 
+def test_a_removed_worker_is_told_so_beside_the_free_key_of_another_one(coordinator: LiveCoordinator) -> None:
+    ben, cleo = coordinator.invitation(), coordinator.invitation()
+    with enroll(ben, WITHIN_S), enroll(cleo, WITHIN_S) as entry:
+        peer = Identity.read(entry.identity).public
+    coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
+    assert look(cleo)["invitation"].text.startswith(f"this worker, key {peer.hex()[:12]}, was removed")
+    assert look(ben)["run"].level is FindingLevel.OK
+
+
 def test_an_invalid_invitation_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
