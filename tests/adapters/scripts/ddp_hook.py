@@ -8,6 +8,7 @@ whole   the same with integer gradients and P a power of two, where every sum is
 """
 
 import datetime
+import gc
 import hashlib
 import json
 import os
@@ -103,6 +104,9 @@ def main() -> None:
         refused = skips_on_all(ddp, state, rank)
         with output.open("a") as lines:
             lines.write(json.dumps({"saved": sorted(saved), "reloaded": whole, **refused}) + "\n")
+    # Otherwise DDP destroys the group with the GIL held, for which the thread of the group may be waiting.
+    del ddp
+    gc.collect()
     dist.destroy_process_group()
 
 
