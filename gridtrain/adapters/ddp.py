@@ -69,7 +69,7 @@ class GTopKState:
 
     Args:
         exchange: the exchange, which must be the same on all processes; `topology` has the same meaning as in
-            a run.
+            a run, except that "auto" is a butterfly.
         process_group: the group that was passed to DDP; None means all processes.
         scaler: the GradScaler that scales the loss; None if the loss is not scaled.
 
