@@ -7,7 +7,7 @@ gridtrain selects, encodes and merges the values and keeps the error feedback; t
 them.  There is no coordinator, no process can join, and a process that dies ends the job, as always with DDP.
 
     autograd's thread    bucket 0 --select--> payload    bucket 1 --select--> payload ...
-    one more thread                              [ butterfly over gloo ]         [ butterfly over gloo ]
+    one more thread                              [ exchange over gloo ]          [ exchange over gloo ]
                                                   --> update of bucket 0           --> bucket 1, the last:
                                                                                        all residuals commit
 
@@ -23,6 +23,7 @@ scale changes from step to step; pass the scaler to `GTopKState` for this reason
 
 import atexit
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -68,7 +69,7 @@ class GTopKState:
 
     Args:
         exchange: the exchange, which must be the same on all processes; `topology` has the same meaning as in
-            a run.
+            a run, except that "auto" is a butterfly.
         process_group: the group that was passed to DDP; None means all processes.
         scaler: the GradScaler that scales the loss; None if the loss is not scaled.
 
@@ -195,6 +196,7 @@ class GTopKState:
         channel = self._channel
         core = buffer.make_collective(channel.rank, channel.world_size, skip)
         effects = core.start()
+        received = Counter[int]()
         while True:
             for effect in effects:
                 match effect:
@@ -206,7 +208,9 @@ class GTopKState:
                         return is_skipped(flags)
                     case _:
                         buffer.apply(effect)
-            from_rank = min(core.waiting_for())
+            # One message of each before a second, which may be a sum that depends on the first of all others.
+            from_rank = min(sorted(core.waiting_for()), key=received.__getitem__)
+            received[from_rank] += 1
             head_H, payload = channel.receive(from_rank, most_bytes)
             effects = core.handle(from_rank, _place(head_H), int(head_H[4]), payload)
 

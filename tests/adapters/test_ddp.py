@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "ddp_hook.py"
 WITHIN_S = 240.0
 
 
-def train(folder: Path, world_size: int, kind: str) -> list[list[dict]]:
+def train(folder: Path, world_size: int, kind: str, topology: str) -> list[list[dict]]:
     """The lines of each rank."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     outputs = [folder / f"rank{rank}.jsonl" for rank in range(world_size)]
@@ -34,7 +34,7 @@ def train(folder: Path, world_size: int, kind: str) -> list[list[dict]]:
         subprocess.Popen(
             [
                 *(sys.executable, str(SCRIPT), str(rank), str(world_size)),
-                *(str(folder / "rendezvous"), str(output), kind),
+                *(str(folder / "rendezvous"), str(output), kind, topology),
             ],
             env=environment,
             stderr=subprocess.PIPE,
@@ -51,9 +51,10 @@ def train(folder: Path, world_size: int, kind: str) -> list[list[dict]]:
     return [[json.loads(line) for line in output.read_text().splitlines()] for output in outputs]
 
 
+@pytest.mark.parametrize("topology", ["auto", "direct"])
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_replicas_are_equal_bit_for_bit_and_learn(tmp_path, world_size) -> None:
-    ranks = train(tmp_path, world_size, "real")
+def test_replicas_are_equal_bit_for_bit_and_learn(tmp_path, world_size, topology) -> None:
+    ranks = train(tmp_path, world_size, "real", topology)
     ends = [lines.pop() for lines in ranks]
     for at_step in zip(*ranks, strict=True):
         assert len({line["digest"] for line in at_step}) == 1, f"step {at_step[0]['step']}"
@@ -63,9 +64,10 @@ def test_replicas_are_equal_bit_for_bit_and_learn(tmp_path, world_size) -> None:
     assert all(end["seen"] and end["unchanged"] for end in ends)
 
 
+@pytest.mark.parametrize("topology", ["auto", "direct"])
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_no_gradient_is_lost_also_where_ddp_rebuilds_its_buckets(tmp_path, world_size) -> None:
-    ranks = train(tmp_path, world_size, "whole")
+def test_no_gradient_is_lost_also_where_ddp_rebuilds_its_buckets(tmp_path, world_size, topology) -> None:
+    ranks = train(tmp_path, world_size, "whole", topology)
     layouts = [line["buckets"] for line in ranks[0]]
     assert layouts[0] != layouts[1] and all(layout == layouts[1] for layout in layouts[1:])
     for lines in ranks:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from simulation.test_world import KINDS, OTHER_KINDS, build, check, exempt
+from simulation.test_world import ALL_KINDS, build, check, exempt
 from simulation.world import SimWorker, World
 
 WORKERS, FROM_STEP = 4, 2
@@ -44,7 +44,7 @@ def is_training(world: World) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("event", [join, leave, leave_gracefully, crash], ids=lambda event: event.__name__)
 def test_guarantees_hold(kind: str, event: Event) -> None:
     samples = 150 if event is join else 60  # a newcomer is admitted after a second or two

@@ -58,7 +58,7 @@ def stall_s(world: World) -> float:
 @pytest.mark.parametrize(
     "agent_asks_for_s", [None, 0.003, 1.0], ids=["no agent", "an agent", "an agent on a busy machine"]
 )
-@pytest.mark.parametrize("kind", ["dense", "gtopk", "direct"])
+@pytest.mark.parametrize("kind", ["dense", "gtopk", "gtopk-direct", "direct"])
 def test_a_killed_worker_does_not_stall_the_others_for_long(
     seeds: Seeds, kind: str, agent_asks_for_s: float | None
 ) -> None:

@@ -24,7 +24,7 @@ def build(seed: int, kind: str, workers: int, **more: Any) -> tuple[World, Book]
     return group.build(seed, kind, workers, samples=SAMPLES, **more)
 
 
-@pytest.mark.parametrize("kind", group.KINDS + group.OTHER_KINDS)
+@pytest.mark.parametrize("kind", group.ALL_KINDS)
 @pytest.mark.parametrize("stalled", [0, 2])
 def test_a_stalled_trainer_does_not_delay_the_group(kind: str, stalled: int) -> None:
     """Of four workers one stalls for much longer than the others need for several steps, the root or not."""

@@ -308,7 +308,8 @@ def choose_topology(
     if not edges:
         return Topology(False, f"{name}, because some members cannot connect directly")
     if network is None:
-        return Topology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
+        small = "" if kind.is_sparse else f"{load.unit_bytes} bytes is small, and "
+        return Topology(True, f"direct: {small}no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
         return Topology(False, f"{name}, because a link has only {share:.0%} of the rate of its ends", inf)
     usual, direct = replace(load, kind=kind), replace(load, kind=DIRECT_KIND[kind])

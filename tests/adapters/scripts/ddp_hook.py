@@ -1,6 +1,6 @@
 """One of P processes that train with DDP and the gTop-k hook; one JSON line a step goes to a file.
 
-    ddp_hook.py RANK P RENDEZVOUS OUTPUT real|whole
+    ddp_hook.py RANK P RENDEZVOUS OUTPUT real|whole TOPOLOGY
 
 real    a small network; what each process knows: loss, digest of the model, and how exactly the law holds:
         sum of residuals after + update == sum of residuals before + contributions
@@ -8,6 +8,7 @@ whole   the same with integer gradients and P a power of two, where every sum is
 """
 
 import datetime
+import gc
 import hashlib
 import json
 import os
@@ -58,15 +59,15 @@ def batch(model: nn.Module, step: int, rank: int) -> tuple[torch.Tensor, torch.T
 
 def main() -> None:
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    rendezvous, output, kind = sys.argv[3], Path(sys.argv[4]), sys.argv[5]
+    rendezvous, output, kind, topology = sys.argv[3], Path(sys.argv[4]), *sys.argv[5:7]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", WITHIN, world_size, rank)
     torch.manual_seed(5)
     ddp = DistributedDataParallel(Whole() if kind == "whole" else Crossed(), bucket_cap_mb=0.0005)
     parameters = list(ddp.parameters())
-    exchange = gridtrain.GTopK(density=0.2, momentum=0.0 if kind == "whole" else 0.5)
+    exchange = gridtrain.GTopK(density=0.2, momentum=0.5, topology=topology)
     if kind == "whole":
-        exchange = gridtrain.GTopK(density=0.1)
+        exchange = gridtrain.GTopK(density=0.1, topology=topology)
     state = GTopKState(exchange)
     local: dict[int, torch.Tensor] = {}
     layout: list[list[int]] = []
@@ -103,6 +104,9 @@ def main() -> None:
         refused = skips_on_all(ddp, state, rank)
         with output.open("a") as lines:
             lines.write(json.dumps({"saved": sorted(saved), "reloaded": whole, **refused}) + "\n")
+    # Otherwise DDP destroys the group with the GIL held, for which the thread of the group may be waiting.
+    del ddp
+    gc.collect()
     dist.destroy_process_group()
 
 

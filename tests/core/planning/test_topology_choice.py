@@ -84,6 +84,8 @@ def test_the_choice_has_a_reason() -> None:
     assert choose_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
     assert " ms, around a ring 1" in choose_topology(SMALL, 4, LAN, True).reason
     assert "482304 bytes is small" in choose_topology(SMALL, 4, None, True).reason
+    large = Workload(ExchangeKind.GTOPK, 2**25, 0.05)
+    assert choose_topology(large, 4, None, True).reason == "direct: no link has been measured"
 
 
 def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> ExchangeChoice:
