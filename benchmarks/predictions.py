@@ -28,9 +28,9 @@ from bench.cells import Cell
 from bench.results import CellResult, Results
 from calibrate import CPU, read_by_members
 from gridtrain.core.planning.cost_model import exchange_cost
-from gridtrain.core.planning.exchange_comparison import choose_topology
 from gridtrain.core.planning.exchange_facts import as_direct, make_exchange
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
+from gridtrain.core.planning.topology_choice import choose_topology
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
     PACKET_BYTES,

@@ -320,14 +320,15 @@ def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
     """Estimate a step as a run would take it: `dense` and `gtopk` with the topology that is chosen for it."""
-    from gridtrain.core.planning import exchange_comparison
+    from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
+    from gridtrain.core.planning.topology_choice import DIRECT_KIND, choose_topology
     from gridtrain.core.planning.workload import CpuCosts
 
     network = described.network(count)
     ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
-    estimate = exchange_comparison.estimate_best_order if ordered else exchange_comparison.estimate_exchange
-    used, direct_kind = load, exchange_comparison.DIRECT_KIND.get(load.kind)
-    if direct_kind and exchange_comparison.choose_topology(load, count, network, edges=True).is_direct:
+    estimate = estimate_best_order if ordered else estimate_exchange
+    used, direct_kind = load, DIRECT_KIND.get(load.kind)
+    if direct_kind and choose_topology(load, count, network, edges=True).is_direct:
         used = replace(load, kind=direct_kind)
     found = estimate(used, network, CpuCosts(), compute_s, local_steps=local_steps)
     return replace(found, load=load)

@@ -24,9 +24,9 @@ from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
 from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_shares, share_change_reason
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
-from gridtrain.core.planning.exchange_comparison import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
+from gridtrain.core.planning.topology_choice import MAX_DIRECT_MEMBERS
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
@@ -219,12 +219,14 @@ class GenerationPlanner:
 
     def _basis(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> PlanBasis:
         run, choice = self._run, self.exchange_choice
-        may_be_direct = 2 < len(peers) <= MAX_DIRECT_MEMBERS and not avoided
         return PlanBasis(
             tuple(peers), self.measured_links.between(frozenset(peers)),
-            may_be_direct and self._addresses.all_direct(peers), run.definition, choice.chosen_text,
+            not avoided and self._may_be_direct(peers), run.definition, choice.chosen_text,
             run.member_list,
         )  # fmt: skip
+
+    def _may_be_direct(self, peers: Sequence[m.PeerId]) -> bool:
+        return 2 < len(peers) <= MAX_DIRECT_MEMBERS and self._addresses.all_direct(peers)
 
     def _prepared_or_searched(
         self, basis: PlanBasis, holders: Collection[m.PeerId], *, is_urgent: bool
@@ -300,7 +302,8 @@ class GenerationPlanner:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)
         elif self.exchange_choice.is_auto and self._run.members != set(peers) and not is_urgent:
-            self.exchange_choice.reconsider(*self._current_measurements(peers))
+            edges = self._may_be_direct(peers)
+            self.exchange_choice.reconsider(*self._current_measurements(peers), edges=edges)
 
     # -- a faster plan -----------------------------------------------------------------------------
 
@@ -335,10 +338,12 @@ class GenerationPlanner:
         reason = ""
         if choice.is_open:
             measurements = self._first_batch_measurements(run.member_order)
-            reason = choice.choose_first(run.member_order, *measurements, now_s)
+            edges = self._may_be_direct(run.member_order)
+            reason = choice.choose_first(run.member_order, *measurements, now_s, edges=edges)
         elif self._may_replan(now_s) and now_s >= self._exchange_checked_s + run.limits.reshare_s:
             self._exchange_checked_s = now_s
-            reason = choice.reconsider(*self._current_measurements(run.member_order))
+            edges = self._may_be_direct(run.member_order)
+            reason = choice.reconsider(*self._current_measurements(run.member_order), edges=edges)
         if reason:
             run.view_change.request(f"the exchange is chosen: {choice.chosen_text}", can_wait=True)
 

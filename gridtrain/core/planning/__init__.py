@@ -8,7 +8,8 @@ Contains pure functions of measurements, and the state of a run's choice; it nei
     exchange_simulation   the times of these messages on a network;  cost_model: the cost of an exchange
     rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports
     entry_shares          which members select fewer entries, because their uploads are slow
-    exchange_comparison   the fastest exchange, ring or direct;  exchange_choice: the choice of a run
+    exchange_comparison   the fastest exchange;  exchange_choice: the choice of a run
+    topology_choice       direct, or in a ring or butterfly
     worker_memory         memory of a worker, in bytes per trainable parameter
     batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
     svg_elements          elements that the charts of a plan share

@@ -28,11 +28,7 @@ from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_comparison import (
     DENSE_PREFERENCE_MARGIN,
     LOSSLESS_KINDS,
-    MAX_DIRECT_MEMBERS,
-    USUAL_TOPOLOGY,
     ExchangeEstimate,
-    Topology,
-    choose_topology,
     estimate_exchange,
     fastest_estimate,
     format_exchange,
@@ -54,6 +50,13 @@ from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
+from gridtrain.core.planning.topology_choice import (
+    MAX_DIRECT_MEMBERS,
+    USUAL_TOPOLOGY,
+    Topology,
+    choose_topology,
+    may_be_direct,
+)
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.quantities import format_count, format_seconds
 
@@ -229,7 +232,7 @@ class ExchangeChoice:
         """Choose the topology of an exchange with open topology for a generation of `size` members.
 
         Args:
-            network: see `exchange_comparison.choose_topology`.
+            network: see `topology_choice.choose_topology`.
             edges: returns the argument `edges` of that function; called only if the exchange can be direct.
             is_urgent: see `best_order`.
         """
@@ -255,19 +258,22 @@ class ExchangeChoice:
         reported_s: Mapping[PeerId, float],
         network: NetworkModel | None,
         now_s: float,
+        *,
+        edges: bool = False,
     ) -> str:
         """Make the first choice and return the reason for it; return "" while reports or rates are awaited.
 
         Args:
             reported_s: `FIRST_STEP_FIGURE` of each member that has reported it, in seconds.
             network: the network of `peers`, in any order; None if no link has been measured yet.
+            edges: see `topology_choice.choose_topology`.
         """
         if not self.is_open or not peers:
             return ""
         if len(peers) > 1 and self._is_waiting(peers, reported_s, network, now_s):
             return ""
         compute_s = _slowest_compute_s([reported_s[peer] for peer in peers if peer in reported_s])
-        return self._choose(len(peers), network, compute_s)
+        return self._choose(len(peers), network, compute_s, edges)
 
     def _is_waiting(
         self,
@@ -286,7 +292,9 @@ class ExchangeChoice:
         self._all_reported_s = now_s if self._all_reported_s is None else self._all_reported_s
         return network is None and now_s < self._all_reported_s + self.rate_timeout_s
 
-    def reconsider(self, size: int, network: NetworkModel | None, compute_s: Sequence[float]) -> str:
+    def reconsider(
+        self, size: int, network: NetworkModel | None, compute_s: Sequence[float], *, edges: bool = False
+    ) -> str:
         """Change the choice if steps become sufficiently faster; return the reason, or "" if it is kept.
 
         A choice made for a single worker is not kept for several workers: without measurements it becomes
@@ -294,6 +302,7 @@ class ExchangeChoice:
 
         Args:
             compute_s: each member's compute time per step, in seconds; empty if unknown.
+            edges: see `topology_choice.choose_topology`.
         """
         if self.chosen is None or size < 2:
             return ""
@@ -304,8 +313,8 @@ class ExchangeChoice:
             return "the run no longer has only one worker"
         slowest_s = _slowest_compute_s(compute_s)
         if self._is_chosen_alone:
-            return self._choose(size, network, slowest_s)
-        candidates, estimates = self._candidates(), self._estimates(size, network, slowest_s)
+            return self._choose(size, network, slowest_s, edges)
+        candidates, estimates = self._candidates(), self._estimates(size, network, slowest_s, edges)
         if self.chosen not in candidates or not estimates:
             return ""
         current, best = estimates[candidates.index(self.chosen)], self._best_of(estimates)
@@ -332,9 +341,9 @@ class ExchangeChoice:
             )
         return ""
 
-    def _choose(self, size: int, network: NetworkModel | None, compute_s: float) -> str:
+    def _choose(self, size: int, network: NetworkModel | None, compute_s: float, edges: bool) -> str:
         self._is_chosen_alone, self._first_report_s, self._all_reported_s = size == 1, None, None
-        estimates = self._estimates(size, network, compute_s) if size > 1 else []
+        estimates = self._estimates(size, network, compute_s, edges) if size > 1 else []
         if not estimates:
             self.chosen = self._candidates()[0]
             why = "the run has only one worker" if size == 1 else "the model's size is not known"
@@ -372,10 +381,13 @@ class ExchangeChoice:
         self.reason += _local_steps_advice(best, self._named, self._local)
         return self.reason
 
-    def _estimates(self, size: int, network: NetworkModel | None, compute_s: float) -> list[ExchangeEstimate]:
+    def _estimates(
+        self, size: int, network: NetworkModel | None, compute_s: float, edges: bool
+    ) -> list[ExchangeEstimate]:
         """Estimate each candidate on this network; return [] if the model's size is unknown.
 
-        In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks.
+        In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks,
+        and with the faster topology if it is open.
         """
         count, cpu = self._parameters, CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_S, DEFAULT_LINK_Bps)
@@ -390,6 +402,11 @@ class ExchangeChoice:
             found = estimate_exchange(
                 load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES
             )
+            if (direct := as_direct(exchange)) is not None and may_be_direct(load, size, network, edges):
+                other = estimate_exchange(
+                    Workload.of(direct, count), assumed, cpu, compute_s, max_messages=SIMULATED_MESSAGES
+                )
+                found = fastest_estimate([found, other])
             estimates.append(replace(found, overlapped=overlapped))
         return estimates
 

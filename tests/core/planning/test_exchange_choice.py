@@ -15,6 +15,7 @@ from gridtrain.core.planning.exchange_choice import (
 )
 from gridtrain.core.planning.exchange_facts import exchange_of, local_steps_of, parameter_count
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.planning.workload import ExchangeKind
 
 PEERS = tuple(bytes([number]) * 32 for number in range(1, 9))
 RESNET50, DEMO = 25_600_000, 120_576
@@ -62,9 +63,20 @@ def test_dense_is_chosen_if_it_is_at_most_a_tenth_slower(
     exchanging, peers = opened(DEMO), PEERS[:workers]
     network = uniform_network(workers, 0.001, rate_Mbit * Mbit)
     exchanging.choose_first(peers, dict.fromkeys(peers, compute_s), network, 0.0)
-    estimates = exchanging._estimates(workers, network, compute_s)
+    estimates = exchanging._estimates(workers, network, compute_s, False)
     dense, fastest = estimates[0], min(each.step_s for each in estimates)
     assert (exchanging.chosen == Dense()) == (dense.step_s <= 1.1 * fastest)
+
+
+def test_an_open_topology_is_estimated_as_it_will_be_used() -> None:
+    """In a butterfly of 16 each member sends four payloads, directly 2 * 15 / 16 of one."""
+    network = uniform_network(16, 0.010, 20 * Mbit)
+    exchanging = opened(auto=Auto(density=0.01))
+    usual, direct = (exchanging._estimates(16, network, 1.0, edges) for edges in (False, True))
+    kinds = [ExchangeKind.DENSE, ExchangeKind.GTOPK_DIRECT, ExchangeKind.TOPK]
+    assert [each.load.kind for each in direct] == kinds, "a dense vector of this size takes the ring"
+    assert direct[1].cost.exchange_s < 0.6 * usual[1].cost.exchange_s
+    assert [direct[0].cost, direct[2].cost] == [usual[0].cost, usual[2].cost]
 
 
 def test_the_choice_has_a_description() -> None:

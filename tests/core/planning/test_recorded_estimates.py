@@ -17,6 +17,7 @@ from gridtrain.core.planning.message_schedule import ReceiveWork
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.rank_order import LinkMeasurements
 from gridtrain.core.planning.rank_order_search import best_order, order_estimator
+from gridtrain.core.planning.topology_choice import choose_topology
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
 RECORDED = Path(__file__).with_name("recorded_estimates.json")
@@ -125,7 +126,7 @@ def test_comparisons_are_as_recorded() -> None:
             best = exchange_comparison.estimate_best_order(loads[0], network, CPU, compute_s)
             rows = [(one.step_s, one.efficiency, one.speedup) for one in (*each, best)]
             chosen = exchange_comparison.recommend_exchange(each).best.load.kind
-            topology = exchange_comparison.choose_topology(loads[0], size, network, True)
+            topology = choose_topology(loads[0], size, network, True)
             found.append((rows, chosen, topology))
     compare(RECORDED, "comparisons", found)
 

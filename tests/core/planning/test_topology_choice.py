@@ -7,11 +7,6 @@ import pytest
 from gridtrain.config import Deadlines, Dense
 from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import ExchangeChoice
-from gridtrain.core.planning.exchange_comparison import (
-    MAX_DIRECT_BYTES,
-    MAX_DIRECT_MEMBERS,
-    choose_topology,
-)
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     DIRECT_GTOPK,
@@ -20,6 +15,11 @@ from gridtrain.core.planning.exchange_facts import (
     parse_exchange,
 )
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
+from gridtrain.core.planning.topology_choice import (
+    MAX_DIRECT_BYTES,
+    MAX_DIRECT_MEMBERS,
+    choose_topology,
+)
 from gridtrain.core.planning.workload import DIRECT_KINDS, ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import DialBackResult, MessageReceived, PeerConnected
