@@ -1,4 +1,4 @@
-"""Count the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
+"""Counts the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
     gradients      of the parameters                     kept        peak of the tensors stored for the

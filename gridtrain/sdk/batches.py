@@ -1,4 +1,4 @@
-"""`grid.batches`: samples of each turn and `step()` call, pauses, errors of loops that miss a call.
+"""`grid.batches`: divides a turn's samples over `step()` calls; handles stand-ins, pauses and missed calls.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written

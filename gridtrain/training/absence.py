@@ -1,4 +1,4 @@
-"""Steps that commit without this worker's stalled trainer (`wait="auto"`): what it applies afterwards.
+"""Decides for which workers the group always waits (`wait="auto"`); applies steps a stalled trainer missed.
 
     I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
     training thread   apply_missed           the committed updates, in order, before it takes part again

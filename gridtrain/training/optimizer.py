@@ -1,4 +1,4 @@
-"""`grid.optimizer`: step with the group's update; retries, clip_norm, skipped steps, unsupported optimizers.
+"""`grid.optimizer`: steps with the group's update, retries, clips (clip_norm), and rejects some optimizers.
 
     p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run

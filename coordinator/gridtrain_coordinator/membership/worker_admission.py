@@ -1,4 +1,4 @@
-"""Admits workers: how many, whether a setup (model, data) fits or redefines the run, measuring of links.
+"""Admits a limited number of workers if their setup (model, data) fits the run or may still redefine it.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links

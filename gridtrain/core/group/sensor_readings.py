@@ -1,4 +1,4 @@
-"""One reading of a machine's sensors (battery, GPU, idle time, temperature), and why a value is absent."""
+"""One reading of a machine's sensors (battery, GPU, idle time, temperature), or why a value is absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stage checkpoints on a worker's disk are valid, copied to other workers, or loaded by a pipeline.
+"""Decides which stage checkpoints are valid or loaded, and when each one is copied to which other worker.
 
     MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
                      StageCheckpointList    report that a checkpoint expected on this disk is missing

@@ -1,4 +1,4 @@
-"""When a step goes on without a slow or stalled trainer (`wait="auto"`), by its usual delay (commit rule 14).
+"""Decides, from its usual delay, when a step continues without a slow or stalled trainer (`wait="auto"`).
 
     member that waits        root                               member whose trainer has stalled
       submits, waits

@@ -1,4 +1,4 @@
-"""The flat gradient in buckets (`Overlap`): their bounds, and their buffers as one update of the round.
+"""Divides the flat gradient into buckets (`Overlap`), and combines their buffers into one update of a round.
 
 Each bucket has its own channel and collective.
 

@@ -1,4 +1,4 @@
-"""Copies a stage's checkpoints to the disk of a worker of the next stage: order, speed, checks.
+"""Transfers copies of a stage's checkpoints to a worker of the next stage: their order, speed and checks.
 
 `gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker.  Neither side
 holds more than one block in memory.  Checkpoints for which the group waits after a repartition are sent
