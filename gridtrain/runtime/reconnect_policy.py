@@ -1,4 +1,4 @@
-"""Decides how long a worker waits for a coordinator that is unreachable or denies it access.
+"""Decides when a worker gives up waiting for a coordinator that is unreachable or denies it access.
 
 The transport reconnects automatically.
 """

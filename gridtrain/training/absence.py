@@ -6,7 +6,7 @@
 Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
 that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
 group waits for the trainer in steps that need its state, and whenever a missed step could not be applied
-later (`find_obstacle`).
+later: `find_obstacle` gives the reason.
 """
 
 from __future__ import annotations

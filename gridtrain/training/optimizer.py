@@ -1,4 +1,4 @@
-"""`grid.optimizer`: steps with the group's update, retries, clips (clip_norm), and rejects some optimizers.
+"""`grid.optimizer`: applies updates with retries, clip_norm and skipped steps; rejects unfit optimizers.
 
     p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run

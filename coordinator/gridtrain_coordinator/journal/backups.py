@@ -1,4 +1,4 @@
-"""Makes regular backups of the coordinator's state, keeps a few of them, and restores one on a standby.
+"""Decides how often to back up the coordinator's state and how many backups to keep; restores on a standby.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: begins generations, awaits newcomers, ends the run, and keeps last events.
+"""The coordinator's state machine: begins generations, awaits newcomers, ends the run and logs recent events.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |

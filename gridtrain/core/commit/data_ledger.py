@@ -1,4 +1,4 @@
-"""Assigns each sample, once, to one worker and step, and reassigns batches that are later than a limit.
+"""Assigns each sample once, to one worker and step, and reassigns batches that arrive later than a limit.
 
 Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
 over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`

@@ -1,4 +1,4 @@
-"""Decides from members' reports if a step interrupted by a membership change was committed (commit rule 6).
+"""Decides from the members' reports whether a step interrupted by a membership change was committed (rule 6).
 
     S = the members that reported, A = the highest applied step among them
     at A - 1   the member is prepared for A, and applies it

@@ -1,4 +1,4 @@
-"""The chain in which newcomers pass the state on to one another, and when one bypasses a slow member of it.
+"""The chain in which newcomers pass the state on, and the rule for bypassing a slow member of the chain.
 
     rank      0        1        2        3        4
               source   holds    joins    joins    joins

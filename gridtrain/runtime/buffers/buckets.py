@@ -1,4 +1,4 @@
-"""Divides the flat gradient into buckets (`Overlap`), and combines their buffers into one update of a round.
+"""The buckets of the flat gradient (`Overlap`): their bounds, and their buffers as one update of the round.
 
 Each bucket has its own channel and collective.
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints to a worker's disk when due, keeps a few, rejects others, and warns if the disk is full.
+"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, and warns if it is full.
 
     <folder>/step-00000200/
         state.json             run, step, history, ledger, facts, and references to the tensors;
