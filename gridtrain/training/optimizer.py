@@ -1,4 +1,4 @@
-"""`grid.optimizer`: applies updates with retries, clip_norm and skipped steps; rejects unfit optimizers.
+"""`grid.optimizer`: applies updates (retries, clip_norm, skipped steps) and rejects unsupported optimizers.
 
     p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run

@@ -1,4 +1,4 @@
-"""Requests and serves the state while the group waits for newcomers, and decides whom to ask, and ask again.
+"""Requests and serves the state while the group waits for newcomers, and decides whom to ask or ask again.
 
     joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
                                                                       StateLoaded
