@@ -1,4 +1,4 @@
-"""gridtrain: train one PyTorch model together, over plain sockets, peer to peer.
+"""gridtrain: several machines train one PyTorch model together, over plain sockets, peer to peer.
 
     grid = gridtrain.join()
     optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(density=0.01, momentum=0.9))

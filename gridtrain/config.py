@@ -1,4 +1,4 @@
-"""The options of scripts (Dense, TopK, GTopK, Auto, LocalSteps, Overlap), and all deadlines and timeouts.
+"""The options of scripts (Dense, TopK, GTopK, Auto, LocalSteps, Overlap) and all deadlines and timeouts.
 
 Imports neither torch nor sockets.
 """

@@ -1,4 +1,4 @@
-"""Measures a device's speed in floating-point operations a second, to compare a newcomer with members."""
+"""Measures a device's speed in floating-point operations per second, to compare a newcomer with members."""
 
 from __future__ import annotations
 

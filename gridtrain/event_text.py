@@ -1,4 +1,4 @@
-"""The sentences in which a run's owner reads events (joined, lost, ...); docs/cli.md lists the events."""
+"""Describes events (joined, lost, ...) to a run's owner in sentences; docs/cli.md lists the events."""
 
 from __future__ import annotations
 

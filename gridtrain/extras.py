@@ -1,4 +1,4 @@
-"""Checks that optional packages (torch, transformers, ...) are installed; the errors say what to install."""
+"""Checks that optional packages (torch, transformers, ...) are installed, or says which ones to install."""
 
 from __future__ import annotations
 

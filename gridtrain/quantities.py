@@ -1,4 +1,4 @@
-"""Parse and format sizes, durations and counts ("500MB", "10ms", "7d", "2 workers"), fields of the status."""
+"""Parses and formats sizes, durations, counts ("500MB", "10ms", "7d", "2 workers") and status fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out what access control decides (enrolment, kick, ban, violations), in a safe order of effects.
+"""Carries out what access control decides (enrolment, kick, ban, violations) in a safe order of effects.
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)

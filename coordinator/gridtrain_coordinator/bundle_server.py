@@ -1,4 +1,4 @@
-"""Sends the run's bundle to workers, block by block, and limits how often each may download it.
+"""Sends the run's bundle to workers block by block, and limits how often each of them may download it.
 
 worker  StatusRequest --> status: bundle {digest, bytes, script, requires}
         BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused

@@ -1,4 +1,4 @@
-"""The coordinator's loop: receives messages, executes effects, and stays for a while after the run's end.
+"""The coordinator's loop: receives messages, executes effects, and runs on for a while after the run's end.
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+

@@ -1,4 +1,4 @@
-"""The coordinator's part in `gridtrain doctor`: dials back, answers pings and bursts, within strict limits.
+"""The coordinator's part in `gridtrain doctor`: dials back and answers pings and bursts within strict limits.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --

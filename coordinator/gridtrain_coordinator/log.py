@@ -1,4 +1,4 @@
-"""How the coordinator writes its log: one line per event, coloured text to a terminal, else JSON lines.
+"""Writes the coordinator's log, one line per event: coloured text on a terminal and JSON lines elsewhere.
 
     terminal    12:00:03  joined      name=worker-7f3a peer=0a1b2c3d4e5f
     elsewhere   {"ts": "2025-01-01T12:00:03.120+00:00", "level": "info", "event": "joined", "fields": {...}}

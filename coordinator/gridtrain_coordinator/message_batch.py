@@ -1,4 +1,4 @@
-"""Encodes a message that goes to many workers at once, such as the list of members, only once.
+"""Encodes a message that goes to many workers, such as the list of members, only once.
 
 Send(anna, page) --+
 Send(bert, page) --+--> the frames of `page`       N members receive the same pages of a member list

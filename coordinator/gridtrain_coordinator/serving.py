@@ -1,4 +1,4 @@
-"""Starts and stops the coordinator's process: folder, keys, port, dashboard, greeting, signals, relay policy.
+"""Starts and stops the coordinator: its folder, keys, port, dashboard, greeting, signals and relay policy.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
                                                  a start that fails up to here leaves no trace

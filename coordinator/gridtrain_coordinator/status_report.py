@@ -1,4 +1,4 @@
-"""What the status contains, and how its rates (steps a second, bytes) are averaged, for CLI and dashboard.
+"""Builds the status for the CLI and the dashboard, and averages its rates (steps per second, bytes).
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second

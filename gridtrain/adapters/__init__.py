@@ -1,4 +1,4 @@
-"""Adapters of gridtrain to the training loops of other packages.
+"""Adapters of gridtrain for the training loops of other packages.
 
 Each module depends on a package that may not be installed, so it must be imported explicitly:
 

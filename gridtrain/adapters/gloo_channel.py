@@ -1,4 +1,4 @@
-"""Messages between the processes of one site over torch's gloo: a few integers and an optional payload.
+"""Sends messages (a few integers and an optional payload) between the processes of a site over torch's gloo.
 
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` as a worker of a run: its batches, evaluation, logging, and refused arguments.
+"""`transformers.Trainer` as a worker of a run: its batches, evaluation, logging and rejected arguments.
 
     exchange = gridtrain.GTopK(density=0.05, momentum=0.9)
     trainer = GridTrainer(grid=grid, grid_options={"exchange": exchange}, model=model,

@@ -1,4 +1,4 @@
-"""Batches of `grid.batches` as a loader with a length, for training loops of other packages with epochs.
+"""Wraps `grid.batches` as a loader with a length, for the training loops of other packages with epochs.
 
     loop       iter  next next ...  StopIteration     iter  StopIteration     finish
     grid       -----------one generator, made at the first `iter`------------------^ leaves the run

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and other loggers: only the group's first worker writes figures.
+"""Writes figures to TensorBoard, Weights & Biases, MLflow and other loggers on the group's first worker only.
 
     log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine", run=grid.run_id))
     for batch in grid.batches(...):

@@ -1,4 +1,4 @@
-"""Several processes at one site (GPUs of a machine, machines in a room; torchrun) as one worker of a run.
+"""Runs the processes of one site (GPUs of a machine, machines in a room; torchrun) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 

@@ -1,4 +1,4 @@
-"""`trl.SFTTrainer` as a worker of a run; see `hugging_face`.
+"""Runs `trl.SFTTrainer` as a worker of a run, with the mixin from `hugging_face`.
 
     trainer = GridSFTTrainer(grid=grid, grid_options={"exchange": exchange}, model=model, peft_config=lora,
                              args=SFTConfig(max_steps=500, ...), train_dataset=dataset)

@@ -1,4 +1,4 @@
-"""`gridtrain bench`: its options (sizes, workers, exchanges); `gridtrain.tools.bench.main` measures."""
+"""`gridtrain bench`: reads the options (sizes, workers, exchanges) and calls `gridtrain.tools.bench.main`."""
 
 from __future__ import annotations
 

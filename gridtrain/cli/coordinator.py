@@ -1,4 +1,4 @@
-"""`gridtrain coordinator`: its options; `gridtrain_coordinator.serving.serve` runs the coordinator."""
+"""`gridtrain coordinator`: reads the options and calls `gridtrain_coordinator.serving.serve`."""
 
 from __future__ import annotations
 

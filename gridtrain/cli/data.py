@@ -1,4 +1,4 @@
-"""`gridtrain data index`: writes the index of a sharded data set; see `training.data.shard_index`."""
+"""`gridtrain data index`: writes the index of a sharded data set (see `training.data.shard_index`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain demo`: its options; compares dense and gTop-k training over limited connections."""
+"""`gridtrain demo`: reads the options for comparing dense and gTop-k training over limited connections."""
 
 from __future__ import annotations
 

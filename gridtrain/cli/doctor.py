@@ -1,4 +1,4 @@
-"""`gridtrain doctor INVITATION`: output and exit codes of the checks whether this machine can join.
+"""`gridtrain doctor INVITATION`: prints the checks of whether this machine can join, and sets the exit code.
 
 The checks are in `gridtrain.tools.doctor`.  In a pipe, or with --json, the output is one JSON object per
 line, {"check", "level", "text", "fix", ...}; the last object is

@@ -1,4 +1,4 @@
-"""`gridtrain export`: writes a checkpoint's model for other programs; see `checkpoint.model_export`."""
+"""`gridtrain export`: writes a checkpoint's model for other programs (see `checkpoint.model_export`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain invite`: prints a new invitation (uses, expiry), and on stderr how to use it.
+"""`gridtrain invite`: prints a new invitation (uses, expiry) and, on stderr, how to use it.
 
 The secret token is generated in this process; the coordinator receives only its public key.
 """

@@ -1,4 +1,4 @@
-"""`gridtrain invite --until-joined`: waits for the invited workers, and reports them, until all are members.
+"""`gridtrain invite --until-joined`: waits until all invited workers are members, and reports each of them.
 
 Asks the coordinator twice a second, and keeps waiting while the coordinator restarts.
 

@@ -1,4 +1,4 @@
-"""Reads a model's layers for `gridtrain plan --stages`, from a TOML file or as N equal layers.
+"""Reads a model's layers for `gridtrain plan --stages` from a TOML file, or makes N equal layers.
 
 A person or `gridtrain.pipeline.profile` writes the file:
 

@@ -1,4 +1,4 @@
-"""`gridtrain members`: the table of members, open invitations, bans and violations.
+"""`gridtrain members`: prints the table of members, open invitations, bans and violations.
 
 Names and reasons come from workers.  They are never interpreted as markup, and the client has already removed
 control characters.

@@ -1,4 +1,4 @@
-"""`gridtrain new FOLDER`: creates a run from a template, and prints the next steps: terminals and commands.
+"""`gridtrain new FOLDER`: creates a run from a template and prints the next steps, terminals and commands.
 
 The files are in gridtrain/tools/templates: the folder `new` has the files of every run and the script of the
 `vision` template; each other template has its own folder.  Existing files are not replaced, and no run is

@@ -1,4 +1,4 @@
-"""Finds whom the operator's commands name (name or key digits), and parses their durations.
+"""Finds the worker that an operator's command names (by name or key digits) and parses durations.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 unban WHO    a banned member's name, or the first 6 or more digits of its key

@@ -1,4 +1,4 @@
-"""The width and paragraphs of all commands' output, and checks of the fields of a status before display."""
+"""Formats the output of all commands (width, paragraphs), and checks fields of a status before display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain plan`: predicts step time, bytes and scaling of each exchange on a network, before workers join.
+"""`gridtrain plan`: predicts step time, bytes and scaling of each exchange on a network before workers join.
 
 The figures are predictions of `gridtrain.core.planning.exchange_comparison`; nothing is measured.
 """

@@ -1,4 +1,4 @@
-"""`gridtrain plan --stages`: plans how to divide a model into stages and micro-batches, before workers join.
+"""`gridtrain plan --stages`: plans the division of a model into stages and micro-batches before workers join.
 
 The figures are predictions of `gridtrain.core.stages.step_time`; nothing is measured.
 """

@@ -1,4 +1,4 @@
-"""`gridtrain status`: its head (loss, rates, reasons), table of workers, problems and events, or JSON.
+"""`gridtrain status`: prints a head (loss, rates, reasons), tables of workers, problems and events, or JSON.
 
 Names, facts and events come from workers.  They are never interpreted as markup, and the client has already
 removed control characters.

@@ -1,4 +1,4 @@
-"""`gridtrain worker`: its options, arguments and invitation; `gridtrain_worker.agent.supervise` runs it."""
+"""`gridtrain worker`: reads its options, arguments and invitation for `gridtrain_worker.agent.supervise`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain worker set|show|pause|resume|stop`: rules of, and commands to, workers that run on this machine.
+"""`gridtrain worker set|show|pause|resume|stop`: sets the rules of workers on this machine and controls them.
 
 They are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer` executes them
 and answers with the worker's new state.  Exit code 2 means that no such worker runs, or that a rule cannot be

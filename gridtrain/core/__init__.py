@@ -1,4 +1,4 @@
-"""The pure core: all decisions, without sockets, threads, clocks, arrays or tensors.
+"""The pure core, which makes all decisions without sockets, threads, clocks, arrays or tensors.
 
 Time and randomness are arguments, and payloads are opaque tokens.  The same code therefore runs
 over ZeroMQ, in memory, and in the tests' simulator.

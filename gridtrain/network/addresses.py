@@ -1,4 +1,4 @@
-"""Parses addresses (host, port) from configuration and command line.  Host names are not resolved."""
+"""Parses addresses (host, port) from the configuration and the command line without resolving host names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a model that is partitioned into stages on different workers (GPipe).
+"""Trains a model that is partitioned into stages on different workers (GPipe).
 
     partition(model, 4, example=x)        where to partition and why, and the step time
     Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes one of its stages

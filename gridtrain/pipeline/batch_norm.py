@@ -1,4 +1,4 @@
-"""When batch norm's running mean and variance change in a pipeline, and other buffers that a forward writes.
+"""Decides when a pipeline changes batch norm's running mean and variance, and other buffers set by a forward.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each

@@ -1,4 +1,4 @@
-"""Build a model stage by stage, so that no worker holds the whole model; initial values from the seed.
+"""Builds a model stage by stage, with initial values from the seed, so that no worker holds the whole model.
 
     with torch.device("meta"):  model          only shapes: no memory
                 |

@@ -1,4 +1,4 @@
-"""Infer shapes and dtypes of the tensors between stages before the first step, on torch's meta device.
+"""Infers shapes and dtypes of the tensors between stages before the first step, on torch's meta device.
 
 The layers run on torch's meta device, where tensors have shapes and dtypes but no values, so a worker can do
 this for a model that does not fit into its memory.

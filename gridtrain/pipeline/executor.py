@@ -1,4 +1,4 @@
-"""Execute one stage's part of a step: forward, backward, send and receive, in the order of the schedule.
+"""Executes one stage's part of a step (forward, backward, send, receive) in the order of the schedule.
 
     link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
     link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1

@@ -1,4 +1,4 @@
-"""Build, replace, copy and load the stage that this worker has in memory, when its rank changes.
+"""Builds, replaces, copies and loads the stage that this worker has in memory when its rank changes.
 
 rank in a snapshot or a step plan --> stage and layers --> StageState, built if another one is in memory
                                                              |  replaced: its residual is lost, unless it

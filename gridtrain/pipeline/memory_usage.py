@@ -1,12 +1,12 @@
-"""Count the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
+"""Counts the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
     gradients      of the parameters                     kept        peak of the tensors stored for the
     optimizer      its state                                         backward pass, and of the inputs
 
-Each storage counts once, regardless of its number of views.  Memory that a layer needs only while it computes
-does not count, nor do messages in flight.  (The size of the process is not a useful measure, because torch
-itself takes hundreds of MB.)
+Each storage is counted once, regardless of its number of views.  Memory that a layer needs only while it
+computes is not counted, nor are messages in flight.  (The size of the process is not a useful measure,
+because torch itself takes hundreds of MB.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The number of micro-batches of the next step: configured, or by trials and free memory.
+"""The number of micro-batches of the next step, configured or chosen from trials and the free memory.
 
     step committed --> summaries of all members --> timings --> after the last trial: the run's number
                                                        |

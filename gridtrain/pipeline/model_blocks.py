@@ -1,4 +1,4 @@
-"""Divide a model into blocks (`split_at`, `Sequence`), between which it may be partitioned; refused models.
+"""Divides a model into blocks (`split_at`, `Sequence`) for partitioning; rejects indivisible models.
 
     nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
     Sequence                  its members, which may also be functions

@@ -1,4 +1,4 @@
-"""Describe a model's layers to the coordinator: sizes, times, and how much of a worker's memory may be used.
+"""Describes a model's layers to the coordinator: sizes, times, and how much of a worker's memory may be used.
 
 Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
 the first worker's values; the sizes must be the same on all workers.

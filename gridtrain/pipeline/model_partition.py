@@ -1,4 +1,4 @@
-"""`partition(model, stages)`: partition a model into stages, with the reason and a chart.
+"""`partition(model, stages)`: partitions a model into stages, and gives the reason and a chart.
 
 The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
 of micro-batches.  The result includes the reason for the choice, and a chart.

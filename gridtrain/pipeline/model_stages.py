@@ -1,4 +1,4 @@
-"""Divide a run's model into stages at given or even cuts, name their tensors, and build them.
+"""Divides a run's model into stages at given or even cuts, names their tensors, and builds them.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`

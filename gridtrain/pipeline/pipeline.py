@@ -1,4 +1,4 @@
-"""`pipe = grid.pipeline(...)`, `pipe.step(...)`: a training step with a model in stages, vote included.
+"""`pipe = grid.pipeline(...)`, `pipe.step(...)`: runs a training step of a staged model, including the vote.
 
 `Pipeline` computes and exchanges, `HeldStage` keeps the stage in memory, and `StageModelState` saves and
 exports it.

@@ -1,4 +1,4 @@
-"""`profile(model, x)`: measure each block's time, bytes and size of output on this machine.
+"""`profile(model, x)`: measures the time, bytes and output size of each block on this machine.
 
     example (n samples) --block 0--> --block 1--> ...    each runs on n and on 2 n samples:
                           |

@@ -1,4 +1,4 @@
-"""Seeds of dropout and initial values in a pipeline, independent of the number of stages.
+"""The seeds of dropout and initial values in a pipeline, which do not depend on the number of stages.
 
 A seed depends on the run's seed, the step, the replica, the micro-batch and the layer's number in the whole
 model, but not on the number of stages.  Dropout is therefore the same for every partition, and the same when

@@ -1,4 +1,4 @@
-"""Compute one stage: forward and backward of micro-batches, loss, recomputation, tied parameters.
+"""Computes one stage: forward and backward of micro-batches, loss, recomputation and tied parameters.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |

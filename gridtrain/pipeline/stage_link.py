@@ -1,4 +1,4 @@
-"""Send and receive activations and gradients between the stages of a pipeline, in the group's open round.
+"""Sends and receives activations and gradients between the stages of a pipeline in the group's open round.
 
     StageExecutor: send --> ActivationSender        collectives of the open round, one for each payload;
                  receive <-- ActivationReceiver     they end with the round, so no wait is endless

@@ -1,4 +1,4 @@
-"""Checkpoints, pauses, departure, residual and export of a stage between two steps (see `ModelState`).
+"""Manages a stage between two steps: checkpoints, pauses, departure, residual and export (see `ModelState`).
 
 When this worker leaves or pauses:
 

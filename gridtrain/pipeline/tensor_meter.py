@@ -1,4 +1,4 @@
-"""Measure the peak memory of tensors during a computation, on any device.
+"""Measures the peak memory of tensors during a computation, on any device.
 
 The meter counts the storages that torch creates while its context is active, until each is freed.  Memory
 inside kernels and memory that an allocator reserves do not count.

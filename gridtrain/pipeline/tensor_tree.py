@@ -1,4 +1,4 @@
-"""Nested tensors (dicts, tuples) that cross stages: their spec, and their bytes of known size.
+"""Nested tensors (dicts, tuples) that cross stages, with their spec and their bytes of known size.
 
 Structure, shapes and dtypes are fixed before the first step and equal on both sides.  Received buffers are
 checked against the spec; nothing is inferred from a peer's bytes.

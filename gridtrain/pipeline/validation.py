@@ -1,4 +1,4 @@
-"""Check a pipeline's batch and number of micro-batches; find which stage is the origin of a fault.
+"""Checks a pipeline's batch and number of micro-batches, and finds the stage in which a fault originated.
 
     pipe.step(inputs, targets) --> check_batch              the same samples in every tensor, on every stage
     grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins

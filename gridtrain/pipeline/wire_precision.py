@@ -1,4 +1,4 @@
-"""Precision (exact, bf16, fp16, int8) in which a pipeline sends activations and gradients.
+"""The precision (exact, bf16, fp16, int8) in which a pipeline sends activations and gradients.
 
 The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
 

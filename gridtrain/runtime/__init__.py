@@ -1,4 +1,4 @@
-"""The runtime of a worker: the I/O loop and what it drives: rounds, state transfer, measured links.
+"""A worker's runtime: the I/O loop and what it drives (rounds, state transfer and measured links).
 
 A worker has two threads.  The training thread runs the user's script; the I/O thread owns the transport and
 the member core (`gridtrain.core.member`).

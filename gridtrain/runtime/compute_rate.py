@@ -1,4 +1,4 @@
-"""Measures how fast this worker computes: its samples, and the seconds spent on their gradients.
+"""Measures how fast this worker computes, from its samples and the seconds spent on their gradients.
 
 The coordinator computes shares from these figures (`gridtrain.core.planning.batch_shares`).
 

@@ -1,4 +1,4 @@
-"""This worker's connection to its group: starts its I/O loop, closes it for a pause, counts traffic."""
+"""This worker's connection to its group: starts its I/O loop, closes it for a pause, and counts traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grid.mean` on the training thread: repeated calls, and the error if other workers do not call it.
+"""`grid.mean` on the training thread: repeats calls, and raises an error if other workers do not call it.
 
 Each call that the loop makes has a step and an index (`scalar_means`).  If the generation changes during a
 call, the call is repeated in the next one.  A newcomer makes all calls of its first step, so the other

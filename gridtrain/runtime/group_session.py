@@ -1,4 +1,4 @@
-"""The training thread's interface to a run: waits for turns, runs steps, waits for others at the end.
+"""The training thread's interface to a run: waits for turns, runs steps, and waits for others at the end.
 
     batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
                                                                           begin -> StepPlan

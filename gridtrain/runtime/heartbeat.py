@@ -1,4 +1,4 @@
-"""What a worker's heartbeat contains: figures, whether it is busy, and what counts as progress.
+"""Composes a worker's heartbeat: its figures, whether it is busy, and what counts as progress.
 
     trainer: add_figures, set_busy --+
     bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)

@@ -1,4 +1,4 @@
-"""The worker's I/O loop: polls the network, and executes the member core's effects; housekeeping intervals.
+"""The worker's I/O loop: polls the network, executes the core's effects, and does housekeeping at intervals.
 
 The I/O thread owns the transport, the core, and the buffers of the open round.  The training thread submits
 commands and waits for snapshots.

@@ -1,4 +1,4 @@
-"""A committed step from which this worker's trainer was absent (stalled), and which it still has to apply."""
+"""A committed step from which this worker's stalled trainer was absent, and which it still has to apply."""
 
 from __future__ import annotations
 

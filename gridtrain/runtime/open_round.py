@@ -1,4 +1,4 @@
-"""An open round: its buffers, and how a pipeline's training thread adds, waits for and ends its parts.
+"""An open round with its buffers, in which a pipeline's training thread adds, waits for and ends its parts.
 
 add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last one) -> RoundOutcome
 """

@@ -1,4 +1,4 @@
-"""How a training script ends on SIGTERM, Ctrl-C or an error, and how its traceback is printed.
+"""Decides how a training script ends on SIGTERM, Ctrl-C or an error, and how its traceback is printed.
 
 Handlers that the user has installed are not replaced.
 """

@@ -1,4 +1,4 @@
-"""How long a worker waits for a coordinator that is unreachable or denies it access, before it gives up.
+"""Decides when a worker gives up waiting for a coordinator that is unreachable or denies it access.
 
 The transport reconnects automatically.
 """

@@ -1,4 +1,4 @@
-"""Builds the `WorkerSnapshot` from core and I/O loop: which tasks are due, and their priority."""
+"""Builds the `WorkerSnapshot` from the core and the I/O loop, with the tasks that are due, by priority."""
 
 from __future__ import annotations
 

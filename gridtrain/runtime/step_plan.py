@@ -1,4 +1,4 @@
-"""What optimizer and runtime exchange about an attempt at a step: its plan (rank, samples) and outcome."""
+"""The plan (rank, samples) and outcome of an attempt at a step, for the optimizer and the runtime."""
 
 from __future__ import annotations
 

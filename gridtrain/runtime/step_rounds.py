@@ -1,4 +1,4 @@
-"""The buffers and outcomes of this worker's rounds; the vote's digest; how many missed updates are kept.
+"""The buffers and outcomes of this worker's rounds, the vote's digest, and a limited log of missed updates.
 
 The core decides which payload is sent to which peer, and whether a round commits.  This module executes its
 effects.

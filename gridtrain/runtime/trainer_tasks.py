@@ -1,4 +1,4 @@
-"""Performs the training thread's tasks for the group: captures and loads states, replays updates.
+"""Performs the training thread's tasks for the group: captures and loads states, and replays updates.
 
     WorkerSnapshot.tasks --> next_task --> run(task) --> the script's model, residual and disk
                                              |

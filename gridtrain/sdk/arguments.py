@@ -1,4 +1,4 @@
-"""Checks of arguments that methods of `Grid` share (integers, seed, intervals, num_workers), with errors."""
+"""Checks the arguments that methods of `Grid` share (integers, seed, intervals, num_workers)."""
 
 from __future__ import annotations
 

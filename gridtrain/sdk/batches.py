@@ -1,4 +1,7 @@
-"""`grid.batches`: samples of each turn and `step()` call, pauses, errors of loops that miss a call.
+"""`grid.batches`: divides a turn's samples over `step()` calls; handles stand-ins, pauses and missed calls.
+
+A call without samples of its own gets the latest ones, or the first of the data, as a stand-in that is not
+counted.  A loop that misses a call of `step()` gets an error.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written

@@ -1,4 +1,4 @@
-"""`Grid`: all that a script calls (optimizer, batches, mean, report, pipeline); how long `close` waits.
+"""`Grid`: all that a script calls (optimizer, batches, mean, report, pipeline), and the timeout of `close`.
 
 `Grid` connects a PyTorch training loop to the parts that do the work:
 

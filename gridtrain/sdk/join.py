@@ -1,4 +1,4 @@
-"""`grid = gridtrain.join()`: from arguments, variables and run.toml to a `Grid` that is connected to its run.
+"""`grid = gridtrain.join()`: makes a `Grid`, connected to its run, from arguments, variables and run.toml.
 
 invitation --enroll--> identity, coordinator --+
 arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and another after each pause

@@ -1,4 +1,4 @@
-"""`local(train, workers=4)`: a whole group in one process, real coordinator and workers in threads.
+"""`local(train, workers=4)`: a whole group in one process, with a real coordinator and workers in threads.
 
 Use it for tests, notebooks and first steps.  It is not fast, because the threads share one interpreter.  They
 also share the random generators of the process, so workers that must begin with equal models should copy a

@@ -1,4 +1,4 @@
-"""Check figures and names that a script reports (`grid.report`): how many, how long, finite."""
+"""Checks the number, name length and finiteness of the figures that a script reports (`grid.report`)."""
 
 from __future__ import annotations
 

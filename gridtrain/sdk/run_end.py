@@ -1,4 +1,4 @@
-"""The end of a run on one worker: waits for the last checkpoint and upload, and exports the final model."""
+"""Ends a run on one worker: waits for the last checkpoint and upload, and exports the final model."""
 
 from __future__ import annotations
 

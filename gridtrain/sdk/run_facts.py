@@ -1,4 +1,4 @@
-"""The facts of a run: settings of the script that must be equal on all workers, as text.
+"""The facts of a run as text: the settings of the script that must be equal on all workers.
 
 They are compared as text, and also with those in a checkpoint, so their wording is part of the format.
 """

@@ -1,4 +1,4 @@
-"""Selection of the k largest entries on the CPU (numpy), usually in one pass; how the threshold is guessed.
+"""Selects the k largest entries on the CPU (numpy), usually in one pass with a guessed threshold.
 
 The vector can be computed in the same pass, so that each block is computed and compared while it is in the
 second-level cache.

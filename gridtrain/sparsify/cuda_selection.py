@@ -1,4 +1,4 @@
-"""Selection of the k largest entries on a CUDA GPU in one fused Triton kernel; when Triton is not used.
+"""Selects the k largest entries on a CUDA GPU in a fused Triton kernel, and decides when not to use Triton.
 
 A selection usually waits for the device only once, to copy k entries and a count.
 

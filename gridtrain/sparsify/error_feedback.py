@@ -1,4 +1,4 @@
-"""Error feedback: the residual (gradient not sent yet), DGC momentum, and how both change at a commit.
+"""Error feedback: the residual (gradient not sent yet), the DGC momentum, and how both change at a commit.
 
 The committed state is only read until `commit`; new values are written to second buffers.
 

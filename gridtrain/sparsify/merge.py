@@ -1,4 +1,4 @@
-"""Sums sparse payloads for TopK and GTopK: which entries stay, without losing the others.
+"""Sums sparse payloads for TopK and GTopK, and decides which entries stay without losing the others.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of the index sets
     theirs  2 . .  1 . 1 .

@@ -1,4 +1,4 @@
-"""Selection of the k largest entries to send: by chunks, or the fastest way on CPU, CUDA or other devices.
+"""Selects the k largest entries to send, by chunks or in the fastest way on a CPU, CUDA or another device.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude

@@ -1,4 +1,4 @@
-"""Selection of the k largest entries by torch's operations on any device, and the interface `Selection`.
+"""Selects the k largest entries with torch's operations on any device, and defines the `Selection` interface.
 
 `gridtrain.sparsify.selection` describes the result, and chooses an implementation.
 """

@@ -1,4 +1,4 @@
-"""Triton kernels for the selection on a GPU: accumulate, histogram, compact.
+"""Triton kernels for the selection on a GPU: accumulate, histogram and compact.
 
     accumulate   stores acc = residual + added, and the keys of the elements that reach the threshold.  For
                  each element, it reads 4 B of the residual and 4 B of the gradient, and writes 4 B; with

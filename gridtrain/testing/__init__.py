@@ -1,4 +1,4 @@
-"""Fault injection, for gridtrain's own tests and for users: `from gridtrain.testing import Faults`.
+"""Fault injection for gridtrain's own tests and for users: `from gridtrain.testing import Faults`.
 
 `Faults` (from `gridtrain.network.transport.fault_injection`) makes workers in threads and in processes fail.
 `FakeSensors` replaces a machine's battery, GPU, temperature and idle time.

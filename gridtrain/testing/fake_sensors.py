@@ -1,4 +1,4 @@
-"""Preset sensor readings (battery, GPU, temperature), for tests and for trying out a volunteer's rules.
+"""Preset sensor readings (battery, GPU, temperature) for tests and for trying out a volunteer's rules.
 
 `gridtrain worker` reads a file instead of the machine's sensors if `--sensors` (or `GRIDTRAIN_SENSORS`) names
 it.

@@ -1,1 +1,1 @@
-"""Programs around training: benchmark, demo, doctor, options, templates, bundles."""
+"""Programs around training: the benchmark, the demo, doctor, options, templates and bundles."""

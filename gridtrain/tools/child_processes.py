@@ -1,4 +1,4 @@
-"""Child processes of demo, bench and benchmarks: environment, tails of logs, termination."""
+"""Child processes of the demo, the bench and the benchmarks: environment, tails of logs and termination."""
 
 from __future__ import annotations
 

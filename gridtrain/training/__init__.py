@@ -1,4 +1,4 @@
-"""A worker's part in training: optimizer, exchange, residual, local steps, pauses; pipelines share it.
+"""A worker's part in training, also in pipelines: optimizer, exchange, residual, local steps and pauses.
 
     backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer, overlapped_local_sgd)
         -> exchangers: contribution -> collective buffers -> runtime.group_session: round and vote

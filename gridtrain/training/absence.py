@@ -1,4 +1,4 @@
-"""Steps that commit without this worker's stalled trainer (`wait="auto"`): what it applies afterwards.
+"""Decides for which workers the group always waits (`wait="auto"`); applies steps a stalled trainer missed.
 
     I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
     training thread   apply_missed           the committed updates, in order, before it takes part again
@@ -6,7 +6,7 @@
 Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
 that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
 group waits for the trainer in steps that need its state, and whenever a missed step could not be applied
-later (`find_obstacle`).
+later: `find_obstacle` gives the reason.
 """
 
 from __future__ import annotations

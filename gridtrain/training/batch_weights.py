@@ -1,4 +1,4 @@
-"""How much this worker's gradient counts in a step: by samples, or by tokens (`grid.weigh`).
+"""Decides how much this worker's gradient counts in a step, by samples or by tokens (`grid.weigh`).
 
     samples   begin_micro_batch   weights micro-batches by samples, which are also in the step's plan
     tokens    add (grid.weigh)    weights micro-batches by tokens; `plan_by_counts` puts them in the plan

@@ -1,4 +1,4 @@
-"""Average batch norm's statistics and other buffers of a model over the workers every N steps.
+"""Averages batch norm's statistics and other buffers of a model over the workers every N steps.
 
 The averages are one more dense vector in the same round, so that they commit or abort together with the
 update.

@@ -1,4 +1,4 @@
-"""Exchangers of `Dense`, `TopK`, `GTopK`: gradient to collective buffer, and the result to an update.
+"""Exchangers of `Dense`, `TopK` and `GTopK`: turn a gradient into a buffer and the result into an update.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 

@@ -1,4 +1,4 @@
-"""Find the workers whose learning rate or other optimizer settings differ, after an aborted step.
+"""Finds the workers whose learning rate or other optimizer settings differ, after an aborted step.
 
 A digest of the optimizer settings is part of every vote, so that a step with different settings never
 commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so

@@ -1,4 +1,4 @@
-"""`LocalSteps`: each worker trains alone for some steps, then the changes of the parameters are averaged.
+"""`LocalSteps`: each worker trains alone for some steps, and then the changes of the parameters are averaged.
 
 The change of the parameters is exchanged like a gradient; `GridOptimizer` handles the residual, the vote and
 retries.

@@ -1,4 +1,4 @@
-"""Check a model and its batches before the first step: NaN, labels or tokens outside the vocabulary.
+"""Checks a model and its batches before the first step for NaN and labels or tokens outside the vocabulary.
 
 check_values(model)          when a worker joins: NaN in a parameter
 TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions

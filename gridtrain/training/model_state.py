@@ -1,4 +1,4 @@
-"""Between two steps: when a worker writes checkpoints, saves for a pause, leaves with its residual, exports.
+"""Manages the model's state between two steps: checkpoints, pauses, departure with the residual, and export.
 
 The procedure is the same for a whole model and for a stage of a pipeline.  The differences are methods of the
 subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pipeline`.

@@ -1,4 +1,4 @@
-"""`grid.optimizer`: step with the group's update; retries, clip_norm, skipped steps, unsupported optimizers.
+"""`grid.optimizer`: applies updates (retries, clip_norm, skipped steps) and rejects unsupported optimizers.
 
     p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run

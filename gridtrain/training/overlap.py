@@ -1,4 +1,4 @@
-"""`Overlap`: send buckets of the gradient during the backward pass, beginning with the last layers.
+"""`Overlap`: sends buckets of the gradient during the backward pass, beginning with the last layers.
 
 `overlap_trial` decides in which steps parts are sent early.  `step` sends everything that could not be sent
 early.

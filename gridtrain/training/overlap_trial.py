@@ -1,4 +1,4 @@
-"""When to measure whether `Overlap` saves time, and the decision, which is the same on all members.
+"""Decides when to measure `Overlap`, and whether it saves time, in the same way on all members.
 
 The sender and the receiver of a message must divide the gradient in the same way.  The decision therefore
 depends only on data that all members have: the generation, the step, and a table that a committed round has

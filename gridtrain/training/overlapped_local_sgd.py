@@ -1,4 +1,4 @@
-"""`LocalSteps(overlap=t)`: one turn's changes are exchanged during the next turn's first t local steps.
+"""`LocalSteps(overlap=t)`: exchanges one turn's changes during the next turn's first t local steps.
 
     A     the anchor: parameters after the last committed round, equal on all workers
     D_r   the change that turn r has made on this worker so far

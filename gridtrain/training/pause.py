@@ -1,4 +1,4 @@
-"""Pause a script and join again: the owner's pause, and the traffic budget's reserve for the next step.
+"""Pauses a script and joins again: the owner's pause, and the traffic budget's reserve for the next step.
 
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 

@@ -1,4 +1,4 @@
-"""What a leaving worker does with its residual: sends it, writes the rest to disk (`left/`), reads it again.
+"""Sends a leaving worker's residual, writes the rest to disk (`left/`), and restores it later.
 
     leave after step s     largest entries --> a neighbour        (which sends them; never read back)
                            the rest --------> <folder>/left       (applied, history, facts)

@@ -1,4 +1,4 @@
-"""Restore batch norm's running statistics after a batch with values that are not finite.
+"""Restores batch norm's running statistics after a batch with values that are not finite.
 
 begin_turn    the statistics are copied
 the batch     a value that is not finite spreads to the statistics in the forward pass, and to the gradient

@@ -1,4 +1,4 @@
-"""Train batch norms on a single sample, which has no statistics of its own.
+"""Trains batch norms on a single sample, which has no statistics of its own.
 
     values per channel    running statistics
     2 or more             yes or no              as torch does

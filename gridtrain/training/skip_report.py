@@ -1,4 +1,4 @@
-"""Report skipped steps and the worker whose gradient caused them, with few lines for many steps.
+"""Reports skipped steps and the worker whose gradient caused them, in few lines for many steps.
 
 own gradient      --> warning, and a counter in the heartbeats, from which `gridtrain status` and the
                       dashboard name the worker

@@ -1,4 +1,4 @@
-"""The optimizer settings and trackers as they were before a turn, for a state that is sent within it.
+"""The optimizer settings and trackers from before a turn, for a state that is sent during the turn.
 
 A state that is sent in the middle of a turn has these values, because its receiver makes all calls of the
 turn:

@@ -1,4 +1,4 @@
-"""This worker's residual while it trains: replaced at a commit, unchanged after an abort, taken when leaving.
+"""This worker's residual while it trains: replaced at a commit, kept after an abort, and taken when leaving.
 
 The same object serves a whole model and a stage of a pipeline.
 

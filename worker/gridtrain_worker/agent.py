@@ -1,4 +1,4 @@
-"""The worker agent: starts, watches and restarts a volunteer's script; how long it may take to end (Ctrl-C).
+"""The worker agent: starts, watches and restarts a volunteer's script, and limits its time to end (Ctrl-C).
 
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (once) and requests the run's status

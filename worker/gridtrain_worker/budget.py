@@ -1,4 +1,4 @@
-"""Counts the bytes sent and received each day (traffic budget), in a small file that survives restarts.
+"""Counts the bytes sent and received each day (traffic budget) in a small file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
                      rewritten as a whole once `UNWRITTEN_BYTES` are missing from it, or after `UNWRITTEN_S`

@@ -1,4 +1,4 @@
-"""What the agent prints, and how often: live line, messages and summary, on a terminal, as text or JSON.
+"""Prints the agent's live line (at intervals), messages and summary, for a terminal, as text or as JSON.
 
 terminal    the script's output, and below it one live line:
             step 410, 4 workers | here: 380 steps, 12160 samples (24 % of the run), 9.1 MB up

@@ -1,4 +1,4 @@
-"""The Unix socket between agent, owner's commands and script; finds running workers by name.
+"""The Unix socket between the agent, the owner's commands and the script; finds running workers by name.
 
 The file mode of the socket is 0600, so only this user can connect.  `PolicyEnforcer` handles the messages.
 

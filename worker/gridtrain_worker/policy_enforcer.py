@@ -1,4 +1,4 @@
-"""Applies the owner's rules to a running script: how often it looks, what it sends, when it ends the script.
+"""Applies the owner's rules to a running script: checks at intervals, sends limits, and ends the script.
 
 every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket

@@ -1,4 +1,4 @@
-"""A volunteer's rules (hours, battery, GPU, idle, temperature, budget): whether the script may train now.
+"""Decides from a volunteer's rules (hours, battery, GPU, idle, temperature, budget) whether to train now.
 
     rules (gridtrain worker set) ------+
     readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)

@@ -1,4 +1,4 @@
-"""Access control: which keys may connect, and which members are removed.  Pure.
+"""Decides which keys may connect and which members are removed (access control).  Pure.
 
 Enrol, orders of the operator --> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_limits: bounds, limits, refusals

@@ -1,4 +1,4 @@
-"""Which keys may connect, and in which role: invitations used, enrolment, kicks, bans, removals.
+"""Decides which keys may connect and in which role, from invitations, enrolments, kicks, bans and removals.
 
     stranger --the operator invites--> pending member --Enrol--> member --kick, violations--> stranger
                   (a token with a number of uses and an end)        |             (needs a new invitation)

@@ -1,4 +1,4 @@
-"""The limits of access (invitations, uses, expiry, members, joins a minute), and the texts of refusals.
+"""The limits of access (invitations, uses, expiry, members, joins per minute) and the refusal messages.
 
 Each function answers one question and keeps no state.  `authorization` looks each function up in this module
 at every call, so that a test can disable a rule and demonstrate the effect.

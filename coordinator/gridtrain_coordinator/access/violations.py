@@ -1,4 +1,4 @@
-"""Which accusations of breaking the protocol count against a member, and how many remove it.
+"""Decides which accusations of breaking the protocol count, and how many of them remove a member.
 
     accuser         accused                             what follows
     (coordinator)   anna                                always counts

@@ -1,4 +1,4 @@
-"""The web page (dashboard) of a run; served by the coordinator, by default only to its own machine.
+"""The web page (dashboard) of a run, which the coordinator serves, by default only to its own machine.
 
     daemon's loop --publish(status)--> dashboard_service --> board --> http_api: page, API, /metrics, /healthz
       (never waits)  <---orders------  (its own thread)        |    \\

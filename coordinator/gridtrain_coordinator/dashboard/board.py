@@ -1,4 +1,4 @@
-"""What the web page shows: its figures (loss, rates), rows of workers, and how many events are kept.
+"""The content of the web page: figures (loss, rates), rows of workers, and a limited number of events.
 
     update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
     add_event(event) --> events                       --> take_changes()  the changes since the last call

@@ -1,4 +1,4 @@
-"""Closes web browsers' connections that make no progress: timeouts of requests and answers.
+"""Closes web browsers' connections whose requests or answers make no progress within their timeouts.
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'

@@ -1,4 +1,4 @@
-"""Runs the dashboard's web server in a thread beside the daemon; limits of connections, events and orders.
+"""Runs the dashboard's web server in a thread of its own, and limits its connections, events and commands.
 
     daemon's thread                             dashboard's thread (asyncio, uvicorn)
       publish(status) -- latest status ------> Board.update -> EventStream.publish -> open pages

@@ -1,4 +1,4 @@
-"""Sends changes to all open web pages as server-sent events, one a second; how many pages may be open.
+"""Sends changes to open web pages as server-sent events once a second, and limits the number of open pages.
 
     publish(frame) --> the last `FRAME_HISTORY` frames --> each page: `whole`, then `tick`, `tick`, ...
 

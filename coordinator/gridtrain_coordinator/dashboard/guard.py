@@ -1,4 +1,4 @@
-"""Which web requests are accepted (host names, token), and the security headers of responses.
+"""Decides which web requests are accepted (host names, token), and sets the security headers of responses.
 
 Another site can point its own host name at this machine ("DNS rebinding").  Requests from its pages carry
 that name, so only addresses and known names are accepted.

@@ -1,4 +1,4 @@
-"""The dashboard's HTTP interface: the page, the JSON API, orders (kick, ban), /metrics and /healthz.
+"""The dashboard's HTTP interface: the page, the JSON API, commands (kick, ban), /metrics and /healthz.
 
     GET   /  /static/...              the page
     GET   /api/v1/run  /workers  /workers/KEY  /topology  /events  /history  /stream  /openapi.json

@@ -1,4 +1,4 @@
-"""The dashboard's address, port and token: defaults, free ports, missing packages.
+"""Chooses the dashboard's address, free port and token, with their defaults, and names missing packages.
 
     "127.0.0.1:7780"  this port, or the next free one of 20      ":7780" or "7780"  the same, on 127.0.0.1
     "0.0.0.0:7780"    only with `open_to_network`

@@ -1,4 +1,4 @@
-"""Makes texts from workers safe to display: bounded, no control characters or bidirectional overrides.
+"""Makes text from workers safe to display: bounded, without control characters or bidirectional overrides.
 
 Markup needs no escaping, because the page writes text nodes only.
 """

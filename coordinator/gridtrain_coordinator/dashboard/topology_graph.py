@@ -1,4 +1,4 @@
-"""The graph that the web page draws: which members exchange with each other; up to how many it draws.
+"""The web page's graph of the members that exchange with each other, up to a maximum number of members.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """

@@ -1,4 +1,4 @@
-"""The coordinator's state that survives a restart: journal, keys, backups; and a full disk.
+"""The coordinator's state that survives a restart (journal, keys, backups), and its mode for a full disk.
 
 store            the SQLite journal, with migrations/
 keys             the key files beside it

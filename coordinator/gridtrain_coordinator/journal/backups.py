@@ -1,4 +1,4 @@
-"""Backups of the coordinator's state: how often, how many are kept, and their restoration on a standby.
+"""Decides how often to back up the coordinator's state and how many backups to keep; restores on a standby.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy

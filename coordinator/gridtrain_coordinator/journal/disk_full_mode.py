@@ -1,4 +1,4 @@
-"""The coordinator while its disk is full: no decisions, queued events, refusals, until it can write again.
+"""Makes no decisions, queues events and refuses requests while the coordinator's disk is full.
 
     loop --JournalFull--> DiskFullMode(effects not executed) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events

@@ -1,4 +1,4 @@
-"""The journal (SQLite): entries, digests, migrations, and errors for damaged or locked files.
+"""The journal (SQLite): its entries, digests and migrations, and the errors for damaged or locked files.
 
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 

@@ -1,4 +1,4 @@
-"""The coordinator's decisions on members: admission, removal, newcomers, the next generation.  Pure.
+"""The coordinator's decisions on members: admission, removal, newcomers and the next generation.  Pure.
 
     event --> membership --> worker_admission, departures, catch_up, complaints      single workers
                         `--> freeze_phase --> view_installer --> readiness           view changes

@@ -1,4 +1,4 @@
-"""From whom newcomers get the state while the members train, and how long without progress is allowed.
+"""Chooses from whom newcomers get the state while the members train, and limits the time without progress.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes

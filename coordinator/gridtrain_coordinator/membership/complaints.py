@@ -1,4 +1,4 @@
-"""Members' reports about each other (broken links, stalls, digests): how many dismiss a member.
+"""Decides when members' reports about each other (broken links, stalls, digests) dismiss a member.
 
     ConnectionLost     repeatedly -----------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed

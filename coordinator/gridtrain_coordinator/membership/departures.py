@@ -1,4 +1,4 @@
-"""What happens when a worker is lost, leaves, is replaced, dismissed or refused, and what it is told.
+"""Handles a worker that is lost, leaves, or is replaced, dismissed or refused, and decides what it is told.
 
                registered   address known   waited for   is told
     lost           no            yes            yes      Rejoin, on its next message

@@ -1,4 +1,4 @@
-"""Waits for members' reports before the next generation, and for members that are away (rules 5, 6, 11).
+"""Waits for members' reports before the next generation, and for members that are away (rules 5, 6 and 11).
 
 TRAINING --view change requested--> Freeze --all connected members have reported, or time is up--> next view
    |                                  ^                     nobody who reports holds a state --+

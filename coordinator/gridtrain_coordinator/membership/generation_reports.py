@@ -1,4 +1,4 @@
-"""Which generation counts when members report one that the coordinator's journal lacks (commit rule 11).
+"""Decides which generation counts when members report one that is not in the journal (commit rule 11).
 
     journal: generation 7 of anna, bert       reported: generation 9 of anna, bert, clara    by anna, clara
                                                         generation 12 of dora                by dora, falsely

@@ -1,4 +1,4 @@
-"""Builds a generation's member list for each recipient: pages, or changes to the recipient's last list.
+"""Builds a generation's member list for each recipient, as pages or as changes to the recipient's last list.
 
     every worker can dial it        the pages, or the changes, of one list for all of them
     otherwise                       pages of a list of its own (`AddressBook.members_for`)

@@ -1,4 +1,4 @@
-"""Recovers the run from its members if the journal is older than they are: a higher term (commit rule 11).
+"""Recovers the run, with a higher term, from members if the journal is older than they are (commit rule 11).
 
     CurrentGeneration(term 3, generation 9)   already known ----------------> nothing
                                               not credible -----------------> a violation

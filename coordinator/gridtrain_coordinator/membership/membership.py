@@ -1,4 +1,4 @@
-"""The coordinator's state machine: when generations begin, the wait for newcomers, run's end, last events.
+"""The coordinator's state machine: begins generations, waits for newcomers, ends the run and keeps events.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |

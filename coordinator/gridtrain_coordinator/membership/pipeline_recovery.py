@@ -1,4 +1,4 @@
-"""Whether a pipeline that lost workers continues, rolls back or pauses, and who is on standby.
+"""Decides whether a pipeline that lost workers continues, rolls back or pauses, and who is on standby.
 
     all reports received --> every stage is held in memory or on disk -----> the next generation
                              every stage of an earlier step is on disk ----> rollback, the next generation

@@ -1,4 +1,4 @@
-"""How long the group waits for members to receive or load the state, by the rate of links (commit rule 8).
+"""Limits the wait for members that receive or load the state, based on the link rates (commit rule 8).
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation

@@ -1,4 +1,4 @@
-"""Who sends the state to newcomers while all wait, and who is removed if none arrives.
+"""Chooses state sources for newcomers while the group waits, and removes members if no state arrives.
 
     dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
     dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried

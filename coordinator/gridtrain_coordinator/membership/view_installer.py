@@ -1,4 +1,4 @@
-"""Installs the next generation: members, state from which it continues, messages (commit rules 6, 7).
+"""Installs the next generation with its members, its starting state and its messages (commit rules 6 and 7).
 
     outcome of the open step --+
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list

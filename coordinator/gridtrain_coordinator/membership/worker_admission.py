@@ -1,10 +1,11 @@
-"""Admits workers: how many, whether a setup (model, data) fits or redefines the run, measuring of links.
+"""Admits workers up to a limit, checks that each setup fits the run or redefines it, and has links measured.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links
     LinkLatencies, or `probe_s` has elapsed -----------------------> may be in the next generation
 
-Whether a worker may connect at all depends on its key (`access.authorization`).
+A setup may replace the run's definition (model, data) before the first step, if all workers with the earlier
+setup have left.  Whether a worker may connect at all depends on its key (`access.authorization`).
 """
 
 from __future__ import annotations

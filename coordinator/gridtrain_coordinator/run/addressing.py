@@ -1,4 +1,4 @@
-"""The address at which each worker is reached (dial-back), and the routes that the others are sent.
+"""Determines the address at which each worker is reached (dial-back), and the routes that others are sent.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses

@@ -1,4 +1,4 @@
-"""The events that `Membership` handles, and the effects that it returns, declared; phases of the run."""
+"""Declares the events that `Membership` handles, the effects that it returns, and the phases of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans a generation's rank order, exchange and shares; when a faster plan is worth a new generation.
+"""Plans a generation's rank order, exchange and shares; decides when a faster plan is worth a new generation.
 
 LinkLatencies, LinkRates --+                  +--prepare, plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+

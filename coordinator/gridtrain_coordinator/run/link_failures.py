@@ -1,4 +1,4 @@
-"""Which member is to blame when connections break repeatedly, and which pairs the next order avoids.
+"""Decides which member is to blame when connections break repeatedly, and which pairs the next order avoids.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link

@@ -1,4 +1,4 @@
-"""After how long a silence a worker counts as lost (heartbeats), or a transfer of the state as stalled.
+"""Decides when a silent worker counts as lost (heartbeats), and when a transfer of the state has stalled.
 
 a message, a heartbeat   --> Liveness: lost after a timeout, shorter if its heartbeats are regular
 its connection breaks    --> Liveness: lost unless it joins again in time

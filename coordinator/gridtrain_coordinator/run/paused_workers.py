@@ -1,4 +1,4 @@
-"""Workers that their owners have paused: how long and how many are remembered, texts in the status.
+"""Remembers workers that their owners have paused, within limits of time and number, for the status.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
                              +--after a week--> discarded

@@ -1,4 +1,4 @@
-"""Registered workers: data and status row of each, seniority, differences between setups, shown facts."""
+"""Stores registered workers (data, status row, seniority), compares setups, and selects the facts to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which reports about links count, and how soon another rank order may follow (back-off).
+"""Decides which reports about links count, and how soon another rank order may follow (back-off).
 
     introduced anna (1)      anna: to bert 10 MB/s     counts
                              anna: to bert  1 MB/s     does not count: already reported since then

@@ -1,4 +1,4 @@
-"""How two workers reach each other: directly, dialled by the other side (NAT), or through which relay.
+"""Chooses how two workers reach each other: directly, dialled by the other side (NAT), or through a relay.
 
     a reaches b at           who dials                      address of b in the member list for a
     b's verified address     a (both can: the larger key)   tcp://...

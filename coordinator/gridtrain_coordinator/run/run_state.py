@@ -1,4 +1,4 @@
-"""The shared state of the run: workers, members, phase and its reason, number of workers required, steps.
+"""The shared state of the run: workers, members, phase and its reason, required number of workers, and steps.
 
     workers       registered                      anna  bert  clara  dora
     member_list   the generation, by rank           0     1     2      -

@@ -1,4 +1,4 @@
-"""Which slow worker status and web page name as the one that the others wait for, and from which delay on."""
+"""Selects the slow worker that delays the others long enough to be named by the status and the web page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers each stage has in the current generation of a pipeline."""
+"""The layers of each stage in the current generation of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems from heartbeats (skipped and missed steps, lone means, files not written): alerts and texts.
+"""Reports problems from heartbeats (skipped or missed steps, lone means, unwritten files) by alerts and text.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard

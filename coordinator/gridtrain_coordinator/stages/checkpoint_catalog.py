@@ -1,4 +1,4 @@
-"""Which stage checkpoints on workers' disks may be used, and what a full disk prevents.
+"""Decides which stage checkpoints on workers' disks may be used, and what is impossible if a disk is full.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |

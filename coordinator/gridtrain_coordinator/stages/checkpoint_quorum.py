@@ -1,4 +1,4 @@
-"""Which reported stage checkpoints are believed: a majority of members must confirm their state.
+"""Decides which reported stage checkpoints are believed: a majority of members must confirm their state.
 
     while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
                          members, so (500, h, l) is confirmed, and written to the journal

@@ -1,4 +1,4 @@
-"""Which layers and ranks workers get in a pipeline's next generation; when it is partitioned again.
+"""Assigns layers and ranks to workers in a pipeline's next generation, and decides when to repartition it.
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
     fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present

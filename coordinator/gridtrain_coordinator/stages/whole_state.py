@@ -1,4 +1,4 @@
-"""From which step a pipeline continues: the latest one whose stages are all held; texts if none is.
+"""Finds the latest step whose stages are all held, where a pipeline continues, or explains why there is none.
 
     step             10        20        23 (the last committed one)
     anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)

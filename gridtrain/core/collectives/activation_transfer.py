@@ -1,4 +1,4 @@
-"""Sends activations from one pipeline stage to the next, in slices: a payload from one rank to another.
+"""Sends activations from one pipeline stage to the next in slices, as a payload from one rank to another.
 
     sender                                   receiver
       ACTIVATION hop = 3, slice 0 (the header) -->

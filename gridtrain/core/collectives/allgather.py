@@ -1,4 +1,4 @@
-"""`TopK`'s all-gather: one payload from each rank, in ceil(log2 P) hops for any P (Bruck et al., 1997).
+"""`TopK`'s all-gather of one payload from each rank, in ceil(log2 P) hops for any P (Bruck et al., 1997).
 
 Each payload spreads independently along a binomial tree.  The rank at distance f below the payload's origin
 forwards the payload to the ranks at distance f + d, for each power of two d > f.  The tree for P = 6, from

@@ -1,4 +1,4 @@
-"""All-reduce in two hops (small dense models, gTop-k): parts go to a segment's owner, which returns the sum.
+"""All-reduce in two hops (small dense models, gTop-k) through each segment's owner, which returns the sum.
 
 The vector is split into P segments, and each segment into slices, as in a ring; a sparse segment has one
 slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0 for P = 4:

@@ -1,4 +1,4 @@
-"""All-gather of stage summaries, a few bytes from each member of a pipeline: one hop for small groups.
+"""All-gather of stage summaries (a few bytes from each member of a pipeline), in one hop for small groups.
 
     up to 8 members    all send to all            rank 0 --> 1, 2, 3 at once         1 hop
     more               a tree per origin          rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops

@@ -1,4 +1,4 @@
-"""Execution of a schedule of hops, for the butterfly and the tree: when a hop ends and the next one sends.
+"""Executes a schedule of hops for the butterfly and the tree: decides when a hop ends and the next one sends.
 
     schedule   fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
                             ^ the current hop: own payload sent; the partner's is awaited or has arrived

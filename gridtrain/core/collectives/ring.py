@@ -1,4 +1,4 @@
-"""Dense all-reduce on a ring, and its size of slices: reduce-scatter, then all-gather (Baidu, 2017).
+"""Dense all-reduce on a ring, and the size of its slices: reduce-scatter, then all-gather (Baidu, 2017).
 
 The vector is split into P segments, and each segment into slices.  Slices travel independently, so all links
 are busy at the same time.  Each slice goes around the ring twice.  For example, with P = 3 the sum of segment

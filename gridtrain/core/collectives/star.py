@@ -1,4 +1,4 @@
-"""All-reduce on a star, as with a parameter server: all send to rank 0, which sends the result to all.
+"""All-reduce on a star, as with a parameter server: all ranks send to rank 0, which sends the result to all.
 
     TO_ROOT   1 --> 0 <-- 2      FROM_ROOT   1 <-- 0 --> 2
                     ^                              |

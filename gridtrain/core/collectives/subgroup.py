@@ -1,4 +1,4 @@
-"""A collective among some ranks only, such as the replicas of a stage, which it numbers 0, 1, ...
+"""A collective among some of the ranks, such as the replicas of a stage, which it renumbers from 0.
 
     ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
     rank 3                     handle(from 0) <------------------- a payload from 2

@@ -1,4 +1,4 @@
-"""gTop-k on a tree, as in the paper: merge up the tree, send the result down (Shi et al., 2019, alg. 3).
+"""gTop-k on a tree, as in the paper: merges up the tree and sends the result down (Shi et al., 2019, alg. 3).
 
 The tree is binomial, for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to
 rank r - 2^j, where 2^j is the lowest set bit of r, after merging the payloads of the ranks r + 1, r + 2 ..

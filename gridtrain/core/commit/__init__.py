@@ -1,4 +1,4 @@
-"""The commit of an optimizer step on all members or on none (commit rules 1 to 6), and the data ledger.
+"""Commits an optimizer step on all members or on none (commit rules 1 to 6), and keeps the data ledger.
 
 `attempts` runs the attempts at one step, and `two_phase_commit` the vote on each attempt.  `verdict` decides
 a step that a freeze interrupted (rule 6).  `data_ledger` assigns every sample to exactly one committed step,

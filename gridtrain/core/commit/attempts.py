@@ -1,4 +1,4 @@
-"""The attempts at a step: retries after an abort, messages that are early, late or stale, and their limits.
+"""Manages the attempts at a step: retries after an abort, and early, late or stale messages, within limits.
 
     submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
                      ^                                                ABORT: the next attempt, same gradient

@@ -1,4 +1,4 @@
-"""Which samples each worker gets in which step, once each; how late a batch may count, who gets it then.
+"""Assigns each sample once, to one worker and step, and reassigns batches that arrive later than a limit.
 
 Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
 over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`

@@ -1,4 +1,4 @@
-"""Which member reads which shard of a sharded data set (leases), so that each opens few files.
+"""Assigns the shards of a sharded data set to members (leases), so that each member opens few files.
 
 The positions of a pass are those of its shards, one shard after another, in an order that the data seed and
 the pass determine.  A member that takes positions from a shard leases the rest of it: later steps give that

@@ -1,4 +1,4 @@
-"""Operations on spans of sample positions: take the first ones, join, subtract."""
+"""Operations on spans of sample positions: taking the first ones, joining and subtracting."""
 
 from __future__ import annotations
 

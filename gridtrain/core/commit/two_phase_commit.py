@@ -1,4 +1,4 @@
-"""The vote on a step: all members apply its update, or none does (two-phase commit; commit rules 1 to 4).
+"""The vote on a step, after which all members apply its update or none does (two-phase commit; rules 1 to 4).
 
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)

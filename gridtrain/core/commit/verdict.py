@@ -1,4 +1,4 @@
-"""Whether the step that a change of members interrupted counts, by the members' reports (commit rule 6).
+"""Decides from the members' reports whether a step interrupted by a membership change was committed (rule 6).
 
     S = the members that reported, A = the highest applied step among them
     at A - 1   the member is prepared for A, and applies it

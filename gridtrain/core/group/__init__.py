@@ -1,4 +1,4 @@
-"""Definitions that worker and coordinator share: invitation, ranks, flags, member events, sensor readings.
+"""Definitions shared by the worker and the coordinator: invitation, ranks, flags, events and sensor readings.
 
 `rank_layout` assigns ranks to stages and replicas, `member_events` defines the events and effects of a
 worker's state machine, `round_flags` the flags of a round, `invitation` the text that admits a volunteer, and

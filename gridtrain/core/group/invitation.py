@@ -1,4 +1,4 @@
-"""The text of an invitation, one line: its form, checksum, and the errors for damaged or mistyped ones.
+"""The text of an invitation (one line): its form and checksum, and the errors for damaged or mistyped ones.
 
     gridtrain1:  base64url, no padding, of
                  flags  coordinator's key  token    n  run      address   checksum

@@ -1,4 +1,4 @@
-"""Events and effects of a worker's state machine (`core.member.member.MemberCore`), declared.
+"""Declares the events and effects of a worker's state machine (`core.member.member.MemberCore`).
 
 Effects are executed strictly in the order in which they are returned.
 """

@@ -1,4 +1,4 @@
-"""Which rank holds which stage and replica of a model, and the members of a generation in rank order.
+"""Maps ranks to the stages and replicas of a model, and lists the members of a generation in rank order.
 
 With S stages and R replicas a generation has S x R members.  The replicas of a stage, which exchange
 gradients, have consecutive ranks.

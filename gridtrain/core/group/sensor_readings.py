@@ -1,4 +1,4 @@
-"""One reading of a machine's sensors (battery, GPU, idle time, temperature), and why a value is absent."""
+"""A reading of a machine's sensors (battery, GPU, idle time, temperature) and reasons for absent values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's state machine: its generation, connections, state, catch-up, stragglers, residual.
+"""A worker's state machine: its generation, connections, state, catch-up, stragglers and residual.
 
 `member` receives all events, `view_changes` follows the generations and routes messages, and
 `generation_entry` creates a `generation` from a MembershipView.  Within a generation, `required_peers`

@@ -1,4 +1,4 @@
-"""The parts of a worker's state machine that outlive a generation: links, state, checkpoints, residuals.
+"""The parts of a worker's state machine that outlive a generation: links, state, checkpoints and residuals.
 
 ViewChanges --- Generation     rank assignment, attempts, means, incoming state     one generation
                    |

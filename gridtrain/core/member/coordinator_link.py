@@ -1,4 +1,4 @@
-"""A worker's side of joining the coordinator: Join, Welcome, Setup, its name, and outdated terms.
+"""A worker's side of joining the coordinator: Join, Welcome, Setup, the worker's name, and outdated terms.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
                            Welcome, term t < ours    fenced: CurrentGeneration reports our term

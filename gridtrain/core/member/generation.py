@@ -1,4 +1,4 @@
-"""One generation as one member sees it: Ready, rounds, complaints, from its MembershipView to the next.
+"""One member's view of a generation (Ready, rounds, complaints), from its MembershipView to the next one.
 
     FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |

@@ -1,4 +1,4 @@
-"""What a worker does with a new MembershipView: rank, stage, and whether its state and model are up to date.
+"""Handles a new MembershipView: the worker's rank and stage, and whether its state and model are up to date.
 
     member list, partition --> RankAssignment; an error if a correct coordinator would not have sent them
     verdict                --> the open step is applied or given up, or the state is missing

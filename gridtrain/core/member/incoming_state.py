@@ -1,4 +1,4 @@
-"""Requesting and serving the state while the group waits for newcomers: from whom, and whom to ask again.
+"""Requests and serves the state while the group waits for newcomers, and decides whom to ask or ask again.
 
     joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
                                                                       StateLoaded

@@ -1,4 +1,4 @@
-"""Which stage checkpoints on a worker's disk are valid, copied to other workers, or loaded by a pipeline.
+"""Decides which stage checkpoints on disk are valid or loaded, and when and to whom each of them is copied.
 
     MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
                      StageCheckpointList    report that a checkpoint expected on this disk is missing
@@ -9,7 +9,8 @@
     StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
-member needs which checkpoint.
+member needs which checkpoint.  The latest new checkpoint of a stage is copied once, as soon as it is listed:
+`runtime.state_transfer.checkpoint_copy` transfers and `training.checkpoint.stage_checkpoint_store` stores it.
 """
 
 from __future__ import annotations

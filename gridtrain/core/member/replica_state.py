@@ -1,4 +1,4 @@
-"""Which state a worker holds: its step, layers and history, and whether it is synced after its return.
+"""The state that a worker holds: its step, layers and history, and whether it is synced after its return.
 
     MembershipView at step a, and the worker holds
         step a, its stage's layers   synced

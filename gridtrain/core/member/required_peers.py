@@ -1,4 +1,4 @@
-"""Which connections a member needs before and during training, and its report of peers it cannot reach.
+"""Determines the connections that a member needs before and during training; reports peers it cannot reach.
 
     unpartitioned model   the exchange's neighbours, the root, the state source; the latter two are connected
                           to all members

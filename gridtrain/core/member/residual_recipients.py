@@ -1,4 +1,4 @@
-"""Which members a leaving worker asks to take its residual (unsent gradient), and when they add or drop it.
+"""Chooses which members receive a leaving worker's residual (unsent gradient), and when they add or drop it.
 
     leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
       | takes part in no steps   |                          |

@@ -1,4 +1,4 @@
-"""The messages of `grid.mean` and `grid.weigh`: a mean or total over the members, which rank 0 computes.
+"""The messages of `grid.mean` and `grid.weigh`, for which rank 0 computes a mean or total over the members.
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 

@@ -1,4 +1,4 @@
-"""Chain in which newcomers pass the state on to one another; when one bypasses a slow member of the chain.
+"""The chain in which newcomers pass the state on, and the rule for bypassing a slow member of the chain.
 
     rank      0        1        2        3        4
               source   holds    joins    joins    joins

@@ -1,4 +1,4 @@
-"""When a step goes on without a slow or stalled trainer (`wait="auto"`), by its usual delay (commit rule 14).
+"""Decides from its usual delay when a step goes on without a slow or stalled trainer (`wait="auto"`).
 
     member that waits        root                               member whose trainer has stalled
       submits, waits
@@ -12,7 +12,7 @@ A member is late if its delay exceeds the median of its latest delays by a multi
 deviation.  The limit is computed for each member, in seconds per sample of its share, so that a worker
 that is always slow is never late.  If no member is late, no message is sent.  A member that was absent from
 the last step is asked to stay absent as soon as the others have submitted, so that a long stall delays
-the group only once.
+the group only once (commit rule 14).
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier

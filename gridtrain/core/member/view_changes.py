@@ -1,4 +1,4 @@
-"""Changes of the generation that the coordinator announces, and to which part each message is passed.
+"""Handles the changes of the generation that the coordinator announces, and routes each message to its part.
 
                      MembershipView                 synced and connected
 APART ----------------------------> FORMING ----------------------> FORMING (Ready sent)

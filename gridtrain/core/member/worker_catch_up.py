@@ -1,4 +1,4 @@
-"""Catch-up, while the members train: a newcomer copies state and updates from sources, or serves others.
+"""Catch-up while the members train: a newcomer copies state and updates from sources, or serves others.
 
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport

@@ -1,4 +1,4 @@
-"""Messages of operators, `gridtrain doctor` and `gridtrain status`, and of bundles (their largest size)."""
+"""Messages of operators, `gridtrain doctor`, `gridtrain status` and bundles, with their maximum size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between worker and coordinator: joining, heartbeats and their figures, generations, leaving."""
+"""Messages between a worker and the coordinator: joining, heartbeats and figures, generations and leaving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a message is declared: its code, and the types of its fields with their bounds (longest name, text).
+"""Declares messages: their codes and field types with bounds, such as the maximum length of a name or text.
 
 A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
 are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the

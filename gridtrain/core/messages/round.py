@@ -1,4 +1,4 @@
-"""Messages between workers in one round: payloads, votes, decisions, progress, stragglers, means."""
+"""Messages between workers in one round: payloads, votes, decisions, progress, stragglers and means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between workers that carry state, checkpoints and residuals, measure links, and pass relays."""
+"""Messages between workers that carry state, checkpoints and residuals, measure links, and use relays."""
 
 from __future__ import annotations
 

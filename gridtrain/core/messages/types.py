@@ -1,4 +1,4 @@
-"""Values that several messages carry (identities, spans, members, checkpoints), and protocol limits."""
+"""Values that several messages carry (identities, spans, members, checkpoints), and the protocol's limits."""
 
 from __future__ import annotations
 

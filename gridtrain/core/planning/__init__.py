@@ -1,4 +1,4 @@
-"""Choose a run's exchange, its order of ranks and its batch shares from measured links and speeds.
+"""Chooses a run's exchange, its order of ranks and its batch shares from measured links and speeds.
 
 Contains pure functions of measurements, and the state of a run's choice; it neither measures nor sends.
 

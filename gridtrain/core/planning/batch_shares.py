@@ -1,4 +1,4 @@
-"""How many samples of a step each worker gets, by its measured speed (`global_batch_size`); rebalancing.
+"""Divides a step's samples among workers according to measured speed (`global_batch_size`), and rebalances.
 
     speed, samples/s      40   10   10
     equal shares of 60    20   20   20        compute time per step: 2.00 s

@@ -1,4 +1,4 @@
-"""Predict the cost of an exchange in seconds, bytes and CPU time, by simulation or by formula.
+"""Predicts the cost of an exchange in seconds, bytes and CPU time, by simulation or by formula.
 
     Workload: kind and size of the exchange --+
     NetworkModel: latencies and rates --------+--> messages, simulated one by one --> ExchangeCost

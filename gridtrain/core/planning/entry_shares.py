@@ -1,4 +1,4 @@
-"""Which members with slow uploads send fewer than k entries of a sparse exchange, how many, when it changes.
+"""Decides which members with slow uploads send fewer than k entries of a sparse exchange, how many, and when.
 
     upload rates --slow members--> shares to try --simulated exchanges--> the largest shares that are nearly
                                                                           as fast as the smallest

@@ -1,4 +1,4 @@
-"""Choose a run's exchange with `exchange="auto"`, and ring, butterfly or direct for `Dense()` and `GTopK()`.
+"""Chooses a run's exchange for `exchange="auto"`, and ring, butterfly or direct for `Dense()` and `GTopK()`.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.

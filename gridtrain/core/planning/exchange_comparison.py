@@ -1,4 +1,4 @@
-"""Compare exchanges by predicted step time and recommend one: when dense is preferred, or direct to a ring.
+"""Compares exchanges by predicted step time; prefers dense if nearly as fast, and chooses direct or a ring.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 

@@ -1,4 +1,4 @@
-"""Parse a run's exchange and number of parameters from the text of its facts; no other module does.
+"""The only module that parses a run's exchange and number of parameters from the text of its facts.
 
     Setup.facts  ("model", "120576 parameters in 4 tensors") --> parameter_count    120576
                  ("exchange", "LocalSteps(every=8, ...)")    --> parse_exchange     Dense, TopK, GTopK or Auto

@@ -1,4 +1,4 @@
-"""Simulate the messages of one exchange over the links of a network and the CPUs, event by event.
+"""Simulates the messages of one exchange over the links of a network and the CPUs, event by event.
 
     needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
 

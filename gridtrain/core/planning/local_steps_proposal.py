@@ -1,4 +1,4 @@
-"""How many local steps between two exchanges `gridtrain plan` proposes (`LocalSteps(every=)`, overlap).
+"""Proposes how many local steps separate two exchanges (`gridtrain plan`, `LocalSteps(every=)`, overlap).
 
     | step | step | ... | step | exchange |        turn_s = every * step_s + exchange_s
     '------- every times ------'

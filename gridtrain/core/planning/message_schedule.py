@@ -1,4 +1,4 @@
-"""Exchanges as lists of messages with dependencies, sizes and receivers' work, for the simulation.
+"""Lists the messages of an exchange with dependencies, sizes and receivers' work, for the simulation.
 
     gTop-k, P = 3         message  from  to   needs        work at the receiver
                           0        2     0    -            merge

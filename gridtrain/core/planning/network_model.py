@@ -1,4 +1,4 @@
-"""A network for planning: latency and rate of its links, links that several pairs share, when each is free.
+"""A network for planning: latency and rate of links, links that several pairs share, and when each is free.
 
     src -- its upload -- the pair's own link -- links that several pairs share -- dst's download --> dst
            (shared by all                       (a slow link between two sites)   (shared by all

@@ -1,4 +1,4 @@
-"""When another order of ranks is worth a change, with the reason; which measured links count, assumed rates.
+"""Decides whether and why to change the order of ranks; validates measured links and fills in missing rates.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)

@@ -1,4 +1,4 @@
-"""Search for the order of ranks (ring, tree, ...) with the fastest exchange over unequal links; its limits.
+"""Searches, within limits, for the order of ranks (ring, tree, ...) that is fastest over unequal links.
 
     ring        avoids slow links, because each link of the ring carries all segments
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only

@@ -1,4 +1,4 @@
-"""How much memory a worker needs, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
+"""The memory that a worker needs, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange

@@ -1,4 +1,4 @@
-"""The load of an exchange: number of messages, bytes of payloads with each kind of values, CPU times."""
+"""The load of an exchange: number of messages, bytes of payloads with each kind of values, and CPU times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan the training of a model in stages: its partition, schedule, placement on workers and step time.
+"""Plans the training of a model in stages: its partition, schedule, placement on workers and step time.
 
 Contains pure functions of costs and measurements, which the coordinator and `gridtrain plan` call.
 

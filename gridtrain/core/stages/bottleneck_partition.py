@@ -1,4 +1,4 @@
-"""Cut a sequence of layers into stages so that the costliest stage costs least (dynamic programming).
+"""Cuts a sequence of layers into stages so that the costliest stage costs least, by dynamic programming.
 
 The cost of a stage is a function of (stage, start, stop).  The best partition of a prefix does not depend on
 the remaining layers, so the best partitions of all prefixes are computed, one stage at a time.

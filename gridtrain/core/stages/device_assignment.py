@@ -1,4 +1,4 @@
-"""Which device gets which stage at the start of a run, if speeds and memory sizes differ.
+"""Assigns stages to devices of different speeds and memory sizes at the start of a run.
 
 This module is used when a run begins.  A run that continues keeps its partition, because a new partition
 would require moving states.

@@ -1,4 +1,4 @@
-"""Explain why no partition of a model fits into the devices' memory, and propose changes that make one fit.
+"""Explains why no partition of a model fits into the devices' memory, and proposes changes that make one fit.
 
 Each proposed change has been checked with the same costs.
 """

@@ -1,4 +1,4 @@
-"""Choose the number of micro-batches for `micro_batches="auto"` from trials in a run's first steps.
+"""Chooses the number of micro-batches for `micro_batches="auto"` from trials in a run's first steps.
 
 All members of a committed step have the same timings, so all members choose the same number.
 

@@ -1,4 +1,4 @@
-"""Partition a model into stages by the times and sizes of its layers: fastest, or least memory.
+"""Partitions a model into stages by the times and sizes of its layers, for least step time or least memory.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
     devices      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages

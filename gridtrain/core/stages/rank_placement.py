@@ -1,4 +1,4 @@
-"""Which worker gets which stage and replica: those that hold its state first, then by links; state sources.
+"""Assigns stages and replicas, preferring workers with the state and then fast links; chooses state sources.
 
     connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is standby
                                                                  (n): holds the state of stage n

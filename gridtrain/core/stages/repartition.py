@@ -1,4 +1,4 @@
-"""Divide a model again over fewer or more workers, and choose who supplies the state of each stage.
+"""Divides a model again over fewer or more workers, and chooses who supplies the state of each stage.
 
     3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
     bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order a stage computes its micro-batches (fill-drain, 1F1B).
+"""Pipeline schedules (fill-drain, 1F1B): the order in which a stage computes its micro-batches.
 
 Each stage executes its own list of actions, and waits if the payload of an action has not arrived.
 

@@ -1,4 +1,4 @@
-"""The cost of a stage on a device: compute time, transfer time, memory (optimizer state, activations).
+"""The cost of a stage on a device: compute time, transfer time and memory (optimizer state, activations).
 
     bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 

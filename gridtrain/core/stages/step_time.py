@@ -1,4 +1,4 @@
-"""Predict a pipeline's step time by simulation, and propose a number of micro-batches.
+"""Predicts a pipeline's step time by simulation and proposes a number of micro-batches.
 
     partition ---+
     schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate

@@ -1,4 +1,4 @@
-"""Transports messages between peers: connections, rate limits, relays, flow control, encryption.
+"""Transports messages between peers: connections, rate limits, relays, flow control and encryption.
 
 The loops use `interface.Transport`, which `stack` builds in layers:
 

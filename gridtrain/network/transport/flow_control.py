@@ -1,4 +1,4 @@
-"""Flow control by credit: how many bytes a peer may be sent that it has not processed yet (the window).
+"""Flow control by credit: limits the bytes that a peer is sent and has not processed yet (the window).
 
 Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so messages with credit always
 arrive.

@@ -1,4 +1,4 @@
-"""A peer's identity: a Curve25519 key pair, the file that stores it, and which file a process takes.
+"""A peer's identity: its Curve25519 key pair, the file that stores it, and the file that a process chooses.
 
     Identity.generate()                     returns a new identity, in memory
     Identity.load_or_create(path)           returns the identity in the file, creating the file if necessary

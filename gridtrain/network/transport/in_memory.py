@@ -1,4 +1,4 @@
-"""A transport within one process, for local groups and for tests; endpoints can be killed or hidden.
+"""A transport within one process for local groups and tests, whose endpoints can be killed or hidden.
 
 Messages pass through the codec, so that a message that could not be sent over a network also fails in memory.
 Payloads are copied, so that a sender cannot change a received message.

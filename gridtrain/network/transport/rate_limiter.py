@@ -1,4 +1,4 @@
-"""The upload rate limit (`upload_limit`), parsing of rates, and detection of floods of messages.
+"""Limits the upload rate (`upload_limit`), parses rates, and detects floods of messages.
 
 A message is sent when its last byte would have left a link with the capped rate.  There are no bursts, so a
 capped worker on a fast network behaves like a worker with a slow link.

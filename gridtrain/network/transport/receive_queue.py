@@ -1,4 +1,4 @@
-"""The download rate limit (`download_limit`): received messages wait, and a sender's excess counts as debt.
+"""Limits the download rate (`download_limit`): received messages wait, and a sender's excess counts as debt.
 
 Pure: times are passed as arguments.
 

@@ -1,4 +1,4 @@
-"""Connections through a relay, for two peers (NAT) that cannot dial each other: calls, retries, end.
+"""Connections through a relay for two peers (NAT) that cannot dial each other: calls, retries and shutdown.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?

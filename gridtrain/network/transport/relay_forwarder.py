@@ -1,4 +1,4 @@
-"""The relay's side: forwards encrypted packets between peers that cannot connect, or refuses to.
+"""Forwards encrypted packets, as a relay, between peers that cannot connect to each other, or refuses to.
 
 origin -- RelayRequest(to, packet) --> RelayForwarder -- RelayedMessage(origin, packet) --> to
        <-- RelayFailed(to, reason) ---- not permitted, not connected, queue full; or `to` has disconnected

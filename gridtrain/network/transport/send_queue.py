@@ -1,4 +1,4 @@
-"""Queues of messages to send: votes before bulk, fair between peers, bounded, within the upload limit.
+"""Bounded queues of messages to send: votes before bulk messages, fair to peers, within the upload limit.
 
 Pure: uses no socket; times are passed as arguments.  Used by the in-memory transport and the ZeroMQ
 transport.

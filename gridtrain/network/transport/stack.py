@@ -1,4 +1,4 @@
-"""Builds the transport of the loops: direct connections, relays above them, and flow control on top.
+"""Builds the loops' transport from direct connections, relays above them, and flow control on top.
 
     loop                      uses `Transport`; calls return_credit(held_bytes) after handling a poll's events
       |                       dial(peer, "tcp://..." | "relay:<key>")

@@ -1,4 +1,4 @@
-"""The base class of transports layered over another one: flow control, relayed connections, faults."""
+"""The base class of transports layered over another one: flow control, relayed connections and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes messages as frames and decodes frames; the largest message.  Payloads are not copied.
+"""Encodes messages as frames and decodes them without copying payloads, and limits the size of a message.
 
     frame 0   msgpack array [code, field, field, ...]     at most 128 KiB
     frame 1   the payload, if the message has one         at most 64 MiB

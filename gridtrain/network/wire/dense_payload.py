@@ -1,4 +1,4 @@
-"""Bytes of a dense exchange: all elements of a slice, as fp32, bf16 or int8.
+"""The bytes of a dense exchange's payload: all elements of a slice as fp32, bf16 or int8.
 
 The number of elements and the kind of values are known to the receiver, so a payload has no header.
 `value_encoding` encodes the values; each slice starts with a new block of int8 values.

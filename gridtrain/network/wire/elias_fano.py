@@ -1,4 +1,4 @@
-"""Bytes of a sparse payload's indices, by Elias-Fano encoding: K strictly increasing integers below n.
+"""The bytes of a sparse payload's indices in Elias-Fano encoding: K strictly increasing integers below n.
 
     index i   | high part: bit (index_i >> L) + i of a field with H bits | low part: L bits at i L |
     L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K

@@ -1,4 +1,4 @@
-"""How fields of messages become bytes, `MESSAGES`: derived from each message's declaration.
+"""Encodes the fields of messages as bytes, derived from each message's declaration (`MESSAGES`).
 
 `gridtrain.core.messages.declaration` specifies how a message is declared, and defines the field types of
 single values.  This module defines the field types that are composed of other field types.

@@ -1,4 +1,4 @@
-"""Bytes of a sparse payload's values with 4 or 2 bits (int4, int2): multiples of a scale for each block.
+"""The bytes of a sparse payload's values in 4 or 2 bits (int4, int2): multiples of a scale for each block.
 
     kind   bits                     magnitudes, as multiples of the scale    scales
     int4   sign and 3 of magnitude  1/2, 1, 2, 3, 4, 5, 6, 7                 2**e

@@ -1,4 +1,4 @@
-"""Bytes of a sparse exchange (TopK, GTopK): K entries, index and value, of a flat vector of n elements.
+"""The bytes of a sparse exchange (TopK, GTopK): K entries (index and value) of a flat vector of n elements.
 
 n, the kind of values and the largest K are fixed for a generation; they are never taken from a peer's
 payload.

@@ -1,4 +1,4 @@
-"""The flat gradient in buckets (`Overlap`): their bounds, and their buffers as one update of the round.
+"""The buckets of the flat gradient (`Overlap`): their bounds, and their buffers as one update of the round.
 
 Each bucket has its own channel and collective.
 

@@ -1,4 +1,4 @@
-"""Buffers of ring, all-gather and butterfly: check, add, merge and digest received payloads.
+"""Buffers of the ring, all-gather and butterfly, which check, add, merge and digest received payloads.
 
 A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
 world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round

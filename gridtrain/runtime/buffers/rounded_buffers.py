@@ -1,4 +1,4 @@
-"""Buffers of dense exchanges in bf16 or int8: when values are rounded; which buffer a dense exchange uses.
+"""Decides when dense exchanges in bf16 or int8 round values, and which buffer a dense exchange uses.
 
     RoundedRingBuffer    RingAllReduce    each partial sum is rounded by the member that sends it on
     RoundedDirectBuffer  DirectAllReduce  each part is rounded by its sender, each sum by the segment's owner

@@ -1,4 +1,4 @@
-"""Buffers of the tree and of the star, dense and sparse: how the root sums.
+"""Buffers of the tree and of the dense and the sparse star, in which the root computes the sum.
 
 TreeBuffer        TreeExchange  like the butterfly's buffer; one rank owns all values that a merge drops
 SparseStarBuffer  SparseStar    at the root, all payloads, summed in rank order and truncated once

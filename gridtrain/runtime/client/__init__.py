@@ -1,4 +1,4 @@
-"""Connections to a coordinator without being a member (enrolment, requests, orders), and local files.
+"""Connects to a coordinator without being a member (enrolment, requests, commands), and keeps local files.
 
 - `coordinator_client`: a connection for requests and replies; `bundle_fetch` and `operator_client` use it.
 - `enrollment`, `invitation_store`: use an invitation to obtain an identity that the coordinator admits.

@@ -1,4 +1,4 @@
-"""Downloads the run's bundle from the coordinator, block by block, and checks its size.
+"""Downloads the run's bundle from the coordinator block by block and checks its size.
 
 `gridtrain.tools.bundle` checks the bundle's content.
 """

@@ -1,4 +1,4 @@
-"""Sends requests to a coordinator (status, enrolment, orders), and words errors if it does not answer.
+"""Sends requests to a coordinator (status, enrolment, commands) and reports why it does not answer.
 
 A client is not a member of the run.
 

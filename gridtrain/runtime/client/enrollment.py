@@ -1,4 +1,4 @@
-"""Enrols a worker with an invitation: which of this machine's keys it uses, and refusals (removed, expired).
+"""Enrols a worker with an invitation and one of this machine's keys; explains refusals (removed, expired).
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 

@@ -1,4 +1,4 @@
-"""`invitations.json`: which key of this machine used which invitation, and which invitations are unused.
+"""`invitations.json`: records which key of this machine used which invitation, and which ones are unused.
 
 Only the coordinator can decide whether an invitation is still valid and whether a key is admitted.  Example:
 

@@ -1,4 +1,4 @@
-"""Sends the owner's orders (invite, kick, ban) to the coordinator on this machine, which it finds.
+"""Finds the coordinator on this machine and sends it the owner's commands (invite, kick, ban).
 
 Commands are authorized with the key in `operator.key`, so every user who can read this file is an operator.
 

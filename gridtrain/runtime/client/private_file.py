@@ -1,4 +1,4 @@
-"""Writes files that only their owner can read, replaced as a whole."""
+"""Writes files that only their owner can read and replaces each as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's default name ("keen-otter-4f2a"), folders (state, export), and address at which it listens.
+"""A worker's default name ("keen-otter-4f2a"), folders (state, export), and the address at which it listens.
 
 Host names and user names are never used, because they are personal data.
 """

@@ -1,4 +1,4 @@
-"""Measures the bandwidth to peers by a short burst to each: size, number, how long a rate stays valid.
+"""Measures the bandwidth to each peer with short bursts; limits their size and number and a rate's lifetime.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
 one after the other, so that they do not share its link.

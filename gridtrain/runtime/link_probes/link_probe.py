@@ -1,4 +1,4 @@
-"""Measures this worker's links: first the round-trip times, then the bandwidth with one burst at a time.
+"""Measures this worker's links: first the round-trip times, and then the bandwidth with one burst at a time.
 
     io.ProbePeers --> RoundTripProbe --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
 

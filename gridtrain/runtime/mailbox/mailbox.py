@@ -1,4 +1,4 @@
-"""The mailbox between training thread and I/O thread: commands, snapshots, waking, and the one lock.
+"""The mailbox between the training thread and the I/O thread: commands, snapshots, waking, and the one lock.
 
 training thread                                        I/O thread
   submit, call   --- commands, in order ------------->   take_commands

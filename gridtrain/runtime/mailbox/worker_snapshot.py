@@ -1,4 +1,4 @@
-"""The training thread's view of the run, published by the I/O thread: one immutable record."""
+"""The training thread's view of the run, published by the I/O thread as one immutable record."""
 
 from __future__ import annotations
 

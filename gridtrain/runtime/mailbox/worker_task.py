@@ -1,4 +1,4 @@
-"""Tasks that the training thread performs for the group while it waits (capture, load, replay), as values.
+"""Tasks (capture, load, replay), as values, that the training thread performs for the group while it waits.
 
 Tasks are values, so two equal tasks are the same task.  For each snapshot the I/O thread recomputes which
 tasks are due, in the order of priority that `snapshot_builder` defines.  The tasks are not queued, so no

@@ -1,4 +1,4 @@
-"""The state in blocks, for a group that waits: splitting, joining, digests, and limits of size and requests.
+"""Splits the state into blocks for a group that waits, joins and digests them, and limits sizes and requests.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 

@@ -1,4 +1,4 @@
-"""Divides the parts of a state into blocks (their size), and stores blocks as they arrive.
+"""Divides the parts of a state into blocks of a fixed size and stores blocks as they arrive.
 
     parts of 3 bytes and 2.5 MiB  ->  block 0 [3]   block 1 [1 MiB]   block 2 [1 MiB]   block 3 [0.5 MiB]
 

@@ -1,4 +1,4 @@
-"""Catch-up of a newcomer: loads a snapshot, replays updates; when it has caught up; its progress bar.
+"""Catch-up of a newcomer: loads a snapshot, replays updates until it has caught up, and shows a progress bar.
 
 This module decides which data are requested from which source, what the trainer has to do next, and when the
 worker has caught up or cannot catch up.  It does not open sockets or access the model.

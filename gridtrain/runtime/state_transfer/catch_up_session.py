@@ -1,4 +1,4 @@
-"""Runs a newcomer's catch-up on two threads: the I/O thread receives, the trainer loads and replays.
+"""Runs a newcomer's catch-up on two threads: the I/O thread receives, and the trainer loads and replays.
 
 `CatchUpReceiver` decides which data are requested from which source, and what the trainer has to do next.
 

@@ -1,4 +1,4 @@
-"""The member's side of a catch-up: sends a snapshot and updates, within `donate_limit`.
+"""The member's side of a catch-up: sends a snapshot and updates within `donate_limit`.
 
 The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The trainer copies the state
 between two steps; a separate thread computes the digests of its blocks.

@@ -1,8 +1,8 @@
-"""Copies a stage's checkpoints to the disk of a worker of the next stage: order, speed, checks.
+"""Transfers a stage's checkpoints to the disk of a worker of the next stage: their order, speed and checks.
 
-`gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker.  Neither side
-holds more than one block in memory.  Checkpoints for which the group waits after a repartition are sent
-first, and without a rate cap.
+`gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker, and when.
+Neither side holds more than one block in memory.  Checkpoints for which the group waits after a repartition
+are sent first, and without a rate cap.
 
     disk.files_to_copy --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, at most `rate_Bps`, when no
         _OutgoingCopy           CheckpointBlock             other data are queued, so that rounds go first

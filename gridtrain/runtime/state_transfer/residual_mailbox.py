@@ -1,4 +1,4 @@
-"""Passes residuals between the training thread, the core and other workers; decides nothing itself.
+"""Passes residuals between the training thread, the core and other workers without making any decisions.
 
 `gridtrain.core.member.residual_recipients` decides which worker accepts a residual, and when the residual is
 confirmed.

@@ -1,4 +1,4 @@
-"""Which entries of a leaving worker's residual are sent (the largest within a budget); checks on receipt.
+"""Selects the largest entries of a leaving worker's residual within a budget, and checks received entries.
 
     residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
     recipient's residual_N += entries <-- kept until confirmed <-- checked <-- joined <-----+

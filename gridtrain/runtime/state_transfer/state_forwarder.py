@@ -1,4 +1,4 @@
-"""Forwards a state, block by block as it arrives, to the next member that lacks the state.
+"""Forwards a state, block by block as it arrives, to the next member that does not have it.
 
 The member that loads the state compares it with the digest from the state source.
 

@@ -1,4 +1,4 @@
-"""Receives the state that this worker lacks while the group waits, and passes it on and to the trainer.
+"""Receives the state that this worker does not have while the group waits; passes it on and to the trainer.
 
 The core decides from which worker the state is requested.
 

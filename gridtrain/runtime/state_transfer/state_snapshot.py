@@ -1,4 +1,4 @@
-"""Snapshots of the state for catch-up: blocks from several members, when a slow source is replaced.
+"""Snapshots of the state for catch-up: blocks from several members, and the replacement of a slow source.
 
     sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
              bert   table T1 --+-> later step, then the table received first; its sources share the blocks

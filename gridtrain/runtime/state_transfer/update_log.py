@@ -1,4 +1,4 @@
-"""The log of the latest committed updates, for newcomers: how many, how many bytes, their encoding.
+"""A log of the latest committed updates for newcomers, bounded in number and bytes, and their encoding.
 
     member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step

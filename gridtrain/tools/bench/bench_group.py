@@ -1,4 +1,4 @@
-"""Starts a coordinator and its members as processes for `gridtrain bench`, which exchange on command.
+"""Starts a coordinator and its members as processes for `gridtrain bench`, and has them exchange on command.
 
     host.run("hub",      gridtrain coordinator ... )      host: this machine's loopback, or namespaces
     host.run("hub",      gridtrain invite ... )

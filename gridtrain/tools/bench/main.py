@@ -1,4 +1,4 @@
-"""`gridtrain bench`: what it measures on this machine, its memory check, tables and summary.
+"""`gridtrain bench`: measures this machine after a memory check, and prints tables and a summary.
 
 processor    copy, selection, codec, merge          ns and ms for a model of n parameters
 exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and their time on a link

@@ -1,4 +1,4 @@
-"""Makes a bundle from run.toml and its files, checks their digests, or reads a coordinator's archive.
+"""Makes a bundle from run.toml and its files, checks their digests, and reads a coordinator's archive.
 
 The description contains the script's digest, and names exactly the files in the bundle.  Only the table [run]
 of the owner's run.toml is included; the coordinator's address and a worker's limits are not.

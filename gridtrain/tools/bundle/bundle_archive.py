@@ -1,4 +1,4 @@
-"""Packs a bundle's files into an archive (POSIX ustar) with the same bytes on every machine; its limits.
+"""Packs a bundle's files, within limits, into an archive (POSIX ustar) with the same bytes on every machine.
 
     header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
     content, padded to a multiple of 512                   |

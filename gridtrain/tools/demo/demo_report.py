@@ -1,4 +1,4 @@
-"""The demo's report: a table and a chart that compare its runs, summary sentences, and limitations.
+"""The demo's report: a table and a chart that compare its runs, summary sentences and limitations.
 
     LossCurve (one per run) --+--> table rows --> report.md, terminal
                               +--> two panels --> loss.svg

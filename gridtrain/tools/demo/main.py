@@ -1,4 +1,4 @@
-"""`gridtrain demo`: runs one exchange after the other; its table, summary, and note on a busy machine."""
+"""`gridtrain demo`: runs one exchange after the other; prints a table, summary and note on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gridtrain demo --pipeline`: a model too large for one worker's memory limit; its runs and results.
+"""`gridtrain demo --pipeline`: trains a model too large for a worker's memory limit, and prints the results.
 
 This module defines the runs, checks that each stage stays below the limit, and reports the results.
 

@@ -1,4 +1,4 @@
-"""The model of `gridtrain demo --pipeline`: a larger byte GPT as blocks; its settings, limit and cuts.
+"""The model of `gridtrain demo --pipeline`, a larger byte GPT as blocks, with its settings, limit and cuts.
 
 This module defines shapes, initial values, settings, and the cuts into four stages.
 

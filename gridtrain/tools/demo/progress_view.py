@@ -1,4 +1,4 @@
-"""How the demo shows its progress: a table that is redrawn on a terminal, plain lines elsewhere.
+"""Shows the demo's progress as a table that is redrawn on a terminal and as plain lines elsewhere.
 
 This module decides only how records are displayed.
 

@@ -1,4 +1,4 @@
-"""The demo's settings (sizes, batch, learning rates, densities, steps), in a module without torch.
+"""The demo's settings (sizes, batch, learning rates, densities, steps) in a module without torch.
 
 The learning rates and densities come from the grid search in benchmarks/results/demo_tuning.json (`python -m
 accuracy.tune --workloads gpt` in benchmarks/ repeats it).  Every exchange was given the same grid of learning

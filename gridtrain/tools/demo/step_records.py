@@ -1,4 +1,4 @@
-"""The files in which the demo's workers record steps, losses, times and bytes: JSON lines.
+"""The files (JSON lines) in which the demo's workers record steps, losses, times and bytes.
 
 <folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
 <folder>/sent-<id>.json    SentBytes                        every worker, at its end

@@ -1,4 +1,4 @@
-"""Doctor's check of the connection: host name, port, firewall, invitation, slow round trips.
+"""Doctor's check of the connection: host name, port, firewall, invitation and slow round trips.
 
     host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> status
       unknown       refused, no answer    refused: invitation not valid                 |

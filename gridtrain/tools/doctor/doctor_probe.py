@@ -1,4 +1,4 @@
-"""Doctor's measurements: connects to coordinator and a few members, and measures the links.
+"""Doctor's measurements: connects to the coordinator and a few members, and measures the links.
 
     coordinator  <-- the invitation's key: handshake -- DiagnosticRequest, Ping, Burst, BurstRequest
     members      <-- a new key ------------------------ Ping, Burst, BurstRequest

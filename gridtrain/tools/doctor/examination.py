@@ -1,4 +1,4 @@
-"""The order and deadlines of doctor's checks; findings on link, run, upload limit and predicted gain.
+"""The order and deadlines of doctor's checks, and findings on the link, run, upload limit and predicted gain.
 
 0 s   torch, in another process ..............................................+
       name -> port -> invitation -> status, dial-back -> link to coordinator, members

@@ -1,4 +1,4 @@
-"""Doctor's checks of this machine: Python, torch, GPU, free memory, disk, clock, missing packages.
+"""Doctor's checks of this machine: Python, torch, GPU, free memory, disk, clock and missing packages.
 
 torch is imported in another process with a deadline: an import can be slow, and a driver can hang.
 """

@@ -1,4 +1,4 @@
-"""Doctor's prediction: the run's speed with and without this machine, by the planner's cost model.
+"""Doctor's prediction of the run's speed with and without this machine, from the planner's cost model.
 
     the run's network, exchange, shares, computing  --> P members      --> samples per second
     the same, and this machine's link and speed     --> P + 1 members  --> samples per second --> gain

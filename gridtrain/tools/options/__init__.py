@@ -1,4 +1,4 @@
-"""Options of coordinator and worker: their table, defaults, run.toml, and the sources of their values.
+"""Options of the coordinator and the worker: their table, defaults, run.toml and the sources of their values.
 
 `option_table` defines names, bounds and defaults; flags, `GRIDTRAIN_*` variables, keys of run.toml,
 `gridtrain config show` and docs/configuration.md are derived from it.  `resolve` finds the value that

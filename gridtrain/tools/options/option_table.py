@@ -1,4 +1,4 @@
-"""The table of options of coordinator and worker: names, defaults, bounds and help of flags and variables.
+"""The options of the coordinator and the worker: names, defaults, bounds and help of flags and variables.
 
 upload_limit  ->  --upload-limit    GRIDTRAIN_UPLOAD_LIMIT    [worker] upload_limit    join(upload_limit=)
 """

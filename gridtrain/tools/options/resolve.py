@@ -1,4 +1,4 @@
-"""The value of each option: flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
+"""Takes each option's value from its flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
 
 Pure: flags, environment and file are arguments.
 """

@@ -1,4 +1,4 @@
-"""Reads run.toml: its tables and keys, their checks and limits.
+"""Reads run.toml and checks its tables, keys and limits.
 
     [run]            the script and its description; part of the bundle (`gridtrain.tools.bundle`)
     [run.data]       the data set: an index of its files, or one file by its digest

@@ -1,4 +1,4 @@
-"""Build a stage from checkpoints of other stages, parameter by parameter, after a new partition.
+"""Builds a stage from checkpoints of other stages, parameter by parameter, after a new partition.
 
     [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
     [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual

@@ -1,4 +1,4 @@
-"""Checkpoints on a worker's disk: when due, how many are kept, refused ones, warnings if the disk is full.
+"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, and warns if it is full.
 
     <folder>/step-00000200/
         state.json             run, step, history, ledger, facts, and references to the tensors;

@@ -1,4 +1,4 @@
-"""Upload checkpoints to a URL in the background: retries, what is dropped or kept, attempts at the end.
+"""Uploads checkpoints to a URL in the background, retries, also at the end, and decides which ones to drop.
 
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds

@@ -1,4 +1,4 @@
-"""All gradients of a model as one flat float32 vector: order, device, frozen and tied parameters.
+"""A model's gradients as one flat float32 vector: their order and device, and frozen and tied parameters.
 
     named_parameters: tied ones once, no frozen ones          flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----

@@ -1,4 +1,4 @@
-"""A model's base: frozen parameters, which each worker loads itself; its digest, and whether it changed.
+"""A model's base (frozen parameters, which each worker loads itself), its digest, and a check for changes.
 
     model.parameters()    trained, or named in send_frozen=   in every state: joins, checkpoints, digests
                           frozen, that is, the base           never sent; a digest of the values is compared

@@ -1,4 +1,4 @@
-"""The buffers of a model: float ones are averaged, integer ones are taken from the lowest rank."""
+"""The buffers of a model, of which float ones are averaged and integer ones come from the lowest rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint's model as .safetensors, .pt or a folder, and the final model at a run's end.
+"""Exports a checkpoint's model as .safetensors, .pt or a folder, and the final model at a run's end.
 
 gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above checkpoints, or their URL
                                    OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True),

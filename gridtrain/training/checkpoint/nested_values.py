@@ -1,4 +1,4 @@
-"""Convert nested values of state_dicts to JSON and tensors, and back.
+"""Converts nested values of state_dicts to JSON and tensors, and back.
 
 {"lr": 0.1, 3: (tensor, None)}  -->  {"dict": [["lr", 0.1], [3, {"tuple": [{"tensor": "0"}, null]}]]}
                                      {"0": tensor}

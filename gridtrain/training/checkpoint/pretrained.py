@@ -1,4 +1,4 @@
-"""Folders that `from_pretrained` of PEFT and transformers loads: files, their sizes, adapters.
+"""Folders that `from_pretrained` of PEFT and transformers loads: their files, sizes and adapters.
 
     end of a run        model in memory --> its own save_pretrained --> directory
     checkpoint          model in memory --> describe --> state.json: configuration files, names of tensors

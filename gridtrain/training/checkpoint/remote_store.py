@@ -1,4 +1,4 @@
-"""Checkpoints at a URL (`s3://bucket/run`, by fsspec): manifests, download, retries, removal.
+"""Checkpoints at a URL (`s3://bucket/run`, through fsspec): manifests, download, retries and removal.
 
     URL/step-00000200/model.json             the manifest: position, settings, size and SHA-256 of each file
                       4f1c....json           state.json and tensors.safetensors, named by their digests

@@ -1,4 +1,4 @@
-"""The replicated state as bytes, for newcomers and checkpoints, and the digests that compare replicas.
+"""The replicated state as bytes for newcomers and checkpoints, and the digests that compare replicas.
 
     private part  buffers:    {name: tensor}                         each part: u64 J | u64 T |
                   trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors

@@ -1,4 +1,4 @@
-"""The samples of a step: batch sizes, shuffling, reading, sharded data sets and their cache.
+"""The samples of a step: batch sizes, shuffling, reading, and sharded data sets with their cache.
 
 sampler: positions to indices, the same on all workers;  readers: batches from a data set;  prefetch:
 read ahead in other processes;  batch_sizes: how many samples a step has

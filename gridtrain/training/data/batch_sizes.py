@@ -1,4 +1,4 @@
-"""The batch sizes that a script asks for: arguments of `Grid.batches` (global_batch_size, accumulate).
+"""The batch sizes that a script requests: the arguments of `Grid.batches` (global_batch_size, accumulate).
 
 batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples of each step
 global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` per worker

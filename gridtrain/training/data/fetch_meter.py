@@ -4,7 +4,7 @@
     readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
 
 A script and the processes that read its data ahead share one meter.  The transport applies the download limit
-to the sockets (`network.transport.rate_limiter`); a fetch also takes the bytes received by sockets into
+to the sockets (`network.transport.receive_queue`); a fetch also takes the bytes received by sockets into
 account, so that both together stay within the limit.
 """
 

@@ -1,4 +1,4 @@
-"""Read batches ahead in other processes (`num_workers=`), in the order in which they are needed.
+"""Reads batches ahead in other processes (`num_workers=`) in the order in which they are needed.
 
     expected      s+1   s+2   s+3              a member joins, and the shares change:
     requested     s+1   s+2   s+3              s+1'  s+2' ..     s+1, s+2, s+3 are read and dropped

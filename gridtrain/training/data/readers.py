@@ -1,4 +1,4 @@
-"""Read batches from a Dataset or IterableDataset, split them into micro-batches, resume streams.
+"""Reads batches from a Dataset or IterableDataset, splits them into micro-batches, and resumes streams.
 
     spans of a step --MapReader-------> order of the pass, dataset[index] -----------+
                     --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches

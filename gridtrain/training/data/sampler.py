@@ -1,4 +1,4 @@
-"""Which sample of a data set each position means: shuffling by the seed, the same on every machine.
+"""Maps each position to a sample of a data set, shuffled with the seed in the same way on every machine.
 
 The data ledger (`gridtrain.core.commit.data_ledger`) assigns the positions to workers.
 

@@ -1,4 +1,4 @@
-"""Download files of a data set (https, s3, hf): timeouts, resumed copies, progress lines.
+"""Downloads files of a data set (https, s3, hf), with timeouts, resumed copies and progress lines.
 
 http://, https://    the standard library, with a deadline for each read, and ranges
 s3://, hf:// ...     fsspec

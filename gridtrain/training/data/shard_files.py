@@ -1,4 +1,4 @@
-"""The files of a sharded data set: the cache and its limit, retries, digests, decompression.
+"""The files of a sharded data set: the cache and its limit, retries, digests and decompression.
 
     path, file://...            opened where it is; its size and digest are compared with the index
     https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, compared

@@ -1,4 +1,4 @@
-"""Formats of shards (jsonl, text, WebDataset tar, Parquet): where each sample is, how it is decoded.
+"""Finds and decodes each sample in the formats of shards (jsonl, text, WebDataset tar, Parquet).
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str

@@ -1,4 +1,4 @@
-"""How the cache stores rows of Parquet and Arrow tables, and which column types it keeps.
+"""Stores rows of Parquet and Arrow tables in the cache, and decides which column types it keeps.
 
     row 0 | row 1 | ...     MessagePack of {column: value}
     end of each row, number of rows     int64, little-endian

@@ -1,4 +1,4 @@
-"""`gridtrain.Shards`: data sets read shard by shard; order of shards, and files that cannot be read.
+"""`gridtrain.Shards`: reads data sets shard by shard, orders the shards, and handles unreadable files.
 
     data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
     for batch in grid.batches(data, batch_size=32, epochs=1): ...

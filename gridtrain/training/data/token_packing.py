@@ -1,4 +1,4 @@
-"""Packing: the tokens of documents, one after the other, cut into sequences of equal length; tokenizers.
+"""Packing: joins the tokens of documents (tokenizers), and cuts them into sequences of equal length.
 
     documents, in an order that the seed determines   [7 3 9 0] [4 0] [8 8 2 6 0]
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)

@@ -1,4 +1,4 @@
-"""Outgoing connections: dialling, waiting time (back-off) before dialling again, limits of unread bytes.
+"""Dials outgoing connections, waits before dialling again (back-off), and limits the unread bytes.
 
 OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
                         ^---- back-off ----+------- lost, or no answer in time ---+

@@ -1,4 +1,4 @@
-"""How long and how many half-open connections (accepted, without Hello so far) stay open, before they close.
+"""Limits the number and lifetime of half-open connections (accepted, no Hello received yet).
 
 Strangers can open many half-open connections, and each one costs a descriptor and part of a handshake.
 Their age and their number are therefore limited, in total and for each address range.  Pure: times are passed

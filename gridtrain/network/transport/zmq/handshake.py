@@ -1,4 +1,4 @@
-"""The start of a connection: CURVE and keys (ZAP, RFC 27), then Hello, and the check of protocol versions.
+"""The start of a connection: CURVE and keys (ZAP, RFC 27), Hello, and the check of protocol versions.
 
     stranger --handshake--> ROUTER --request: domain, mechanism, key--> ZapHandler --> access policy
              <---- 400 -----        <------- 200 and User-Id, or 400 ----------

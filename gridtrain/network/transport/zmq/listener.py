@@ -1,4 +1,4 @@
-"""Incoming connections: the ROUTER socket, each connection's descriptor, and how connections are closed.
+"""Incoming connections: the ROUTER socket, the descriptor of each connection, and how connections are closed.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection

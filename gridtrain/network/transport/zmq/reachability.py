@@ -1,4 +1,4 @@
-"""Checks whether a peer can be dialled back at its addresses, by connections that end after the handshake.
+"""Checks whether a peer can be dialled back at its addresses, with connections that end after the handshake.
 
     reach(peer, addresses) --> one attempt per address, at the same time, up to `MAX_ATTEMPTS`
                                   handshake finished --------> ReachResult(peer, address)

@@ -1,4 +1,4 @@
-"""Opens ZeroMQ sockets with all limits and timeouts set; reads and writes single messages of bounded size.
+"""Opens ZeroMQ sockets with all limits and timeouts, and reads and writes single messages of bounded size.
 
     ROUTER  all incoming connections; a message begins with a routing id that libzmq generates for each
             connection (clients cannot choose it, because they could choose the id of another client)

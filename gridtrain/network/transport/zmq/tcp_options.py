@@ -1,4 +1,4 @@
-"""Options of TCP connections: buffer sizes, number of descriptors; found by their file descriptors.
+"""Options of TCP connections, found by file descriptor: buffer sizes and the number of descriptors.
 
 libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
 access uses a duplicate of the descriptor, after checking that both ends of the connection are as expected.

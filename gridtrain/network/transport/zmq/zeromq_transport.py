@@ -1,4 +1,4 @@
-"""The transport over TCP with ZeroMQ, encrypted with CURVE: which connection of a peer sends and receives.
+"""The transport over TCP with ZeroMQ, encrypted with CURVE; chooses the connection that sends or receives.
 
     dialling side                                 accepting side
     DEALER (one per connection) --- Hello ------> ROUTER (all connections)    routing id -> Connection
