@@ -290,7 +290,7 @@ def test_seconds_per_sample_are_read_from_figures() -> None:
 @pytest.mark.parametrize("exchange", Auto().exchanges(RESNET50))
 def test_every_exchange_of_auto_has_an_estimate(exchange: Exchange) -> None:
     network: NetworkModel = uniform_network(2, 0.001, 1e7)
-    estimates = opened()._estimates(2, network, 1.0)
+    estimates = opened()._estimates(2, network, 1.0, False)
     assert exchange.describe().partition("(")[0].lower() in {str(each.load.kind) for each in estimates}
 
 
