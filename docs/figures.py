@@ -392,11 +392,12 @@ for _name, _options in (
 for _P in (4, 8):
     _at = f"P={_P} {FAST}"
     FIGURES |= {
-        f"gtopk-p{_P}-ms": ms("goals", f"gtopk {_at}"),
-        f"gloo-gather-p{_P}-ms": ms("goals", f"gloo/all_gather {_at}"),
+        f"gtopk-p{_P}-ms": ms("gtopk", f"gtopk {_at}"),
+        f"butterfly-p{_P}-ms": ms("gtopk", f"gtopk:topology=butterfly {_at}"),
+        f"gloo-gather-p{_P}-ms": ms("gtopk", f"gloo/all_gather {_at}"),
         f"mpi-gtopk-p{_P}-ms": ms("goals", f"mpi/gtopk {_at}"),
         f"mpi-gather-p{_P}-ms": ms("goals", f"mpi/all_gather {_at}"),
-        f"gtopk-p{_P}-over-gloo": ratio("goals", f"gloo/all_gather {_at}", f"gtopk {_at}"),
+        f"gtopk-p{_P}-over-gloo": ratio("gtopk", f"gloo/all_gather {_at}", f"gtopk {_at}"),
     }
 for _name, _file, _cell in (
     ("100-p4", "dense_as_it_comes", f"P=4 {FAST}"),
