@@ -103,7 +103,7 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
         raise invalid_entry(error) from None
     if recovered.is_finished:
         raise JournalError(
-            f'the run "{run}" of this journal is finished: {recovered.end_reason}',
+            f'the run "{run}" of this journal has finished: {recovered.end_reason}',
             remedy="to train its model further, start the coordinator with another --state and the workers "
             "with the --state-dir of their checkpoints (docs/operations.md); to start a new run, use --run",
         )

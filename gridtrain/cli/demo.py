@@ -118,8 +118,8 @@ def demo(
 
 @contextlib.contextmanager
 def _unwinding_on_signals() -> Iterator[None]:
-    """Make SIGTERM and the end of the terminal unwind the demo and clean up, as Ctrl-C does; exit with the
-    signal's exit code."""
+    """Make SIGTERM and the closing of the terminal stop the demo and clean up, as Ctrl-C does; exit with
+    the signal's exit code."""
     stopped_by = signal.SIGINT
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ EVENT_TEXTS = {
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",
-    "coordinator_ended": "the coordinator has stopped (%(reason)s); the run is finished, and this worker "
+    "coordinator_ended": "the coordinator has stopped (%(reason)s); the run has finished, and this worker "
     "is no longer waiting",
     "named": "another worker of this run is called %(asked)s, so this worker is called %(name)s",
     "namesake": "another worker that requested the same name has joined; it is called %(other)s, "

@@ -127,7 +127,7 @@ class GroupMeans:
             text = "grid.mean in step %d has waited %.0f s for workers that have not called it yet"
             log.warning(text, step + 1, soon_s)
         if (answer := self._await(step, index)) is None:
-            log.warning("grid.mean in step %d had no answer; this worker uses its own number", step + 1)
+            log.warning("grid.mean in step %d received no reply; using this worker's own value", step + 1)
         return answer
 
     def _check_missing(self, answer: io.DeliverMean) -> None:

@@ -193,7 +193,7 @@ class GroupSession:
         if snapshot is None:
             return None
         if snapshot.is_ended_early:
-            log.warning("the run is finished: %s", snapshot.run_state[1])
+            log.warning("the run has finished: %s", snapshot.run_state[1])
         if snapshot.is_finished:
             return None
         if self._is_interrupted:

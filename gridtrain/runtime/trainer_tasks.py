@@ -165,7 +165,8 @@ class TrainerTasks:
         self._loop.residuals.set_length(length)
 
     def attach_stage_checkpoints(self, disk: StageCheckpointDisk) -> None:
-        """Set the disk with this worker's stage checkpoints and with copies of the previous stage's."""
+        """Attach the disk that holds this worker's stage checkpoints and the copies of the previous
+        stage's checkpoints."""
         self._disk = disk
         self.connect(self._loop)
 

@@ -114,7 +114,7 @@ class Turns:
         """Yield, call by call, a batch that the group counts in this step but that must be recomputed,
         because its result was lost when this worker's process restarted."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
-        log.warning("this worker recomputes its latest batch, which was not exchanged before its restart")
+        log.warning("this worker is recomputing its latest batch, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
         self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
         yield from self._call_by_call(self._divide(spans))

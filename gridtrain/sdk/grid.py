@@ -33,7 +33,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.device_speed import device_flops
-from gridtrain.errors import BudgetSpent, ConfigError, DataError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError, describe_type
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -510,7 +510,7 @@ class Grid:
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
         if readers.is_iterable(dataset):
             raise ConfigError(
-                f"a {type(dataset).__name__} cannot be indexed, so it cannot be sampled",
+                f"{describe_type(dataset)} cannot be indexed, so it cannot be sampled",
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)

@@ -213,7 +213,7 @@ class ModelState(ABC):
         )
         log.warning(
             "this worker paused after step %d, but the group has restarted without its steps, and this "
-            "worker continues after the group's step %d%s",
+            "worker is continuing after the group's step %d%s",
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
@@ -304,7 +304,7 @@ class ModelState(ABC):
         self._is_leaving, is_settled = True, False
         try:
             if self._leaves_before_first_step():  # what it has on disk stays valid
-                log.warning("this worker leaves before taking part in a step")
+                log.warning("this worker is leaving before taking part in a step")
                 return
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
@@ -611,12 +611,12 @@ class WholeModelState(ModelState):
         if self._is_resumed:
             self.checkpoints.mark_verified()
             assert self._checkpoint_step is not None
-            log.warning("the run continues from the checkpoint of step %d", self._checkpoint_step)
+            log.warning("the run is continuing from the checkpoint of step %d", self._checkpoint_step)
             # The URL may lack it.
             self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:
             log.warning(
-                "the run continues from step %d, not from the checkpoint of step %d, which %s",
+                "the run is continuing from step %d, not from the checkpoint of step %d, which %s",
                 *(snapshot.applied + 1, self._checkpoint_step, self._keep_other_history(snapshot)),
             )
         self._is_resumed, self._checkpoint_step = False, None
@@ -659,7 +659,7 @@ class WholeModelState(ModelState):
         if path is None:
             path = folder / FINAL_FILE
             save_model(plain_state(model), path)
-        log.warning("the run is finished; the model is in %s%s", path, self._earlier)
+        log.warning("the run has finished; the model is in %s%s", path, self._earlier)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
 

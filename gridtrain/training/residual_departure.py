@@ -126,7 +126,7 @@ def _obstacle(snapshot: WorkerSnapshot) -> str:
     if not snapshot.world_size:
         return "this worker is not a member"
     if snapshot.is_finished:
-        return "the run is finished"
+        return "the run has finished"
     return "there is no other member" if snapshot.world_size == 1 else ""
 
 

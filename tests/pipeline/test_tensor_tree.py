@@ -342,5 +342,5 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot be sent.*, lists and dicts"):
+    with pytest.raises(ConfigError, match=r"is an OrderedDict, which cannot be sent.*, lists and dicts"):
         infer_boundary_specs([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))

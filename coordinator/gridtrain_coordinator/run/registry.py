@@ -193,7 +193,7 @@ class Candidates:
 
 
 class Registry(dict[m.PeerId, Worker]):
-    """The registered workers by key, in joining order."""
+    """The registered workers by key, in the order in which they joined."""
 
     def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
         super().__init__(workers)

@@ -416,7 +416,8 @@ class SnapshotReceiver:
             return []
         for peer in late:
             log.warning(
-                "state source %s is too slow; its blocks are requested from other sources", peer.hex()[:8]
+                "state source %s is too slow; its blocks are being requested from other sources",
+                peer.hex()[:8],
             )
             source = usable[peer]
             source.is_slow = True

@@ -60,7 +60,8 @@ def _value(default: object, key: str, text: str) -> object:
             case str():
                 return text
     except (KeyError, ValueError):
+        wanted = {bool: "yes or no", int: "a whole number"}.get(type(default), "a number")
         raise ConfigError(
-            f"{key}={text} is not a {type(default).__name__}", remedy="use a value of this type"
+            f"{key}={text} is invalid; it must be {wanted}", remedy=f"use {key}={default}, for example"
         ) from None
     raise ConfigError(f"{key}={text}: this option cannot be given as text", remedy="leave it at its default")

@@ -51,10 +51,10 @@ class BarrierServer:
             handle.close()
 
     def wait_for_all(self, place: str, timeout_s: float) -> list[MemberReport]:
-        """Wait until all members are at `place`; return their reports in any order.
+        """Wait until all members are at `place`; return their reports in arbitrary order.
 
         Raises:
-            GridtrainError: some members do not reach `place` in time, or a member is at another place.
+            GridtrainError: not all members reach `place` in time, or a member is at another place.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s

@@ -282,7 +282,8 @@ class CheckpointStore:
             if matches_facts(checkpoint.facts, facts):
                 return checkpoint
             log.warning(
-                "the checkpoint %s was written with different training settings (%s), and is not used; %s",
+                "the checkpoint %s was written with different training settings (%s) and will not be "
+                "used; %s",
                 *(path, describe_difference(checkpoint.facts, facts), START_FROM_MODEL),
             )
         return None

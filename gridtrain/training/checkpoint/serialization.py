@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import (
     FROZEN_KEY,
@@ -381,7 +381,7 @@ def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError, SafetensorError) as error:
         raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
-        raise _invalid_state(f"its JSON is a {type(document).__name__}")
+        raise _invalid_state(f"its JSON is {describe_type(document)}")
     return read_state(document, tensors), end + tensors_bytes
 
 
