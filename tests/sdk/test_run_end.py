@@ -154,8 +154,8 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
     lines = [text for text in caplog.messages if "only in this worker's memory" in text]
     assert lines[0] == (
         f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is only in "
-        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker will try again "
-        "every 10 s, for 10 minutes or until Ctrl-C"
+        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker will try "
+        "again every 10 s, for 10 minutes or until Ctrl-C"
     )
     if is_mended:
         assert result is None and (len(waits_s), len(lines)) == (3, 1)
