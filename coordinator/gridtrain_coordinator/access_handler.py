@@ -130,7 +130,7 @@ class AccessHandler:
         return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
-        """Record a violation, and remove the worker that committed it from the generation.
+        """Record a violation and remove the worker that committed it from the generation.
 
         After repeated violations, the worker is removed from the run.
         """

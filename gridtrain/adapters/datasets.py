@@ -57,7 +57,7 @@ class StreamShards(Shards):
 
 
 def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = None, **options: Any) -> None:
-    """Read the whole stream, and write its index.
+    """Read the whole stream and write its index.
 
     Args:
         cache: the cache for the rows, which `StreamShards` on this machine reads; by default `ShardCache()`.

@@ -123,7 +123,7 @@ class GTopKState:
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the exchange of a bucket, and return the future of its update.  The selection runs on the
+        """Start the exchange of a bucket and return the future of its update.  The selection runs on the
         calling thread and stream, the exchange on a background thread."""
         mean_B = bucket.buffer()
         held = self._bucket_for(tuple(bucket.parameters()), mean_B)

@@ -91,7 +91,7 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Find the origin of an exception in a layer or the loss, and describe the values that caused it.
+    """Find the origin of an exception in a layer or the loss and describe the values that caused it.
 
     Args:
         error: the exception.

@@ -148,7 +148,7 @@ class ContributionReporter:
             contribution.write(path)
 
     def _take_newest(self) -> Contribution | None:
-        """Wait for a contribution, and return the latest one; older contributions are dropped.
+        """Wait for a contribution and return the latest one; older contributions are dropped.
 
         Returns None when the writer's thread has to end.
         """

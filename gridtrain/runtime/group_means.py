@@ -53,7 +53,7 @@ class GroupMeans:
         self._late_calls = 0
 
     def begin_turn(self, step: int) -> None:
-        """Count the calls of this step's turn from 0, and discard those with its batch and of later steps: it
+        """Count the calls of this step's turn from 0 and discard those with its batch and of later steps: it
         may be repeated with another batch, or after a rollback."""
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}

@@ -342,7 +342,7 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """Begin to exchange a bucket before `run` is called, and return at once.
+        """Start exchanging a bucket before `run` is called and return at once.
 
         The first buffer of that `run` must be a `BucketedBuffer` with `buffer` as this bucket.
         """

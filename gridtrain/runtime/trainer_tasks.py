@@ -72,7 +72,7 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
         ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
-        """Read a checkpoint, and return it as blobs for a member that will load it.  Raises `ConfigError`."""
+        """Read a checkpoint and return it as blobs for a member that will load it.  Raises `ConfigError`."""
         ...
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
@@ -265,7 +265,7 @@ class TrainerTasks:
         return self._disk
 
     def settle_absences(self, timeout_s: float) -> bool:
-        """Apply all missed steps, and prevent further steps from committing without the trainer.
+        """Apply all missed steps and prevent further steps from committing without the trainer.
 
         Returns False if an absent round is still open after `timeout_s`.
         """

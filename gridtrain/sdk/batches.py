@@ -147,7 +147,7 @@ class Turns:
     # -- the next turn ---------------------------------------------------------------------------------
 
     def _next_turn(self) -> WorkerSnapshot | None:
-        """Wait for the next turn, and pause if the agent requests it; return None if the run has ended or the
+        """Wait for the next turn and pause if the agent requests it; return None if the run has ended or the
         agent has stopped this worker."""
         self._rollback.end_turn()
         if not self.is_finished and not self.is_stopped and isinstance(self._trainer, GridOptimizer):

@@ -695,7 +695,7 @@ class Grid:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
-        """Yield a step's micro-batches, and set the weight of each; the weights of a stand-in batch have no
+        """Yield a step's micro-batches and set the weight of each; the weights of a stand-in batch have no
         effect."""
         weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
         wrapped = self._wrapped()

@@ -111,7 +111,7 @@ class ErrorFeedback:
         weight: float = 1.0,
         start: int = 0,
     ) -> PreparedState:
-        """Select and encode the entries to send, and compute the new state.
+        """Select and encode the entries to send and compute the new state.
 
         The committed state stays unchanged until `commit`.  If a contribution or a sum is not finite, this
         worker skips the step, so the caller need not check for such values.
@@ -175,7 +175,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed state, and add the entries truncated by this worker's merges.
+        """Make the prepared state the committed state and add the entries truncated by this worker's merges.
 
         Do not call this method if any member has skipped the step, because the residual and u must then stay
         unchanged.

@@ -164,7 +164,7 @@ class PauseController:
         on_left: Callable[[], None],
         others_wait: bool = False,
     ) -> bool:
-        """Leave the group, and join again when the agent allows it; return False if this worker must not join
+        """Leave the group and join again when the agent allows it; return False if this worker must not join
         again.
 
         Args:

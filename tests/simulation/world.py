@@ -989,7 +989,7 @@ class World:
             self._disconnect(pair)
 
     def _disconnect(self, pair: frozenset[m.PeerId], *, notify: bool = True) -> None:
-        """Notify both ends, and break relayed connections that use this one."""
+        """Notify both ends and break relayed connections that use this one."""
         self._connections.discard(pair)
         self._relayed.pop(pair, None)
         a, b = sorted(pair)

@@ -288,7 +288,7 @@ class TrainingPolicy:
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """Apply all rules, and end a pause that has expired.
+        """Apply all rules and end a pause that has expired.
 
         Args:
             readings: the current readings of the sensors.

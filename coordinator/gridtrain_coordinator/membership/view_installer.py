@@ -76,7 +76,7 @@ def _initial_digest(worker: Worker) -> bytes:
 
 
 class ViewInstaller:
-    """Makes the next generation, and sends it to its members."""
+    """Makes the next generation and sends it to its members."""
 
     def __init__(
         self,

@@ -304,7 +304,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Exclude the peer until the next generation, and report it to the coordinator."""
+        """Exclude the peer until the next generation and report it to the coordinator."""
         context, forwarding = self._context, self.incoming_state.forwarding
         was_excluded = peer in context.peer_links.excluded
         effects = context.exclude_peer(peer, reason)

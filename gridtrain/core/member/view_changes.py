@@ -27,7 +27,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 class ViewChanges:
-    """Holds the worker's current generation, and replaces it with the next one.
+    """Holds the worker's current generation and replaces it with the next one.
 
     Attributes:
         generation: the current generation; None if this worker belongs to none.

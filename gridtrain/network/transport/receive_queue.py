@@ -99,7 +99,7 @@ class ReceiveQueue(Generic[S, T]):
         return taken
 
     def add_sender(self, sender: S, owner: bytes, now_s: float) -> None:
-        """Add a new connection, and charge it with the debt of its owner's closed connections."""
+        """Add a new connection and charge it with the debt of its owner's closed connections."""
         debt_bytes = self._take_departed_debt(owner, now_s)
         if debt_bytes > _DEBT_EPSILON:
             self.charge(sender, math.ceil(debt_bytes), now_s)

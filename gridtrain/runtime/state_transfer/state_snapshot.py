@@ -270,7 +270,7 @@ class SnapshotReceiver:
         return len(self._buffer.received), total
 
     def take_parts(self) -> tuple[memoryview, memoryview]:
-        """Return the private and the shared part of a complete snapshot, and drop them from this object."""
+        """Return the private and the shared part of a complete snapshot and drop them from this object."""
         shared, private = self._buffer.parts
         self._buffer.parts = [allocate(0), allocate(0)]
         return private, shared

@@ -105,7 +105,7 @@ class BarrierClient:
         self._lines = self._socket.makefile("r")
 
     def wait_at(self, place: str, **figures: object) -> str:
-        """Send a report, and wait for the server; return its word, or "end" if the server has ended."""
+        """Send a report and wait for the server; return its word, or "end" if the server has ended."""
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
             return self._lines.readline().strip() or "end"

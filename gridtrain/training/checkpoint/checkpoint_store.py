@@ -95,7 +95,7 @@ ReportFigures = Callable[[Mapping[str, float]], None]
 
 
 class FailureCounter:
-    """Counts consecutive failures, and decides which of them are logged: new errors immediately, and a
+    """Counts consecutive failures and decides which of them are logged: new errors immediately, and a
     persistent error at intervals.
 
     Args:

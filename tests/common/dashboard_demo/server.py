@@ -72,7 +72,7 @@ class DemoServer:
         done.result(300.0)
 
     def advance(self, seconds: int = 1) -> None:
-        """Show the next seconds of the run at once, and answer the operator's orders as the daemon does."""
+        """Show the next seconds of the run at once and answer the operator's orders as the daemon does."""
         for _ in range(seconds):
             _, status, events = next(self._statuses)
             for _, level, event, fields in events:

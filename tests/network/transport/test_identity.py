@@ -208,7 +208,7 @@ def test_benchmarks_may_go_anywhere(plain_net):
 
 
 class Wiretap:
-    """Forwards a TCP connection, and records both directions."""
+    """Forwards a TCP connection and records both directions."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
