@@ -111,7 +111,7 @@ class AccessHandler:
         now_s: float,
         sender: m.PeerId | None = None,
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out an order from the operator or the dashboard; return the effects and the reply.
+        """Carry out a command from the operator or the dashboard; return the effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
 

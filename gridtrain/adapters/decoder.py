@@ -347,7 +347,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
         stored: dict[str, str] = {}
         for name in block.state_dict():
             full = f"{names[number]}.{name}".replace(".base_layer.", ".")
-            found = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
+            found = full if full in files else full.removeprefix(prefix)  # GPT-2's files have no prefix
             if found in files:
                 stored[name] = found
                 tensors[name]._is_hf_initialized = True  # so that it is not also drawn

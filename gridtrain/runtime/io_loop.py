@@ -12,7 +12,7 @@ The loop's state is divided among parts, which do not depend on this module:
     mailbox              commands, the snapshot, and the lock of all data that both threads use
     step_rounds          collectives and their buffers, until their round is over
     state_sender         this worker's state, for members of a generation that is forming
-    state_receiver       the state that this worker lacks
+    state_receiver       the state that this worker needs
     catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
     catch_up             the catch-up of this worker
     residuals            residuals from and to other workers

@@ -127,7 +127,7 @@ class ErrorFeedback:
             weight: n_i / N if contribution_N has not been multiplied by it yet; the product is rounded to
                 float32 before it is added.  If it is 0.0, this worker has no samples, and contribution_N is
                 not read.
-            start: the first element of the part.  Parts may be prepared in any order and by different
+            start: the first element of the part.  Parts may be prepared in arbitrary order and by different
                 threads.
 
         Raises:

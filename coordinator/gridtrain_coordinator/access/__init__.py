@@ -1,6 +1,6 @@
 """Access control: which keys may connect, and which members are removed.  Pure.
 
-Enrol, orders of the operator --> authorization --> replies, journal entries, members to remove
+Enrol, operator's commands -----> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_limits: bounds, limits, refusals
 violations -------------------> violations: which accusations count
 joins, bundle requests -------> request_rate: how many are allowed per key

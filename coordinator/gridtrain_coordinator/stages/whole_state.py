@@ -226,7 +226,7 @@ def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Return the missing stages of the state on disk that lacks the fewest stages, and that state's last
+    """Return the missing stages of the state on disk with the fewest missing stages, and that state's last
     step.
 
     If there is no such state, returns all stages and `last`.  States after step `last`, which no member has

@@ -629,7 +629,7 @@ class Generation:
         return [*effects, ResolveRound(attempt.round_id, False, 0, reason)]
 
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
-        """Begin to transfer the residual of a trainer that is leaving between two rounds."""
+        """Start transferring the residual of a trainer that is leaving between two rounds."""
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
         assignment = self.rank_assignment if is_free else None

@@ -41,7 +41,7 @@ class IncomingState:
         self._replica_state = context.replica_state
         self._pending_requests: dict[m.PeerId, m.StateRequest] = {}  # until this member is synced
 
-    # -- the state that this member lacks ----------------------------------------------------------
+    # -- the state that this member needs ---------------------------------------------------------
 
     @property
     def source(self) -> m.PeerId | None:

@@ -25,7 +25,8 @@ def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exch
     """Return the exchange that `text` names.
 
     Args:
-        defaults: values of options that the text does not set; options that the family lacks are ignored.
+        defaults: values of options that the text does not set; options that the family does not have are
+        ignored.
 
     Raises `ConfigError` for an unknown family, option or value.
     """

@@ -65,8 +65,7 @@ class FlatGradient:
 
     Args:
         model: the model whose trainable parameters take part.
-        optimizer: the model's optimizer; it must have all of these parameters, and none that the model
-            lacks.
+        optimizer: the model's optimizer; it must have all of these parameters, and no others.
         device: the device of the vector: the CPU, or that of the first parameter, which is the default.
 
     Raises:

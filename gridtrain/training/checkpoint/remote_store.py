@@ -407,7 +407,7 @@ class RemoteStore:
             found = checkpoint_store.read(path)
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
-                return  # a copy would lack its residual
+                return  # a copy would not have its residual
         copy = checkpoint_store.partial_folder(path)
         shutil.rmtree(copy, ignore_errors=True)
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
