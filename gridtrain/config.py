@@ -398,7 +398,7 @@ class LocalSteps:
             raise ConfigError(
                 f"{self.exchange.describe()} applies momentum to gradients, "
                 "but LocalSteps exchanges parameter changes",
-                remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
+                remedy="build the exchange with momentum=0 and try LocalSteps(outer_momentum=...)",
             )
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         remedy = "try outer_learning_rate=1.0"

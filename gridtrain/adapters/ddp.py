@@ -171,7 +171,7 @@ class GTopKState:
                 if is_last:
                     self._commit()
                 future.set_result(update_B)
-        except BaseException as error:  # DDP waits for the future, and raises its exception
+        except BaseException as error:  # DDP waits for the future and raises its exception
             future.set_exception(error)  # type: ignore[arg-type]
 
     def _own_stream(

@@ -4,9 +4,9 @@
     gradients      of the parameters                     kept        peak of the tensors stored for the
     optimizer      its state                                         backward pass, and of the inputs
 
-Each storage counts once, regardless of its number of views.  Memory that a layer needs only while it computes
-does not count, nor do messages in flight.  (The size of the process is not a useful measure, because torch
-itself takes hundreds of MB.)
+Each storage is counted once, regardless of its number of views.  Memory that a layer needs only while it
+computes is not counted, nor are messages in flight.  (The size of the process is not a useful measure,
+because torch itself takes hundreds of MB.)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SavedTensorMeter:
     """Counts the bytes that autograd stores while `counting` is active: the current number and the peak.
 
     Args:
-        without: tensors that exist in any case, such as parameters, and therefore do not count.
+        without: tensors that exist in any case, such as parameters, and are therefore not counted.
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:

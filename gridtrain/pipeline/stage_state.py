@@ -75,7 +75,7 @@ class PipelineOptions:
             raise ConfigError(
                 f"loss_fn is {describe_type(self.loss)} with parameters, which no stage's optimizer would "
                 "update",
-                remedy="move the parameters to the model's last block, and keep the rest as loss_fn",
+                remedy="move the parameters to the model's last block and keep the rest as loss_fn",
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(

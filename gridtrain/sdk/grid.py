@@ -415,7 +415,7 @@ class Grid:
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
     ) -> Generator[Any, None, None]:
-        """Yield this worker's batches until the run has ended; every sample counts once.
+        """Yield this worker's batches until the run has ended; every sample is used once.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
         every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the

@@ -82,7 +82,7 @@ class LocalGroup:
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
-        self._joining = threading.Lock()  # guards `keys`, and keeps workers from joining during `__exit__`
+        self._joining = threading.Lock()  # guards `keys` and keeps workers from joining during `__exit__`
         self.coordinator = Coordinator.for_run(
             self._transport,
             JournalStore.open(":memory:"),

@@ -193,13 +193,13 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
         if not np.isfinite(residual_N).all():
             raise ValueError("it contains values that are not finite")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        log.warning("the residual in %s is not read back: %s", path, error)
+        log.warning("the residual in %s will not be read back: %s", path, error)
         left = None
     with contextlib.suppress(OSError):
         shutil.rmtree(path)
     if path.exists():
         log.warning(
-            "the residual in %s cannot be removed, and is not read back, because it might be added twice",
+            "the residual in %s cannot be removed and will not be read back, because it might be added twice",
             path,
         )
         return None

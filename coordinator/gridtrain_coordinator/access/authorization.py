@@ -57,9 +57,9 @@ class ViolationOutcome:
         entries: journal entries to write.
         removed: members to remove, with reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: whether the violation counts; False if the accuser is suspected, or has already made as
-            many accusations as are recorded.
-        violation_count: the number of the accused member's violations that currently count.
+        is_counted: whether the violation is counted; False if the accuser is suspected, or has already made
+            as many accusations as are recorded.
+        violation_count: the number of the accused member's violations that are currently counted.
     """
 
     entries: tuple[JournalEntry, ...] = ()

@@ -176,7 +176,7 @@ class RingAllReduce(CollectiveBase):
 
     def _missing_at_right(self, segment: int, slice_: int, lack: int, right: int) -> list[CollectiveEffect]:
         own_lack, hop = self._lack(segment, slice_), (right - segment) % self._world_size
-        # The neighbour starts its own segment, and completes the next segment with the last REDUCE.
+        # The neighbour starts its own segment and completes the next segment with the last REDUCE.
         if lack == (_MISSING_REDUCE if hop == 0 else _MISSING_GATHER if hop == self._world_size - 1 else -1):
             raise RemoteProtocolError(
                 f"{self._label}: RESUME from rank {right} requests a message of segment {segment} "

@@ -489,7 +489,7 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
     data = path.read_bytes()
     if written and _digest(data) != written:
         log.warning(
-            "the residual %s differs from what was written, and is lost; the state is not affected", path
+            "the residual %s differs from what was written and is lost; the state is not affected", path
         )
         return {}
     return safetensors.torch.load(data)

@@ -136,8 +136,8 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Return the weights of `count` micro-batches with which each sample counts once, in descending order.
-    The weights are equal if there are no samples."""
+    """Return the weights of `count` micro-batches with which each sample is counted once, in descending
+    order.  The weights are equal if there are no samples."""
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)
