@@ -356,7 +356,7 @@ def test_a_residual_that_does_not_fit_is_not_read_back(
         (path / "note.json").unlink()
     facts = FACTS[:1] if what == "other facts" else FACTS
     assert residual_departure.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
-    assert "is not read back" in caplog.text and not path.exists()
+    assert "will not be read back" in caplog.text and not path.exists()
 
 
 def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
