@@ -157,7 +157,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     help="TOML file of sites and links, instead of --link.",
 )
 @click.option(
-    "--coordinator", metavar="INVITATION", help="Use a run's links, model, optimizer and compute time."
+    "--coordinator", metavar="INVITATION", help="Links, model, optimizer and compute time of a run."
 )
 @click.option(
     "--state",

@@ -62,7 +62,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run of INVITATION (or @FILE, or - to be prompted or to read from a pipe) and train.
+    """Join the run of INVITATION (or @FILE; - prompts or reads a pipe) and train.
 
     Runs COMMAND, such as `-- python train.py`, or the owner's script once you
     accept it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.

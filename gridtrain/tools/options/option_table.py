@@ -295,7 +295,7 @@ WORKER: tuple[Option, ...] = (
         metavar="RATE",
     ),
     _optional("listen", TEXT, "Address to listen on.", "any free port", metavar="ADDRESS"),
-    _optional("advertise", TEXT, "Address at which others reach this worker.", "--listen", metavar="ADDRESS"),
+    _optional("advertise", TEXT, "Address announced to members.", "--listen", metavar="ADDRESS"),
     _optional("export_dir", FOLDER, "Folder for the final model.", "~/.local/state/..."),
     _optional("state_dir", FOLDER, "Folder of the checkpoints.", "~/.local/state/..."),
     _optional("data_dir", FOLDER, "Folder of the run's data set.", "the bundle's"),
