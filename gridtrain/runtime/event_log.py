@@ -17,9 +17,9 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
-    "drifted": "this worker's model differs from the other members' at step %(step)s; it receives theirs "
+    "drifted": "this worker's model differs from the other members' at step %(step)s; it is receiving theirs "
     "(possible cause: a script changed the weights of one worker only, such as with load_state_dict)",
-    "stalled": "the step makes no progress (%(reason)s); the coordinator is asked for a new generation",
+    "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",

@@ -449,7 +449,7 @@ def test_a_budget_that_is_lowered_below_the_traffic_so_far_lets_the_worker_leave
         paused_group.allow_up_to(STEPS)
         paused_group.group.finish()
     assert "(100.0 %) transferred: 32 entries" in caplog.text
-    assert "the step makes no progress" not in caplog.text
+    assert "the step is making no progress" not in caplog.text
 
 
 class Controller:
