@@ -75,7 +75,7 @@ def demo(
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
     behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; takes about two
-    minutes on two CPU cores. Finally prints a table, and writes a chart of the loss against time and bytes.
+    minutes on two CPU cores. Finally prints a table and writes a chart of the loss against time and bytes.
     """
     from rich.console import Console
 

@@ -90,7 +90,7 @@ class Totals:
         feedback.prepare, optimizer._exchanger.commit = prepare_sparse, commit_counted
 
     def open_sum(self) -> np.ndarray:
-        """What was contributed, and is neither applied nor in a remaining worker's residual."""
+        """What was contributed and is neither applied nor in a remaining worker's residual."""
         applied_N = self.applied[next(iter(self.residuals))]
         return sum(self.contributed.values()) - applied_N - sum(self.residuals.values())
 

@@ -95,7 +95,7 @@ class RepartitionCache:
 
 
 class StagePlacement:
-    """Divides the model over the connected workers, and assigns their ranks."""
+    """Divides the model over the connected workers and assigns their ranks."""
 
     def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints

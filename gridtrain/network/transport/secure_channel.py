@@ -239,7 +239,7 @@ class OfferResult:
 
 
 class SecureChannel:
-    """One end of a relayed connection.  It has at most one session at a time, and establishes new sessions.
+    """One end of a relayed connection.  It has at most one session at a time and establishes new sessions.
 
     Args:
         identity: our key pair.

@@ -73,7 +73,7 @@ class PretrainedLayout:
     """What must be added to a checkpoint's tensors to form a directory that `from_pretrained` loads.
 
     Attributes:
-        texts: the texts of the configuration files, by path in the directory.
+        texts: the contents of the configuration files, by path in the directory.
         names: for each file of tensors, their names in the checkpoint by their names in the file.
     """
 
