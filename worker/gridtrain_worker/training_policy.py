@@ -203,8 +203,8 @@ def _temperature(key: str, text: str) -> tuple[float, float]:
 
 
 class _RuleForm(NamedTuple):
-    """The attributes of `Rules` that a rule sets, the values that reset them, and the function that parses any
-    other text, given the rule's key and the text."""
+    """The attributes of `Rules` that a rule sets, the values that reset them, and the function that parses
+    any other text, given the rule's key and the text."""
 
     names: tuple[str, ...]
     off_texts: tuple[str, ...]
