@@ -161,11 +161,11 @@ EXAMPLE = {"x": torch.zeros(4, 8), "list": [torch.zeros(3, dtype=torch.int64), 7
         ({"x": torch.zeros(4, 9), "list": EXAMPLE["list"]}, r"\['x'\] is torch.float32 \(4, 9\)"),
         ({"x": torch.zeros(3, 8), "list": EXAMPLE["list"]}, r"\['x'\] is torch.float32 \(3, 8\) for n = 4"),
         ({"x": torch.zeros(4, 8, dtype=torch.bfloat16), "list": EXAMPLE["list"]}, "is torch.bfloat16"),
-        ({"x": None, "list": EXAMPLE["list"]}, r"\['x'\] is NoneType"),
+        ({"x": None, "list": EXAMPLE["list"]}, r"\['x'\] is a NoneType"),
         ({"list": EXAMPLE["list"]}, r"a dict with the keys \['list'\]"),
         ({**EXAMPLE, "list": EXAMPLE["list"][:3]}, "a list of 3"),
         ({**EXAMPLE, "list": tuple(EXAMPLE["list"])}, "a tuple"),
-        ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7.0, None, "causal"]}, r"\['list'\]\[1\] is float"),
+        ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7.0, None, "causal"]}, r"\['list'\]\[1\] is a float"),
         ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7, None, "full"]}, r"\['list'\]\[3\] is 'full'"),
     ],
 )

@@ -419,7 +419,7 @@ def test_a_worker_that_leaves_before_its_first_step_keeps_its_residuals_on_disk(
         pytest.raises(KeyboardInterrupt),
     ):
         alone(group, tmp_path, 9)
-    assert caplog.messages[-1] == "this worker leaves before taking part in a step"
+    assert caplog.messages[-1] == "this worker is leaving before taking part in a step"
     assert not any("residual" in message for message in caplog.messages), caplog.messages
     assert (tmp_path / residual_departure.LEFT_FOLDER / "residual.safetensors").read_bytes() == stored
 
