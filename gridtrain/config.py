@@ -398,7 +398,7 @@ class LocalSteps:
             raise ConfigError(
                 f"{self.exchange.describe()} applies momentum to gradients, "
                 "but LocalSteps exchanges parameter changes",
-                remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
+                remedy="build the exchange with momentum=0 and try LocalSteps(outer_momentum=...)",
             )
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         remedy = "try outer_learning_rate=1.0"
@@ -554,7 +554,7 @@ class JoinConfig:
 
     @property
     def update_log_bytes(self) -> int:
-        """The memory for the update log; raises `ConfigError` if it is not a whole number of MiB."""
+        """The memory for the update log in bytes; raises `ConfigError` if it is not a whole number of MiB."""
         if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MAX_UPDATE_LOG_MIB:
             raise ConfigError(
                 f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MAX_UPDATE_LOG_MIB}",

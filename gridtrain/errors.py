@@ -101,3 +101,9 @@ class BudgetSpent(GridtrainError):
 
 class JournalError(GridtrainError):
     """The coordinator's journal cannot be read or written."""
+
+
+def describe_type(value: object) -> str:
+    """Return the name of a value's type with its article, such as "an int" or "a Linear"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

@@ -66,7 +66,7 @@ def list_first(items: Sequence[str], most: int) -> str:
 
 
 def format_age(seconds_s: float) -> str:
-    """Format how long ago something happened, such as "45 s", "12 min" and "30 h"."""
+    """Format how long ago something happened, such as "45 s", "12 min" or "30 h"."""
     if seconds_s < 120:
         return f"{seconds_s:.0f} s"
     return f"{seconds_s / 60:.0f} min" if seconds_s < 7200 else f"{seconds_s / 3600:.0f} h"

@@ -93,7 +93,7 @@ class LoRALinear(nn.Module):
 
 
 def with_lora(model: ByteLlama, rank: int, alpha: float, *, seed: int) -> ByteLlama:
-    """Freeze the model, and add LoRA to all linear layers of its blocks."""
+    """Freeze the model and add LoRA to all linear layers of its blocks."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:

@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def exchange_text(self) -> str:
-        """The exchange for `gridtrain.tools.bench.bench_member`: `what` with the density if it lacks one."""
+        """The exchange for `gridtrain.tools.bench.bench_member`: `what` with the density if it has none."""
         sparse = self.exchange.sparse and "density=" not in self.what
         return self.what + (f"{',' if ':' in self.what else ':'}density={self.density!r}" if sparse else "")
 
@@ -106,7 +106,7 @@ class Cell:
 
 
 def parse(text: str) -> Cell:
-    """Parse a cell, whose words after the first may be in any order.
+    """Parse a cell, whose words after the first may be in arbitrary order.
 
     Raises `CellError`, and `ConfigError` for an unknown exchange.
     """

@@ -92,7 +92,7 @@ def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
 def measure_cells(
     cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], log: Log
 ) -> Iterator[CellResult]:
-    """Measure cells, and yield the results of each link; a skipped cell has a reason.
+    """Measure cells and yield the results of each link; a skipped cell has a reason.
 
     Args:
         reasons: for each rival, why it cannot run here; empty if it can.

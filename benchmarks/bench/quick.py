@@ -100,8 +100,8 @@ def local_ratios(figures: Mapping[str, float]) -> dict[str, float]:
 def exchange_ratios(results: list[CellResult]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the ratios, and the reasons of missing ones.
 
-    The minimum of all repeats counts, because other load only adds to it.  For the small exchange the
-    median counts, because its CPU time depends on how many messages a process finds when it wakes up.
+    The minimum of all repeats is used, because other load only adds to it.  For the small exchange the
+    median is used, because its CPU time depends on how many messages a process finds when it wakes up.
     """
     by_name = {_name(result): result for result in results}
     ratios: dict[str, float] = {}

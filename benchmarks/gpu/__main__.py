@@ -74,7 +74,7 @@ def why_not(device: str) -> str:
 
 
 def child(function: str, setting: Setting, into: Path) -> int:
-    """Run a part's function, and write the figures that it stores; return the exit code."""
+    """Run a part's function and write the figures that it stores; return the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up
     outcome: Outcome = {"figures": {}, "machine": {}}
 

@@ -83,7 +83,7 @@ def compiled(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, setting: Setting) -> nn.Module:
-    """Freeze the model, and add LoRA to the linear layers of its blocks."""
+    """Freeze the model and add LoRA to the linear layers of its blocks."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for block in model.blocks:  # type: ignore[union-attr]

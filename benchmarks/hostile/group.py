@@ -78,7 +78,7 @@ class HostileGroup(Group):
 
     Args:
         workers: the number of workers with which training begins.
-        without: functions that always return False in the coordinator, which then lacks a defence.
+        without: functions that always return False in the coordinator, which then has one defence fewer.
         descriptors: the most files and connections that the coordinator may open; 0: this process's limit.
     """
 

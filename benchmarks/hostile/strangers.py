@@ -40,7 +40,7 @@ def sources() -> Iterator[str]:
 
 
 def connect(source: str, host: str, port: int) -> socket.socket:
-    """Begin to connect without waiting."""
+    """Start connecting without waiting."""
     connection = socket.socket()
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)

@@ -141,7 +141,7 @@ def hold(queue: Queue, delay_s: float) -> None:
 def main() -> None:
     number, delay_s = int(sys.argv[1]), float(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Other processes compute on these cores, and must not delay a packet that is due.
+    # Other processes compute on these cores and must not delay a packet that is due.
     with contextlib.suppress(PermissionError, OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     gc.disable()

@@ -39,7 +39,7 @@ def sent_bytes(host: Host) -> int:
 
 
 class Meter:
-    """Reads the steps of a run, and counts the bytes that all machines send after the warm-up."""
+    """Reads the steps of a run and counts the bytes that all machines send after the warm-up."""
 
     def __init__(self, group: Group, metrics: Path) -> None:
         assert isinstance(group.hosts, LabHosts)

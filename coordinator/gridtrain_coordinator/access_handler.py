@@ -111,7 +111,7 @@ class AccessHandler:
         now_s: float,
         sender: m.PeerId | None = None,
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out an order from the operator or the dashboard; return the effects and the reply.
+        """Carry out a command from the operator or the dashboard; return the effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
 
@@ -130,7 +130,7 @@ class AccessHandler:
         return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
-        """Record a violation, and remove the worker that committed it from the generation.
+        """Record a violation and remove the worker that committed it from the generation.
 
         After repeated violations, the worker is removed from the run.
         """

@@ -103,7 +103,7 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
         raise invalid_entry(error) from None
     if recovered.is_finished:
         raise JournalError(
-            f'the run "{run}" of this journal is finished: {recovered.end_reason}',
+            f'the run "{run}" of this journal has finished: {recovered.end_reason}',
             remedy="to train its model further, start the coordinator with another --state and the workers "
             "with the --state-dir of their checkpoints (docs/operations.md); to start a new run, use --run",
         )
@@ -401,7 +401,7 @@ class Coordinator:
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Make no decisions in this iteration, and retry writing those that are not yet durable."""
+        """Make no decisions in this iteration and retry writing those that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())

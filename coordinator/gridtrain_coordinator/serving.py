@@ -147,7 +147,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     status = coordinator.snapshot()
     text = "the same command continues the run"
     if status["finished"]:
-        text = "the run is finished"
+        text = "the run has finished"
     elif status["world_size"]:
         text = f"the members continue to train until one fails or another joins; {text}"
     fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}

@@ -352,7 +352,7 @@ def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable
 
 @contextmanager
 def wheels_of(folder: Path | None) -> Iterator[None]:
-    """Copy wheels into the folder where builds look for them, and remove them afterwards."""
+    """Copy wheels into the folder where builds look for them and remove them afterwards."""
     copied: list[Path] = []
     try:
         for wheel in sorted(folder.glob("*.whl")) if folder is not None else ():

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gridtrain.errors import ConfigError, DataError
+from gridtrain.errors import ConfigError, DataError, describe_type
 from gridtrain.training.data import shard_index, shard_rows
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy
@@ -57,7 +57,7 @@ class StreamShards(Shards):
 
 
 def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = None, **options: Any) -> None:
-    """Read the whole stream, and write its index.
+    """Read the whole stream and write its index.
 
     Args:
         cache: the cache for the rows, which `StreamShards` on this machine reads; by default `ShardCache()`.
@@ -80,7 +80,7 @@ def _places(count: int) -> list[str]:
 def _shard_count(stream: Any) -> int:
     if not all(hasattr(stream, name) for name in ("num_shards", "shard", "iter", "state_dict")):
         raise ConfigError(
-            f"a {type(stream).__name__} was passed instead of a datasets.IterableDataset (3.1 or newer)",
+            f"{describe_type(stream)} was passed instead of a datasets.IterableDataset (3.1 or newer)",
             remedy="use load_dataset(..., streaming=True), or dataset.to_iterable_dataset(num_shards=64)",
         )
     count: int = stream.num_shards

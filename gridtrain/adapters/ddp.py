@@ -124,7 +124,7 @@ class GTopKState:
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the exchange of a bucket, and return the future of its update.  The selection runs on the
+        """Start the exchange of a bucket and return the future of its update.  The selection runs on the
         calling thread and stream, the exchange on a background thread."""
         mean_B = bucket.buffer()
         held = self._bucket_for(tuple(bucket.parameters()), mean_B)
@@ -172,7 +172,7 @@ class GTopKState:
                 if is_last:
                     self._commit()
                 future.set_result(update_B)
-        except BaseException as error:  # DDP waits for the future, and raises its exception
+        except BaseException as error:  # DDP waits for the future and raises its exception
             future.set_exception(error)  # type: ignore[arg-type]
 
     def _own_stream(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.pipeline.blueprint import Blueprint, Init, find_tied_parameters
 from gridtrain.pipeline.model_blocks import blocks_of
 from gridtrain.pipeline.random_seeds import derive_initial_seed
@@ -68,7 +68,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
     head, base = getattr(model, "lm_head", None), getattr(model, "base_model", None)
     if getattr(config, "model_type", None) not in MODEL_TYPES or head is None or base is model:
         raise ConfigError(
-            f"a {type(model).__name__} is not known to be a chain of decoder layers",
+            f"{describe_type(model)} is not known to be a chain of decoder layers",
             remedy=f"use a ...ForCausalLM whose model_type is one of {', '.join(MODEL_TYPES)}; write another "
             "model as a gridtrain.pipeline.Sequence of its parts",
         )
@@ -140,7 +140,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     import peft
 
     if not isinstance(lora, peft.LoraConfig):
-        raise ConfigError(f"lora is a {type(lora).__name__}", remedy="pass a peft.LoraConfig")
+        raise ConfigError(f"lora is {describe_type(lora)}", remedy="pass a peft.LoraConfig")
     plain = peft.LoraConfig(task_type="CAUSAL_LM")
     given = {field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)}
     given -= {"task_type"} if lora.task_type is None else set()
@@ -347,7 +347,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
         stored: dict[str, str] = {}
         for name in block.state_dict():
             full = f"{names[number]}.{name}".replace(".base_layer.", ".")
-            found = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
+            found = full if full in files else full.removeprefix(prefix)  # GPT-2's files have no prefix
             if found in files:
                 stored[name] = found
                 tensors[name]._is_hf_initialized = True  # so that it is not also drawn

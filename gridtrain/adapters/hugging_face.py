@@ -39,7 +39,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from gridtrain.adapters.loader import GridLoader
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.sdk.grid import Grid
 from gridtrain.training.data import readers
 from gridtrain.training.optimizer import GridOptimizer
@@ -188,12 +188,12 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 def _refuse_stream_or_empty(dataset: Any) -> None:
     if dataset is not None and has_length(dataset) and not len(dataset):
         raise ConfigError(
-            f"train_dataset, a {type(dataset).__name__}, has no samples",
+            f"train_dataset, {describe_type(dataset)}, has no samples",
             remedy="check the paths and filters that define it",
         )
     if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
         raise ConfigError(
-            f"train_dataset is a {type(dataset).__name__} without a length: every worker would read it all",
+            f"train_dataset is {describe_type(dataset)} without a length: every worker would read it all",
             remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
             "for a stream of the package datasets; see docs/data.md",
         )

@@ -278,7 +278,7 @@ class Site:
         self._channel.wait_sent()
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
-        """Receive the expected message from another process, and return its text."""
+        """Receive the expected message from another process and return its text."""
         word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
         if word is not expected:

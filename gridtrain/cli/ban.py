@@ -15,7 +15,7 @@ from gridtrain.cli.option_flags import run_options
 @click.option("--reason", default="", metavar="TEXT", help="Sent to the worker and recorded in the journal.")
 @run_options
 def ban(who: str, reason: str, run: str, state: Path | None) -> None:
-    """Remove a member, and refuse its key even with an invitation.
+    """Remove a member and refuse its key even with an invitation.
 
     WHO is its name, at least 6 digits of its key, or the complete key of an unknown worker.
     """

@@ -133,7 +133,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
 
 
 def fit_lines(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines wrapped to the terminal's width, with the texts aligned in one column."""
+    """Yield the lines wrapped to the terminal's width, with the values aligned in one column."""
     columns = shutil.get_terminal_size().columns
     for line in lines:
         width = LABEL_WIDTH if line.startswith(" ") else 0

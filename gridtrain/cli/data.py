@@ -25,14 +25,19 @@ def data() -> None:
     "--url", default="", help="Where workers find the folder that has all files.  [default: beside the index]"
 )
 @click.option(
-    "--format", "form", default="", help="jsonl, text, tar, parquet or arrow.  [default: by the files' names]"
+    "--format",
+    "form",
+    default="",
+    help="jsonl, text, tar, parquet or arrow.  [default: inferred from the file names]",
 )
 @click.option(
     "--tokenizer",
     default="",
     help='Count tokens, for packing: "bytes", or a name or folder for transformers.AutoTokenizer.',
 )
-@click.option("--text-field", default="text", show_default=True, help="The field of a sample with its text.")
+@click.option(
+    "--text-field", default="text", show_default=True, help="The field of a sample that contains its text."
+)
 def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str, text_field: str) -> None:
     """Write the index of a data set: the number of samples, size and digest of each file.
 

@@ -75,7 +75,7 @@ def demo(
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
     behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; takes about two
-    minutes on two CPU cores. Finally prints a table, and writes a chart of the loss against time and bytes.
+    minutes on two CPU cores. Finally prints a table and writes a chart of the loss against time and bytes.
     """
     from rich.console import Console
 
@@ -118,8 +118,8 @@ def demo(
 
 @contextlib.contextmanager
 def _unwinding_on_signals() -> Iterator[None]:
-    """Make SIGTERM and the end of the terminal unwind the demo and clean up, as Ctrl-C does; exit with the
-    signal's exit code."""
+    """Make SIGTERM and the closing of the terminal stop the demo and clean up, as Ctrl-C does; exit with
+    the signal's exit code."""
     stopped_by = signal.SIGINT
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -43,7 +43,7 @@ Exit codes:
 def doctor(invitation: str, as_json: bool) -> None:
     """Check whether this machine can join the run of INVITATION.  Takes less than 20 seconds.
 
-    It does not join, and does not use up the invitation.  It exchanges at most 256 KiB in each direction
+    It does not join and does not use up the invitation.  It exchanges at most 256 KiB in each direction
     with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -, as for
     `gridtrain worker`.
     """

@@ -109,7 +109,7 @@ def invite(
     click.echo(told, err=True)
     if status.get("finished"):
         click.echo(
-            f'The run "{invitation.run}" is finished: workers that use the invitation are refused.  Start '
+            f'The run "{invitation.run}" has finished: workers that use the invitation are refused.  Start '
             "another coordinator with a new --state.",
             err=True,
         )

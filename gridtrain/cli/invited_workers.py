@@ -118,7 +118,7 @@ def await_members(
         if arrivals.is_complete:
             return
         if status.get("finished"):
-            raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="start a new run")
+            raise JoinTimeout(f"{arrivals.text()}, and the run has finished", remedy="start a new run")
         if clock() >= until_s:
             raise JoinTimeout(
                 f"{arrivals.text()} after {format_duration(patience_s)}",

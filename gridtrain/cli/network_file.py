@@ -146,7 +146,7 @@ def read_network(path: Path) -> DescribedNetwork:
         raise ConfigError(
             f"{path}: the names of the sites are {names}; they must be unique, and there must be at least "
             "one",
-            remedy="add at least one [[site]], and give each site its own name",
+            remedy="add at least one [[site]] and give each site its own name",
         )
     between = dict(_pair(path, names, entry) for entry in _tables(path, document, "between"))
     for i, a in enumerate(names):

@@ -210,7 +210,7 @@ def _instructions(folder: Path, written: list[str], template: Template) -> str:
             "  gridtrain coordinator",
             f'  gridtrain worker "$(gridtrain invite --wait 30s)"   # {_TIMES[workers]}',
             "",
-            "A worker shows the script, and asks before it runs it.  In another terminal",
+            "A worker shows the script and asks before it runs it.  In another terminal",
             "`gridtrain status --watch` shows the run.",
             "",
             "For other machines, let the coordinator listen on tcp://0.0.0.0:7700 (in",

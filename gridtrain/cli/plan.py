@@ -157,7 +157,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     help="TOML file of sites and links, instead of --link.",
 )
 @click.option(
-    "--coordinator", metavar="INVITATION", help="Use a run's links, model, optimizer, compute time."
+    "--coordinator", metavar="INVITATION", help="Links, model, optimizer and compute time of a run."
 )
 @click.option(
     "--state",
@@ -188,7 +188,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="SHARE",
     type=click.FloatRange(0.0, 1.0, min_open=True),
 )
-@click.option("--momentum", is_flag=True, help="Sparse exchanges apply momentum.")
+@click.option("--momentum", is_flag=True, help="Assume that sparse exchanges apply momentum.")
 @brief_option(
     "--values", "fp16", "fp16, fp32, bf16, int8, int4 or int2.", metavar="KIND", type=click.Choice(VALUES)
 )
@@ -201,7 +201,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
 )
 @pipeline_options
-@click.option("--plain", is_flag=True, help="Predict without encryption.")
+@click.option("--plain", is_flag=True, help="Assume unencrypted connections.")
 @click.option(
     "--picture",
     callback=_writable,

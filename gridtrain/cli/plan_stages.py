@@ -82,7 +82,7 @@ def show_plan(
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
-    """Plan the stages according to the options, and print the plan.
+    """Plan the stages according to the options and print the plan.
 
     Args:
         network: a network with one rank per stage.

@@ -62,7 +62,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run of INVITATION (or @FILE; - asks, or reads a pipe), and train.
+    """Join the run of INVITATION (or @FILE; - prompts or reads a pipe) and train.
 
     Runs COMMAND, such as `-- python train.py`, or the owner's script once you
     accept it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
@@ -164,8 +164,8 @@ def read_invitation(text: str) -> Invitation:
 def _read(text: str) -> str:
     """Return the invitation: `text` itself, the content of @FILE, or standard input for "-".
 
-    On a terminal, prompts for one line.  After a pipe, later answers are read from the terminal, if there is
-    one.
+    On a terminal, prompts for one line.  If the invitation is piped in, later answers are read from
+    the terminal, if there is one.
     """
     if text == "-":
         if sys.stdin.isatty():

@@ -91,7 +91,7 @@ def show(worker: str, to_all: bool, as_json: bool | None) -> None:
 )
 @_options
 def pause(length: str, worker: str, to_all: bool, as_json: bool | None) -> None:
-    """Leave the group after the current step, and wait."""
+    """Leave the group after the current step and wait."""
     _ask(worker, to_all, {"ask": "pause", "for": length}, as_json)
 
 

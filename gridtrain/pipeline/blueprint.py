@@ -334,7 +334,7 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 @contextmanager
 def _seeded_generator(seed: int, index: int) -> Iterator[None]:
-    """Seed the CPU's generator for a block, and restore its state afterwards."""
+    """Seed the CPU's generator for a block and restore its state afterwards."""
     with borrowed_generators(torch.device("cpu")):
         torch.default_generator.manual_seed(derive_initial_seed(seed, index))
         yield

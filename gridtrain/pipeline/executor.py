@@ -89,7 +89,7 @@ class StageExecutor:
         inputs: Any = None,
         targets: Any = None,
     ) -> StepResult:
-        """Run forward and backward passes of one mini-batch, and leave the gradients in `parameter.grad`.
+        """Run forward and backward passes of one mini-batch and leave the gradients in `parameter.grad`.
 
         Args:
             link: the link of this attempt.
@@ -216,7 +216,7 @@ class _StepExecution:
         return self._stage.substitute_forward(m, received)
 
     def _sum_tied_gradients(self) -> None:
-        """Exchange the parts of tied parameters' gradients, and add them in the order of the stages."""
+        """Exchange the parts of tied parameters' gradients and add them in the order of the stages."""
         if not self._sizes:
             return
         own = {tied: self._stage.tied_gradient(tied) for tied in self._stage.tied}

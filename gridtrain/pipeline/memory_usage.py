@@ -57,7 +57,7 @@ class SavedTensorMeter:
     """Counts the bytes that autograd stores while `counting` is active: the current number and the peak.
 
     Args:
-        without: tensors that exist in any case, such as parameters, and therefore do not count.
+        without: tensors that exist in any case, such as parameters, and are therefore not counted.
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:

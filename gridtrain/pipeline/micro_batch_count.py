@@ -100,8 +100,8 @@ class MicroBatchCount:
         )
 
     def step_timings(self, outcome: StepResult, samples: int) -> StepTimings:
-        """Return this member's timings of a step for its summary; they are all 0 once the number is
-        chosen."""
+        """Return this member's timings of a step for its summary; they are all 0 once the number of
+        micro-batches has been chosen."""
         if self._chosen is not None:
             return StepTimings()
         most = math.floor(self._max_samples) if math.isfinite(self._max_samples) else math.inf

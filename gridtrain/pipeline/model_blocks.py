@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.pipeline.tensor_tree import map_tensors, tensors_in
 
 Block = nn.Module | Callable[[Any], Any]
@@ -42,13 +42,13 @@ class Function(nn.Module):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         held = [
-            type(value).__name__
+            describe_type(value)
             for value in _captured_values(function)
             if isinstance(value, nn.Module | Tensor)
         ]
         if held:
             raise ConfigError(
-                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would contain",
+                f"the function {_name(function)} uses {held[0]} from outside, which no stage would contain",
                 remedy="write it as an nn.Module that owns what it uses",
             )
         self.function = function
@@ -139,7 +139,7 @@ def blocks_of(
         return _split_parts(model, split_at, example)
     if isinstance(model, nn.Module) and not _is_plain(model):
         raise ConfigError(
-            f"a {type(model).__name__} has its own forward, so it is unknown where it can be partitioned",
+            f"{describe_type(model)} has its own forward, so it is unknown where it can be partitioned",
             remedy="list its parts in split_at=, in the order in which forward calls them, or write it "
             "as a gridtrain.pipeline.Sequence of modules and functions",
         )

@@ -413,7 +413,7 @@ class Pipeline:
         if count != 1:
             raise ConfigError(
                 f"accumulate is {count}; it must be 1 for a pipeline, which divides each batch itself",
-                remedy="remove accumulate=, and use grid.pipeline(..., micro_batches=...)",
+                remedy="remove accumulate= and use grid.pipeline(..., micro_batches=...)",
             )
 
     def begin_turn(self, calls_with_samples: int) -> None:

@@ -58,7 +58,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
-    """Hold the lock of the process's generators, and restore their states afterwards."""
+    """Hold the lock of the process's generators and restore their states afterwards."""
     with sampler.GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -184,7 +184,7 @@ class Stage:
         return None
 
     def _leaves(self, received: Any, m: int) -> Any:
-        """Check the received values, and return them as leaves of this stage's graph."""
+        """Check the received values and return them as leaves of this stage's graph."""
         assert self.input is not None
 
         def leaf_of(leaf: Leaf, value: Any) -> Any:
@@ -249,7 +249,7 @@ class Stage:
         random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Run the backward pass of micro-batch m, and add its gradients to `parameter.grad`.
+        """Run the backward pass of micro-batch m and add its gradients to `parameter.grad`.
 
         Args:
             m: the number of the micro-batch, whose forward pass must have run; it must increase from call to

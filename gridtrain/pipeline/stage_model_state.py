@@ -169,7 +169,7 @@ class StageModelState(ModelState):
             partial.write_text(text, encoding="utf-8")
             os.replace(partial, folder / FINAL_INDEX)
         part = f"stage {held.stage} of the model" if stages.stages > 1 else "the model"
-        log.warning("the run is finished; %s is in %s%s", part, path, earlier)
+        log.warning("the run has finished; %s is in %s%s", part, path, earlier)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
 

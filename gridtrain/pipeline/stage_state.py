@@ -21,7 +21,7 @@ from gridtrain.config import Exchange
 from gridtrain.core.messages import MAX_STAGES, Span
 from gridtrain.core.stages import schedule
 from gridtrain.core.stages.stage_cost import ScheduleKind
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
@@ -73,9 +73,9 @@ class PipelineOptions:
             )
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise ConfigError(
-                f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer would "
+                f"loss_fn is {describe_type(self.loss)} with parameters, which no stage's optimizer would "
                 "update",
-                remedy="move the parameters to the model's last block, and keep the rest as loss_fn",
+                remedy="move the parameters to the model's last block and keep the rest as loss_fn",
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
@@ -106,7 +106,7 @@ def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> t
     found = make(list(parameters)) if callable(make) else make  # a list, to be iterated more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
+            f"optimizer is {'a function that returned ' if callable(make) else ''}{describe_type(found)}",
             remedy="pass a function that makes the optimizer of any stage: "
             "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
         )

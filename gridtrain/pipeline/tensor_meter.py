@@ -1,7 +1,7 @@
 """Measures the peak memory of tensors during a computation, on any device.
 
 The meter counts the storages that torch creates while its context is active, until each is freed.  Memory
-inside kernels and memory that an allocator reserves do not count.
+inside kernels and memory that an allocator reserves are not counted.
 """
 
 from __future__ import annotations

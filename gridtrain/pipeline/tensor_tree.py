@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, encode_tensor, encoded_bytes
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
@@ -308,7 +308,7 @@ def _describe_tree(tree: Any, path: str, samples: int, wire: WirePrecision) -> N
             inside = [_describe_tree(value, f"{path}[{i}]", samples, wire) for i, value in enumerate(tree)]
             return Branch(type(tree), (), tuple(inside))
     raise ConfigError(
-        f"{_path_text(path)} is a {type(tree).__name__}, which cannot be sent from one stage to the next",
+        f"{_path_text(path)} is {describe_type(tree)}, which cannot be sent from one stage to the next",
         remedy="use tensors, numbers, strings and None, in tuples, lists and dicts",
     )
 
@@ -370,7 +370,7 @@ def _iterate_leaves(node: Node, tree: Any, path: str) -> Iterator[tuple[str, Lea
         case Leaf():
             fits = type(tree) is node.number if node.number is not None else isinstance(tree, Tensor)
             if not fits:
-                raise _structure_error(path, node, type(tree).__name__)
+                raise _structure_error(path, node, describe_type(tree))
             yield path, node, tree
         case Constant():
             if tree != node.value:
@@ -383,13 +383,13 @@ def _iterate_leaves(node: Node, tree: Any, path: str) -> Iterator[tuple[str, Lea
 def _keys_of(node: Branch, tree: Any, path: str) -> Sequence[Any]:
     container: object = type(tree)
     if container is not node.container:
-        raise _structure_error(path, node, f"a {type(tree).__name__}")
+        raise _structure_error(path, node, describe_type(tree))
     if node.container is dict:
         if set(tree) != set(node.keys):
             raise _structure_error(path, node, f"a dict with the keys {list(tree)}")
         return node.keys
     if len(tree) != len(node.children):
-        raise _structure_error(path, node, f"a {type(tree).__name__} of {len(tree)}")
+        raise _structure_error(path, node, f"{describe_type(tree)} of {len(tree)}")
     return range(len(node.children))
 
 

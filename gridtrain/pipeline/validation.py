@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gridtrain.core.commit.attempts import MAX_EARLY_MESSAGES
 from gridtrain.core.stages.schedule import Schedule
-from gridtrain.errors import ConfigError, GridtrainError, LineBroken
+from gridtrain.errors import ConfigError, GridtrainError, LineBroken, describe_type
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, tensors_in
 
 _REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
@@ -45,7 +45,7 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
                 )
         elif not isinstance(value, bool | int | float | str | None):
             raise ConfigError(
-                f"the {name} contain a {type(value).__name__}, which cannot be divided into micro-batches",
+                f"the {name} contain {describe_type(value)}, which cannot be divided into micro-batches",
                 remedy="use tensors (torch.as_tensor(...)), numbers, strings and None, in tuples, lists "
                 "and dicts",
             )
@@ -91,7 +91,7 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Find the origin of an exception in a layer or the loss, and describe the values that caused it.
+    """Find the origin of an exception in a layer or the loss and describe the values that caused it.
 
     Args:
         error: the exception.

@@ -96,7 +96,7 @@ class ContributionReporter:
         """Count a committed step in which this worker had `samples` samples.
 
         If this process has already counted this step or later ones, they were lost and are being repeated, so
-        they are no longer counted.
+        the earlier counts are removed.
         """
         while self._counted and self._counted[-1][0] >= step:
             self._steps -= 1
@@ -148,7 +148,7 @@ class ContributionReporter:
             contribution.write(path)
 
     def _take_newest(self) -> Contribution | None:
-        """Wait for a contribution, and return the latest one; older contributions are dropped.
+        """Wait for a contribution and return the latest one; older contributions are dropped.
 
         Returns None when the writer's thread has to end.
         """

@@ -17,16 +17,16 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
-    "drifted": "this worker's model differs from the other members' at step %(step)s; it receives theirs "
+    "drifted": "this worker's model differs from the other members' at step %(step)s; it is receiving theirs "
     "(possible cause: a script changed the weights of one worker only, such as with load_state_dict)",
-    "stalled": "the step makes no progress (%(reason)s); the coordinator is asked for a new generation",
+    "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",
-    "coordinator_ended": "the coordinator has stopped (%(reason)s); the run is finished, and this worker "
+    "coordinator_ended": "the coordinator has stopped (%(reason)s); the run has finished, and this worker "
     "is no longer waiting",
     "named": "another worker of this run is called %(asked)s, so this worker is called %(name)s",
     "namesake": "another worker that requested the same name has joined; it is called %(other)s, "

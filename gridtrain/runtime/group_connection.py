@@ -49,7 +49,7 @@ class GroupConnection:
         Args:
             should_interrupt: returns whether the training thread has to stop waiting; that thread calls it.
             budget_exhausted: returns why no more bytes may be sent or received; "" if more bytes are allowed.
-                The I/O thread calls this function, and ends immediately if it returns a reason.
+                The I/O thread calls this function and ends immediately if it returns a reason.
         """
         self._should_interrupt, self._budget_exhausted = should_interrupt, budget_exhausted
 

@@ -53,7 +53,7 @@ class GroupMeans:
         self._late_calls = 0
 
     def begin_turn(self, step: int) -> None:
-        """Count the calls of this step's turn from 0, and discard those with its batch and of later steps: it
+        """Count the calls of this step's turn from 0 and discard those with its batch and of later steps: it
         may be repeated with another batch, or after a rollback."""
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
@@ -127,7 +127,7 @@ class GroupMeans:
             text = "grid.mean in step %d has waited %.0f s for workers that have not called it yet"
             log.warning(text, step + 1, soon_s)
         if (answer := self._await(step, index)) is None:
-            log.warning("grid.mean in step %d had no answer; this worker uses its own number", step + 1)
+            log.warning("grid.mean in step %d received no reply; using this worker's own value", step + 1)
         return answer
 
     def _check_missing(self, answer: io.DeliverMean) -> None:

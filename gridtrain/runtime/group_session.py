@@ -193,7 +193,7 @@ class GroupSession:
         if snapshot is None:
             return None
         if snapshot.is_ended_early:
-            log.warning("the run is finished: %s", snapshot.run_state[1])
+            log.warning("the run has finished: %s", snapshot.run_state[1])
         if snapshot.is_finished:
             return None
         if self._is_interrupted:
@@ -342,7 +342,7 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """Begin to exchange a bucket before `run` is called, and return at once.
+        """Start exchanging a bucket before `run` is called and return at once.
 
         The first buffer of that `run` must be a `BucketedBuffer` with `buffer` as this bucket.
         """

@@ -12,7 +12,7 @@ The loop's state is divided among parts, which do not depend on this module:
     mailbox              commands, the snapshot, and the lock of all data that both threads use
     step_rounds          collectives and their buffers, until their round is over
     state_sender         this worker's state, for members of a generation that is forming
-    state_receiver       the state that this worker lacks
+    state_receiver       the state that this worker needs
     catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
     catch_up             the catch-up of this worker
     residuals            residuals from and to other workers
@@ -210,7 +210,7 @@ class IoLoop:
         return {n: (counts.sent_bytes.get(n, 0), counts.received_bytes.get(n, 0)) for n in names}
 
     def stop(self, reason: str = "", *, pausing: bool = False) -> None:
-        """Stop the I/O thread, and release all resources.  Further calls have no effect.
+        """Stop the I/O thread and release all resources.  Further calls have no effect.
 
         Args:
             reason: why this worker leaves the run; if it is empty, the coordinator is not notified.
@@ -399,7 +399,7 @@ class IoLoop:
                 self._handle(io.MessageReceived(peer, message, nbytes))
 
     def _handle(self, event: io.MemberEvent) -> None:
-        """Pass an event to the core, and execute the effects.
+        """Pass an event to the core and execute the effects.
 
         If a peer has violated the protocol, its connection is closed, and this worker continues.
         """
@@ -415,7 +415,7 @@ class IoLoop:
         self._execute(effects)
 
     def _receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int) -> None:
-        """Pass a payload to the core, and execute the effects.
+        """Pass a payload to the core and execute the effects.
 
         This method is called more often than any other, hundreds of times in a step.  The effects of a
         payload usually concern only the round.

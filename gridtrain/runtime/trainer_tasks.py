@@ -72,7 +72,7 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
         ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
-        """Read a checkpoint, and return it as blobs for a member that will load it.  Raises `ConfigError`."""
+        """Read a checkpoint and return it as blobs for a member that will load it.  Raises `ConfigError`."""
         ...
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
@@ -103,7 +103,7 @@ class TrainerTasks:
         self._replay_obstacle = ""
 
     def connect(self, loop: IoLoop) -> None:
-        """Use this I/O loop, and pass all attached settings to it.  The call may be repeated."""
+        """Use this I/O loop and pass all attached settings to it.  The call may be repeated."""
         self._loop = loop
         loop.state_receiver.set_limit(self._max_state_bytes)
         loop.catch_up.set_limits(*self._catch_up_limits)
@@ -165,7 +165,8 @@ class TrainerTasks:
         self._loop.residuals.set_length(length)
 
     def attach_stage_checkpoints(self, disk: StageCheckpointDisk) -> None:
-        """Set the disk with this worker's stage checkpoints and with copies of the previous stage's."""
+        """Attach the disk that holds this worker's stage checkpoints and the copies of the previous
+        stage's checkpoints."""
         self._disk = disk
         self.connect(self._loop)
 
@@ -264,7 +265,7 @@ class TrainerTasks:
         return self._disk
 
     def settle_absences(self, timeout_s: float) -> bool:
-        """Apply all missed steps, and prevent further steps from committing without the trainer.
+        """Apply all missed steps and prevent further steps from committing without the trainer.
 
         Returns False if an absent round is still open after `timeout_s`.
         """

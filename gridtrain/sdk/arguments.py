@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gridtrain.config import JoinConfig
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.runtime.client.worker_defaults import run_folder_name, state_directory
 from gridtrain.training.data import readers
 from gridtrain.training.data.fetch_meter import MAX_READERS
@@ -38,7 +38,7 @@ def check_kinds(optimizer: object, model: object) -> None:
     """Raise `ConfigError` unless these are an optimizer and a model; they are easily swapped."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         raise ConfigError(
-            f"grid.optimizer was given a {type(optimizer).__name__} and a {type(model).__name__}; it needs a "
+            f"grid.optimizer was given {describe_type(optimizer)} and {describe_type(model)}; it needs a "
             "torch.optim.Optimizer and a torch.nn.Module",
             remedy="call grid.optimizer(optimizer, model, ...)",
         )

@@ -117,7 +117,7 @@ class Turns:
         """Yield, call by call, a batch that the group counts in this step but that must be recomputed,
         because its result was lost when this worker's process restarted."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
-        log.warning("this worker recomputes its latest batch, which was not exchanged before its restart")
+        log.warning("this worker is recomputing its latest batch, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
         self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
         yield from self._call_by_call(self._divide(spans))
@@ -150,7 +150,7 @@ class Turns:
     # -- the next turn ---------------------------------------------------------------------------------
 
     def _next_turn(self) -> WorkerSnapshot | None:
-        """Wait for the next turn, and pause if the agent requests it; return None if the run has ended or the
+        """Wait for the next turn and pause if the agent requests it; return None if the run has ended or the
         agent has stopped this worker."""
         self._rollback.end_turn()
         if not self.is_finished and not self.is_stopped and isinstance(self._trainer, GridOptimizer):

@@ -33,7 +33,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.device_speed import device_flops
-from gridtrain.errors import BudgetSpent, ConfigError, DataError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError, describe_type
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -415,7 +415,7 @@ class Grid:
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
     ) -> Generator[Any, None, None]:
-        """Yield this worker's batches until the run has ended; every sample counts once.
+        """Yield this worker's batches until the run has ended; every sample is used once.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
         every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the
@@ -510,7 +510,7 @@ class Grid:
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
         if readers.is_iterable(dataset):
             raise ConfigError(
-                f"a {type(dataset).__name__} cannot be indexed, so it cannot be sampled",
+                f"{describe_type(dataset)} cannot be indexed, so it cannot be sampled",
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
@@ -695,7 +695,7 @@ class Grid:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
-        """Yield a step's micro-batches, and set the weight of each; the weights of a stand-in batch have no
+        """Yield a step's micro-batches and set the weight of each; the weights of a stand-in batch have no
         effect."""
         weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
         wrapped = self._wrapped()

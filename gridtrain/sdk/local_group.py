@@ -82,7 +82,7 @@ class LocalGroup:
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
-        self._joining = threading.Lock()  # guards `keys`, and keeps workers from joining during `__exit__`
+        self._joining = threading.Lock()  # guards `keys` and keeps workers from joining during `__exit__`
         self.coordinator = Coordinator.for_run(
             self._transport,
             JournalStore.open(":memory:"),
@@ -174,7 +174,7 @@ def local(
     export_dir: str = "",
     faults: Faults | None = None,
 ) -> list[Result]:
-    """Run `train(grid)` on `workers` workers at the same time, and return their results in order.
+    """Run `train(grid)` on `workers` workers at the same time and return their results in order.
 
     The workers are called "worker-0", "worker-1", ...; `faults` are injected into them at chosen steps (see
     `gridtrain.testing.Faults`).  They are threads of this process: call functions that are not thread-safe,

@@ -52,7 +52,7 @@ def finish_run(
         if exports:
             failed = _try_export(session, model_state, config)
         else:
-            log.warning("the run is finished; another worker writes its model")
+            log.warning("the run has finished; another worker is writing its model")
     ledger = session.snapshot.ledger
     if learned := describe_skipped(ledger.skipped, ledger.consumed):
         log.warning("%s; check the run's loss, learning rate and data", learned)
@@ -127,14 +127,14 @@ def _warn_of_attempts(model_state: ModelState, failed: Exception | None, left: i
     again = (ATTEMPT_INTERVAL_S, left * ATTEMPT_INTERVAL_S / 60)
     if failed is None:
         log.error(
-            "the checkpoint of the last step is only in this worker's memory: it tries again every %g s, for "
-            "%g minutes or until Ctrl-C",
+            "the checkpoint of the last step is only in this worker's memory: it will try again every %g s, "
+            "for %g minutes or until Ctrl-C",
             *again,
         )
         return
     log.error(
         "%s; the final model is only in this worker's memory; free %s on that disk, or make the folder "
-        "writable: this worker tries again every %g s, for %g minutes or until Ctrl-C",
+        "writable: this worker will try again every %g s, for %g minutes or until Ctrl-C",
         failed.reason if isinstance(failed, ConfigError) else failed,
         format_bytes(model_state.export_bytes),
         *again,

@@ -49,7 +49,7 @@ class CudaSelection:
         self._keys_C: Tensor | None = None
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc, and select its k largest magnitudes.  See `Selection.select`."""
+        """Compute acc and select its k largest magnitudes.  See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
         start_bits = self.hint.bits
         with _current(terms.acc_N.device):
@@ -103,7 +103,7 @@ class CudaSelection:
         *,
         sum_first: bool,
     ) -> None:
-        """Compute a threshold on the device from a histogram of leading bits, and store the keys.
+        """Compute a threshold on the device from a histogram of leading bits and store the keys.
 
         If `sum_first`, compute acc first.
         """

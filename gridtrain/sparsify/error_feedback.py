@@ -111,7 +111,7 @@ class ErrorFeedback:
         weight: float = 1.0,
         start: int = 0,
     ) -> PreparedState:
-        """Select and encode the entries to send, and compute the new state.
+        """Select and encode the entries to send and compute the new state.
 
         The committed state stays unchanged until `commit`.  If a contribution or a sum is not finite, this
         worker skips the step, so the caller need not check for such values.
@@ -127,7 +127,7 @@ class ErrorFeedback:
             weight: n_i / N if contribution_N has not been multiplied by it yet; the product is rounded to
                 float32 before it is added.  If it is 0.0, this worker has no samples, and contribution_N is
                 not read.
-            start: the first element of the part.  Parts may be prepared in any order and by different
+            start: the first element of the part.  Parts may be prepared in arbitrary order and by different
                 threads.
 
         Raises:
@@ -175,7 +175,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed state, and add the entries truncated by this worker's merges.
+        """Make the prepared state the committed state and add the entries truncated by this worker's merges.
 
         Do not call this method if any member has skipped the step, because the residual and u must then stay
         unchanged.

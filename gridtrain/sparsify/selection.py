@@ -59,7 +59,7 @@ class ChunkedSelection:
         self._chunk = chunk
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc, and select the largest magnitudes of its chunks.  See `Selection.select`."""
+        """Compute acc and select the largest magnitudes of its chunks.  See `Selection.select`."""
         n = terms.acc_N.numel()
         check_k(n, k)
         bits_N = sum_terms(terms).view(torch.int32) & MAGNITUDE_MASK

@@ -73,7 +73,7 @@ class Selection(Protocol):
     """
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc, and select its k largest magnitudes; ties go to the lowest index.
+        """Compute acc and select its k largest magnitudes; ties go to the lowest index.
 
         Zeros are not selected.  Values that are not finite are treated as larger than all finite values, so
         they are among the selected entries.

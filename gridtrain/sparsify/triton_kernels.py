@@ -8,8 +8,8 @@
     compact      stores only the keys of a given acc
 
 A key is (bits of |acc|) << 32 | (2**32 - 1 - index), so a larger |acc| has a larger key, and on a tie a lower
-index has a larger key.  Keys are stored in any order, because they are sorted afterwards.  `count` counts all
-keys, including the keys beyond the capacity, which are not stored.
+index has a larger key.  Keys are stored in arbitrary order, because they are sorted afterwards.  `count`
+counts all keys, including the keys beyond the capacity, which are not stored.
 
 Launch the kernels with enable_fp_fusion=False, because a fused multiply-add rounds only once where other
 devices round twice.

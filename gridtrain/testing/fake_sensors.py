@@ -64,7 +64,7 @@ class FileSensors:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"the sensors in {self._path} cannot be read: {error}",
-                remedy="write a JSON object to another file, and rename that file",
+                remedy="write a JSON object to another file and rename that file",
             ) from None
 
 

@@ -117,7 +117,7 @@ class Absence:
             return
         if obstacle := self.find_obstacle():
             self._is_obstacle_logged = True
-            log.info("the group waits for this worker if its loop stalls: %s", obstacle)
+            log.info("the group will wait for this worker if its loop stalls: %s", obstacle)
 
     @property
     def _schedulers(self) -> list[lr_scheduler.LRScheduler]:

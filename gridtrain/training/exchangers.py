@@ -101,7 +101,8 @@ class Exchanger(ABC):
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """Prepare one bucket's attempt.  It may be called again after an abort, and for buckets in any order.
+        """Prepare one bucket's attempt.  It may be called again after an abort, and for buckets in arbitrary
+        order.
 
         Args:
             gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.

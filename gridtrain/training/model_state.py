@@ -197,8 +197,8 @@ class ModelState(ABC):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group's state, which replaced this worker's, lacks the worker's latest
-        steps."""
+        """Warn after a pause if the group's state, which replaced this worker's, does not include its
+        latest steps."""
         (held, was_alone), self._paused_with = self._paused_with or (None, False), None
         if held is None or held.history == snapshot.history:
             return
@@ -213,7 +213,7 @@ class ModelState(ABC):
         )
         log.warning(
             "this worker paused after step %d, but the group has restarted without its steps, and this "
-            "worker continues after the group's step %d%s",
+            "worker is continuing after the group's step %d%s",
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
@@ -223,7 +223,7 @@ class ModelState(ABC):
         return False
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
-        """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
+        """Start writing the checkpoint of the last step, if this worker writes checkpoints and has the model
         or a stage.
 
         Returns:
@@ -277,7 +277,7 @@ class ModelState(ABC):
         is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
-        if held is None or not is_settled:  # then a step may have committed that the model lacks
+        if held is None or not is_settled:  # then a step may have committed that is missing in the model
             return None
         snapshot = self._session.snapshot
         was_alone = snapshot.world_size == 1 and snapshot.first_step <= held.applied
@@ -287,7 +287,7 @@ class ModelState(ABC):
         return held
 
     def save_paused(self) -> None:
-        """Begin to write the state that `rest` has recorded, because all workers may pause and none return.
+        """Start writing the state that `rest` has recorded, because all workers may pause and none return.
         Unless a checkpoint of this step is due, it is not uploaded, because the pause may be meant to spare
         the worker's link or its budget.
 
@@ -304,7 +304,7 @@ class ModelState(ABC):
         self._is_leaving, is_settled = True, False
         try:
             if self._leaves_before_first_step():  # what it has on disk stays valid
-                log.warning("this worker leaves before taking part in a step")
+                log.warning("this worker is leaving before taking part in a step")
                 return
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
@@ -337,7 +337,7 @@ class ModelState(ABC):
             self._store.release()
 
     def _save_left(self, timeout_s: float) -> None:
-        """Save the residual that remains with this worker, and begin to write the state that it left with."""
+        """Save the residual that remains with this worker, and start writing the state that it left with."""
         self._is_leaving = False
         if self._left is not None and self._has_checkpoints:
             save_left_residual(self._left_folder(self._left), self._facts, self._left)
@@ -411,7 +411,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
-        """Begin to write a checkpoint in the background."""
+        """Start writing a checkpoint in the background."""
 
     @abstractmethod
     def _keep_for_pause(self) -> CheckpointInfo | None:
@@ -611,12 +611,12 @@ class WholeModelState(ModelState):
         if self._is_resumed:
             self.checkpoints.mark_verified()
             assert self._checkpoint_step is not None
-            log.warning("the run continues from the checkpoint of step %d", self._checkpoint_step)
-            # The URL may lack it.
+            log.warning("the run is continuing from the checkpoint of step %d", self._checkpoint_step)
+            # The URL may not have it.
             self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:
             log.warning(
-                "the run continues from step %d, not from the checkpoint of step %d, which %s",
+                "the run is continuing from step %d, not from the checkpoint of step %d, which %s",
                 *(snapshot.applied + 1, self._checkpoint_step, self._keep_other_history(snapshot)),
             )
         self._is_resumed, self._checkpoint_step = False, None
@@ -659,7 +659,7 @@ class WholeModelState(ModelState):
         if path is None:
             path = folder / FINAL_FILE
             save_model(plain_state(model), path)
-        log.warning("the run is finished; the model is in %s%s", path, self._earlier)
+        log.warning("the run has finished; the model is in %s%s", path, self._earlier)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
 

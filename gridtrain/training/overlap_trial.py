@@ -143,7 +143,7 @@ class OverlapTrial:
         again = SECOND_PHASE if phase < SECOND_PHASE else (phase // PERIOD_STEPS + 1) * PERIOD_STEPS
         return (
             f"overlap is off from step {plan.step + 2}, because it does not save at least {MARGIN:.0%}: "
-            f"{took}; overlap is tried again in step {plan.first_step + again + 1}"
+            f"{took}; overlap will be tried again in step {plan.first_step + again + 1}"
         )
 
     def _phase_of(self, plan: StepPlan) -> tuple[int, int | None]:

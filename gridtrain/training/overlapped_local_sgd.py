@@ -69,7 +69,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     # -- turns ---------------------------------------------------------------------------------------
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """Submit the change of the previous turn, and begin the next turn from a share of it."""
+        """Submit the change of the previous turn and begin the next turn from a share of it."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = False
         self._stopwatch.lap("computing_s")

@@ -164,7 +164,7 @@ class PauseController:
         on_left: Callable[[], None],
         others_wait: bool = False,
     ) -> bool:
-        """Leave the group, and join again when the agent allows it; return False if this worker must not join
+        """Leave the group and join again when the agent allows it; return False if this worker must not join
         again.
 
         Args:
@@ -180,7 +180,8 @@ class PauseController:
         members = self._session.pause(reason)
         if members == 1:
             log.warning(
-                "no other worker trains: the run continues when enough workers have joined or resumed"
+                "no other worker is training: the run will continue when enough workers have joined or "
+                "resumed"
             )
         elif not members:
             log.warning("this worker was not a member yet")
@@ -200,7 +201,7 @@ class PauseController:
         if not has_returned:
             return False
         log.warning(
-            "this worker has returned after %.0f s, and is loading the group's state",
+            "this worker has returned after %.0f s and is loading the group's state",
             time.monotonic() - away_since_s,
         )
         self._agent.report(state="joining")

@@ -126,7 +126,7 @@ def _obstacle(snapshot: WorkerSnapshot) -> str:
     if not snapshot.world_size:
         return "this worker is not a member"
     if snapshot.is_finished:
-        return "the run is finished"
+        return "the run has finished"
     return "there is no other member" if snapshot.world_size == 1 else ""
 
 
@@ -193,13 +193,13 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
         if not np.isfinite(residual_N).all():
             raise ValueError("it contains values that are not finite")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        log.warning("the residual in %s is not read back: %s", path, error)
+        log.warning("the residual in %s will not be read back: %s", path, error)
         left = None
     with contextlib.suppress(OSError):
         shutil.rmtree(path)
     if path.exists():
         log.warning(
-            "the residual in %s cannot be removed, and is not read back, because it might be added twice",
+            "the residual in %s cannot be removed and will not be read back, because it might be added twice",
             path,
         )
         return None

@@ -84,7 +84,7 @@ def test_waiting_times_out() -> None:
 
 
 def test_waiting_ends_with_the_run() -> None:
-    with pytest.raises(JoinTimeout, match="0 of 1 worker joined, and the run is finished"):
+    with pytest.raises(JoinTimeout, match="0 of 1 worker joined, and the run has finished"):
         Run(status(), status(finished=True)).wait()
 
 

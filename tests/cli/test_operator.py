@@ -191,7 +191,7 @@ def test_an_invitation_to_a_finished_run_warns(server: AccessServer, finished: b
     server.finished = finished
     result = gridtrain(server, "invite")
     assert result.exit_code == 0 and parse(result.stdout)
-    assert ('The run "default" is finished: workers that use' in result.stderr) == finished
+    assert ('The run "default" has finished: workers that use' in result.stderr) == finished
 
 
 def test_an_invitation_for_this_machine_only_is_explained() -> None:

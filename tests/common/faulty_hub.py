@@ -31,13 +31,13 @@ class FaultyHub(MemoryHub):
                     self.close_locked(link, "the connection was cut")
 
     def reconnect(self, a: PeerId, b: PeerId) -> None:
-        """Undo `disconnect`, and connect the two peers again if one of them dials the other."""
+        """Undo `disconnect` and connect the two peers again if one of them dials the other."""
         with self.lock:
             self._disconnected.discard(frozenset((a, b)))
             self.retry_locked()
 
     def show(self, peer: PeerId) -> None:
-        """Undo `hide`, and connect the endpoints that dial this endpoint."""
+        """Undo `hide` and connect the endpoints that dial this endpoint."""
         with self.lock:
             self._hidden.discard(peer)
             self.retry_locked()

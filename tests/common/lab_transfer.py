@@ -31,7 +31,7 @@ def send(sender: Host, receiver: Host, nbytes: int) -> float:
 
 
 def say(sender: Host, receiver: Host, *writes: bytes) -> None:
-    """Send each write as its own segment, and wait until all have arrived."""
+    """Send each write as its own segment and wait until all have arrived."""
     with receiver.listen() as listener:
         outgoing = sender.dial(receiver.address, listener.getsockname()[1])
         incoming, _ = listener.accept()

@@ -497,6 +497,6 @@ def test_a_coordinator_that_is_started_again_after_the_end_says_how_the_run_ende
     store = JournalStore.open(":memory:")
     ended = {"state": "finished", "reason": "its owner has ended it", "missing_model": "no model was written"}
     store.append_all([("state", {"state": "paused", "reason": "", "ending": True}), ("state", ended)])
-    with pytest.raises(JournalError, match="is finished: its owner has ended it; no model was written ->"):
+    with pytest.raises(JournalError, match="has finished: its owner has ended it; no model was written ->"):
         _recover(store, "r")
     store.close()

@@ -161,11 +161,11 @@ EXAMPLE = {"x": torch.zeros(4, 8), "list": [torch.zeros(3, dtype=torch.int64), 7
         ({"x": torch.zeros(4, 9), "list": EXAMPLE["list"]}, r"\['x'\] is torch.float32 \(4, 9\)"),
         ({"x": torch.zeros(3, 8), "list": EXAMPLE["list"]}, r"\['x'\] is torch.float32 \(3, 8\) for n = 4"),
         ({"x": torch.zeros(4, 8, dtype=torch.bfloat16), "list": EXAMPLE["list"]}, "is torch.bfloat16"),
-        ({"x": None, "list": EXAMPLE["list"]}, r"\['x'\] is NoneType"),
+        ({"x": None, "list": EXAMPLE["list"]}, r"\['x'\] is a NoneType"),
         ({"list": EXAMPLE["list"]}, r"a dict with the keys \['list'\]"),
         ({**EXAMPLE, "list": EXAMPLE["list"][:3]}, "a list of 3"),
         ({**EXAMPLE, "list": tuple(EXAMPLE["list"])}, "a tuple"),
-        ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7.0, None, "causal"]}, r"\['list'\]\[1\] is float"),
+        ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7.0, None, "causal"]}, r"\['list'\]\[1\] is a float"),
         ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7, None, "full"]}, r"\['list'\]\[3\] is 'full'"),
     ],
 )
@@ -342,5 +342,5 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot be sent.*, lists and dicts"):
+    with pytest.raises(ConfigError, match=r"is an OrderedDict, which cannot be sent.*, lists and dicts"):
         infer_boundary_specs([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))

@@ -50,7 +50,7 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     log_event("stalled", {"reason": "no vote from rank 2"})
     log_event("drifted", {"step": 500})
     assert caplog.messages == [
-        "the step makes no progress (no vote from rank 2); the coordinator is asked for a new generation",
-        "this worker's model differs from the other members' at step 500; it receives theirs (possible "
+        "the step is making no progress (no vote from rank 2); a new generation is being requested",
+        "this worker's model differs from the other members' at step 500; it is receiving theirs (possible "
         "cause: a script changed the weights of one worker only, such as with load_state_dict)",
     ]

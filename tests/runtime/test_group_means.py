@@ -97,7 +97,7 @@ def test_a_worker_that_computes_for_long_is_awaited_and_the_wait_is_logged(
     worker.answers = [None, None]
     caplog.set_level(logging.WARNING, "gridtrain")
     assert worker.means.average(7, 1, 2.0, is_before_step=True) == 2.0
-    assert caplog.messages[2:] == ["grid.mean in step 8 had no answer; this worker uses its own number"]
+    assert caplog.messages[2:] == ["grid.mean in step 8 received no reply; using this worker's own value"]
 
 
 def test_a_call_during_which_the_group_changes_is_repeated_with_those_of_the_latest_step() -> None:

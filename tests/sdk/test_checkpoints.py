@@ -245,7 +245,7 @@ def test_a_loop_that_all_workers_leave_early_keeps_its_model(
     if every:
         again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=STEPS), every=every)
         assert [each["steps"][0] for each in again] == [8, 8]
-        assert caplog.messages.count("the run continues from the checkpoint of step 8") == 2
+        assert caplog.messages.count("the run is continuing from the checkpoint of step 8") == 2
 
 
 def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(
@@ -305,7 +305,7 @@ def test_a_finished_run_has_a_checkpoint_of_its_last_step(
     final = load_file(tmp_path / "final.safetensors")
     assert all(torch.equal(final[name], longer[0]["last"][name]) for name in final)
     assert (
-        f"the run is finished; the model is in {tmp_path / 'final.safetensors'}; the one that was there "
+        f"the run has finished; the model is in {tmp_path / 'final.safetensors'}; the one that was there "
         f"before is in {tmp_path / 'earlier-2'}"
     ) in caplog.messages
 

@@ -90,7 +90,7 @@ class Totals:
         feedback.prepare, optimizer._exchanger.commit = prepare_sparse, commit_counted
 
     def open_sum(self) -> np.ndarray:
-        """What was contributed, and is neither applied nor in a remaining worker's residual."""
+        """What was contributed and is neither applied nor in a remaining worker's residual."""
         applied_N = self.applied[next(iter(self.residuals))]
         return sum(self.contributed.values()) - applied_N - sum(self.residuals.values())
 
@@ -356,7 +356,7 @@ def test_a_residual_that_does_not_fit_is_not_read_back(
         (path / "note.json").unlink()
     facts = FACTS[:1] if what == "other facts" else FACTS
     assert residual_departure.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
-    assert "is not read back" in caplog.text and not path.exists()
+    assert "will not be read back" in caplog.text and not path.exists()
 
 
 def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
@@ -419,7 +419,7 @@ def test_a_worker_that_leaves_before_its_first_step_keeps_its_residuals_on_disk(
         pytest.raises(KeyboardInterrupt),
     ):
         alone(group, tmp_path, 9)
-    assert caplog.messages[-1] == "this worker leaves before taking part in a step"
+    assert caplog.messages[-1] == "this worker is leaving before taking part in a step"
     assert not any("residual" in message for message in caplog.messages), caplog.messages
     assert (tmp_path / residual_departure.LEFT_FOLDER / "residual.safetensors").read_bytes() == stored
 

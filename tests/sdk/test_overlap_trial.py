@@ -145,7 +145,7 @@ def test_all_measure_and_decide_and_log_it_once(
     said = [text for text in caplog.messages if text.startswith("overlap is")]
     assert said == 2 * [
         f"overlap is off from step {DECIDED + 1}, because it does not save at least 2%: the backward "
-        "pass and the exchange take 2 s with overlap, 1 s without; overlap is tried again in step 101"
+        "pass and the exchange take 2 s with overlap, 1 s without; overlap will be tried again in step 101"
     ]
 
 

@@ -207,9 +207,7 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
         group.finish()
-    assert (
-        "no other worker trains: the run continues when enough workers have joined or resumed" in caplog.text
-    )
+    assert "no other worker is training: the run will continue when enough workers have joined" in caplog.text
     assert "paused by its owner: on request (gridtrain worker resume ends the pause)" in caplog.text
     steps = [step for step, _ in paused_group.seen["worker-0"]]
     assert steps == list(range(12)) and paused_at in (5, 6), "no step is repeated or left out"
@@ -320,7 +318,7 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
     said = re.search(r"this worker paused after step (\d+), but the group has restarted (.*)", caplog.text)
     assert said is not None and said[1] in ("100", "101"), caplog.text
     found = re.fullmatch(
-        rf"without its steps, and this worker continues after the group's step (\d+); gridtrain export "
+        rf"without its steps, and this worker is continuing after the group's step (\d+); gridtrain export "
         rf"writes the model of step {said[1]} from its checkpoint in {folder}, until later checkpoints "
         "replace it",
         said[2],
@@ -451,7 +449,7 @@ def test_a_budget_that_is_lowered_below_the_traffic_so_far_lets_the_worker_leave
         paused_group.allow_up_to(STEPS)
         paused_group.group.finish()
     assert "(100.0 %) transferred: 32 entries" in caplog.text
-    assert "the step makes no progress" not in caplog.text
+    assert "the step is making no progress" not in caplog.text
 
 
 class Controller:
@@ -516,7 +514,7 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     ("members", "text"),
     [
         (0, "this worker was not a member yet"),
-        (1, "no other worker trains: the run continues when enough workers have joined or resumed"),
+        (1, "no other worker is training: the run will continue when enough workers have joined or resumed"),
         (2, "the other workers continue without this worker, unless they are paused as well"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_worker_logs_that_its_initial_weights_were_replaced(
     together: Any, caplog: pytest.LogCaptureFixture, differs: bool
 ) -> None:
     together(lambda grid, number: train_steps(grid, float(number) if differs else 1.0), 2)
-    assert caplog.messages.count("the run is finished; another worker writes its model") == 1
+    assert caplog.messages.count("the run has finished; another worker is writing its model") == 1
     lines = [message for message in caplog.messages if "initial weights were replaced" in message]
     assert len(lines) == int(differs), caplog.text
 
@@ -154,8 +154,8 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
     lines = [text for text in caplog.messages if "only in this worker's memory" in text]
     assert lines[0] == (
         f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is only in "
-        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker tries again "
-        "every 10 s, for 10 minutes or until Ctrl-C"
+        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker will try "
+        "again every 10 s, for 10 minutes or until Ctrl-C"
     )
     if is_mended:
         assert result is None and (len(waits_s), len(lines)) == (3, 1)
@@ -236,7 +236,7 @@ def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptu
             threading.Event().wait(0.05)
         ended.set()
         assert group.finish() == [True, True]
-    assert caplog.text.count("the run is finished, and this worker is no longer waiting") == 2
+    assert caplog.text.count("the run has finished, and this worker is no longer waiting") == 2
     assert "tries to reach it again" not in caplog.text and "paused:" not in caplog.text
 
 
@@ -489,4 +489,4 @@ def test_a_run_that_its_owner_ends_ends_on_all_workers_after_the_same_step(
     finished, step, scheduled, _ = results[0]
     assert finished and 3 <= step == scheduled < 10**6
     assert "its 3 members write the last checkpoints" in answer.result().text
-    assert caplog.messages.count(f"the run is finished: its owner has ended it after {step} steps") == 3
+    assert caplog.messages.count(f"the run has finished: its owner has ended it after {step} steps") == 3

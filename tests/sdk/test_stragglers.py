@@ -259,5 +259,5 @@ def test_a_worker_for_which_the_group_waits_logs_the_reason_once(
 
     with caplog.at_level("INFO", "gridtrain"):
         gridtrain.local(one, workers=1)
-    prefix = "the group waits for this worker if its loop stalls: "
+    prefix = "the group will wait for this worker if its loop stalls: "
     assert [text.removeprefix(prefix) for text in caplog.messages if text.startswith(prefix)] == messages

@@ -562,7 +562,7 @@ class Trouble(Faults):
             self.world.block_link(newcomer.peer, member.peer, 30.0)
 
     def catch_up(self) -> None:
-        """A worker outside the generation requests the state from members, and receives pieces of it."""
+        """A worker outside the generation requests the state from members and receives pieces of it."""
         members = self.members
         for worker in self.world.alive if members else []:
             if worker.core.rank_assignment is None:

@@ -777,7 +777,8 @@ class World:
         self._backup = len(self._journal)
 
     def end_run(self) -> None:
-        """The owner's order, repeated until the run is finished: a restarted coordinator does not know it."""
+        """The owner's command, repeated until the run has finished: a restarted coordinator does not know
+        it."""
         if self.finished:
             return
         if self.coordinator_up and not self._coordinator_frozen:
@@ -989,7 +990,7 @@ class World:
             self._disconnect(pair)
 
     def _disconnect(self, pair: frozenset[m.PeerId], *, notify: bool = True) -> None:
-        """Notify both ends, and break relayed connections that use this one."""
+        """Notify both ends and break relayed connections that use this one."""
         self._connections.discard(pair)
         self._relayed.pop(pair, None)
         a, b = sorted(pair)

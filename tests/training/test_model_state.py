@@ -184,7 +184,10 @@ def test_a_group_that_has_overtaken_a_pause_has_dropped_only_steps_that_no_other
     state._paused_step, state._uploader = paused_step, object() if uploads else None
     state._warn_if_begun_again(SimpleNamespace(applied=9, history=b"another"))
     assert [text.count("paused after step 5") for text in caplog.messages] == [1] * is_warned
-    assert caplog.text.count("this worker continues after the group's step 10; gridtrain export") == is_warned
+    assert (
+        caplog.text.count("this worker is continuing after the group's step 10; gridtrain export")
+        == is_warned
+    )
 
 
 def test_a_repeated_export_keeps_the_earlier_model_once(
@@ -209,7 +212,7 @@ def test_a_repeated_export_keeps_the_earlier_model_once(
     [
         (0, False, "this worker is not a member"),
         (1, False, "there is no other member"),
-        (2, True, "the run is finished"),
+        (2, True, "the run has finished"),
     ],
 )
 def test_a_residual_that_stays_says_why(

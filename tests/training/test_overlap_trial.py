@@ -74,7 +74,7 @@ def test_overlap_that_saves_no_time_is_turned_off():
     assert members.history == "ww" + TRIAL + "W" + "w" * THEN + TRIAL + "W" + "w" * 7
     assert members.decided == [
         "overlap is off from step 16, because it does not save at least 2%: the backward pass and the "
-        "exchange take 1.1 s with overlap, 1 s without; overlap is tried again in step 101"
+        "exchange take 1.1 s with overlap, 1 s without; overlap will be tried again in step 101"
     ]
 
 

@@ -158,7 +158,7 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 
 
 def _free(place: Path) -> tuple[str, Path | None]:
-    """Prepare a path to listen on, and remove the socket of an agent that was killed.
+    """Prepare a path to listen on and remove the socket of an agent that was killed.
 
     Returns (path, temporary folder).  The folder is None unless `place` is too long; in that case, `place`
     becomes a link to a socket in that folder.

@@ -105,5 +105,5 @@ def _time(path: Path, text: object) -> datetime | None:
 
 def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError(
-        f"the rules in {path} cannot be read: {why}", remedy="remove the file, and set the rules again"
+        f"the rules in {path} cannot be read: {why}", remedy="remove the file and set the rules again"
     )

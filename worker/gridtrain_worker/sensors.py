@@ -52,7 +52,7 @@ class Sensors(Protocol):
         """Read the sensors; must not block for long.
 
         Args:
-            ours: the ids of the worker's own processes, whose GPU use does not count.
+            ours: the ids of the worker's own processes, whose GPU use is not counted.
             names: the sensors to read.
         """
         ...

@@ -203,8 +203,8 @@ def _temperature(key: str, text: str) -> tuple[float, float]:
 
 
 class _RuleForm(NamedTuple):
-    """The attributes of `Rules` that a rule sets, the texts that reset them, and the function that parses any
-    other text, given the rule's key and the text."""
+    """The attributes of `Rules` that a rule sets, the values that reset them, and the function that parses
+    any other text, given the rule's key and the text."""
 
     names: tuple[str, ...]
     off_texts: tuple[str, ...]
@@ -225,7 +225,7 @@ KEYS = {
 
 
 def parse_pairs(words: Iterable[str]) -> dict[str, str]:
-    """Parse "key=value" words into texts by key; raise `ConfigError` if a word is not of this form."""
+    """Parse "key=value" words into strings by key; raise `ConfigError` if a word is not of this form."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -288,7 +288,7 @@ class TrainingPolicy:
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """Apply all rules, and end a pause that has expired.
+        """Apply all rules and end a pause that has expired.
 
         Args:
             readings: the current readings of the sensors.

@@ -1,8 +1,8 @@
 """Decides which keys may connect and which members are removed (access control).  Pure.
 
-Enrol, orders of the operator --> authorization --> replies, journal entries, members to remove
+Enrol, operator's commands -----> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_limits: bounds, limits, refusals
-violations -------------------> violations: which accusations count
+violations -------------------> violations: which accusations are counted
 joins, bundle requests -------> request_rate: how many are allowed per key
 
 `gridtrain_coordinator.access_handler` carries out what this package decides.

@@ -57,9 +57,9 @@ class ViolationOutcome:
         entries: journal entries to write.
         removed: members to remove, with reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: whether the violation counts; False if the accuser is suspected, or has already made as
-            many accusations as are recorded.
-        violation_count: the number of the accused member's violations that currently count.
+        is_counted: whether the violation is counted; False if the accuser is suspected, or has already made
+            as many accusations as are recorded.
+        violation_count: the number of the accused member's violations that are currently counted.
     """
 
     entries: tuple[JournalEntry, ...] = ()
@@ -103,7 +103,7 @@ class Authorization:
 
     Args:
         run: the run's name, which is included in replies.
-        operator: the key that authorizes orders; None if there is none.
+        operator: the key that authorizes commands; None if there is none.
         coordinator: the coordinator's own key, which no worker may use.
         open_to_all: whether every key that has not been removed or banned is a peer's; for groups within one
             process.
@@ -218,12 +218,12 @@ class Authorization:
             or len(self._recent_enrolments) >= limits.MAX_ENROLS
         )
 
-    # -- orders of the run's owner -------------------------------------------------------------
+    # -- commands of the run's owner -----------------------------------------------------------
 
     def handle_order(
         self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
     ) -> AccessReply:
-        """Carry out an order if the operator sent it; otherwise refuse it.
+        """Carry out a command if the operator sent it; otherwise refuse it.
 
         Args:
             name: the name of the worker to remove, if known.

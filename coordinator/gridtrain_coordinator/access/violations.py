@@ -6,7 +6,7 @@
     bert            anna, carl   and nobody else       bert is the only accuser of both: suspected
     dora            anna                                bert is no longer the only accuser of anna: believed
 
-Accusations by a suspected accuser do not count, and its new accusations are not recorded.  If no other member
+Accusations by a suspected accuser are not counted, and its new ones are not recorded.  If no other member
 confirms one of its accusations within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
 accusations are withdrawn.
 

@@ -36,7 +36,7 @@ class DashboardAddress:
 
     Attributes:
         host, port: the address and port to listen on; port 0 means any free port.
-        is_required: whether the owner specified the address; it is then an error if it cannot be used.
+        is_required: whether the owner specified the address; if so, failing to bind to it is an error.
         allows_network: whether other machines may reach the address.
         allowed_hosts: host names under which the dashboard may be opened, besides addresses and localhost.
     """

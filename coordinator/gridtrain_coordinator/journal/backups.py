@@ -161,7 +161,7 @@ def latest_backup(folder: Path) -> Path:
 
 
 def restore(backup: Path, state: Path) -> Path:
-    """Copy a backup to the folder `state`, the journal last, so that a failed start can be repeated.
+    """Copy a backup to the folder `state`, the journal last, so that a failed restore can be repeated.
 
     Returns the backup that was used.
 

@@ -27,7 +27,7 @@ MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, 
 
 
 class Departures:
-    """Removes workers, and requests another generation whenever a removed worker was a member."""
+    """Removes workers and requests another generation whenever a removed worker was a member."""
 
     def __init__(
         self,

@@ -302,7 +302,7 @@ class PipelineRecovery:
         If no worker is present, the run stays paused as long as members may come back.
 
         Args:
-            incomplete: why no model is written if the run ends; by default what `restart` lacks.
+            incomplete: why no model is written if the run ends; by default what is missing for `restart`.
         """
         run = self._run
         awaits_members = not run.eligible_workers() and bool(run.members - run.departed_members)

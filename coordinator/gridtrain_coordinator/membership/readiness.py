@@ -255,9 +255,9 @@ def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None
     """Return the longest time that a generation may take to form, in seconds.
 
     Args:
-        receivers: the number of members that lack the state.
+        receivers: the number of members that do not have the state.
         parameters: the number of parameters of the model; None if it is not known.
-        rate_Bps: the rate of the slowest measured link to a member that lacks the state; None if no link has
+        rate_Bps: the rate of the slowest measured link to a member without the state; None if no link has
             been measured.
     """
     return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / waited_rate_Bps(

@@ -76,7 +76,7 @@ def _initial_digest(worker: Worker) -> bytes:
 
 
 class ViewInstaller:
-    """Makes the next generation, and sends it to its members."""
+    """Makes the next generation and sends it to its members."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ def initial_outcome() -> Outcome:
 def _replicated_placement(
     order: tuple[m.PeerId, ...], outcome: Outcome, source: m.PeerId | None
 ) -> RankPlacement:
-    """Return a placement in which members that lack the state receive it from `source`.
+    """Return a placement in which members without the state receive it from `source`.
 
     If `source` is None, each of them receives it from a nearby holder.
     """

@@ -145,12 +145,12 @@ class WorkerAdmission:
         return [name for peer, name in names.items() if peer != worker.peer]
 
     def _with_later_facts(self, setup: m.Setup) -> m.Setup | None:
-        """Return the definition, extended with this worker's values for the `LATER_FACTS` that it lacks.
+        """Return the definition, extended with this worker's values for its missing `LATER_FACTS`.
 
-        A definition journalled by an earlier version lacks these facts; the first worker that returns with a
-        checkpoint adds them.  Its base is compared with the values in the checkpoint when that is loaded:
-        before the worker joins or, in a pipeline, when it receives a stage.  Returns None if the worker may
-        not add any facts.
+        A definition journalled by an earlier version does not have these facts; the first worker that returns
+        with a checkpoint adds them.  Its base is compared with the values in the checkpoint when that is
+        loaded: before the worker joins or, in a pipeline, when it receives a stage.  Returns None if the
+        worker may not add any facts.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
         if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:

@@ -164,7 +164,7 @@ class Liveness:
 
 
 class StateTransferProgress:
-    """The number of bytes of its state that a worker still lacks, and the time of its last progress.
+    """The number of bytes of its state that are still missing at a worker, and the time of its last progress.
 
     A decrease of at least `step_bytes` since progress was last recorded counts as progress, as does the
     arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out

@@ -84,7 +84,7 @@ class Worker:
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """Store the round trips measured by the worker, and admit it if its setup is known."""
+        """Store the round trips measured by the worker and admit it if its setup is known."""
         self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
@@ -193,14 +193,14 @@ class Candidates:
 
 
 class Registry(dict[m.PeerId, Worker]):
-    """The registered workers by key, in joining order."""
+    """The registered workers by key, in the order in which they joined."""
 
     def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
         super().__init__(workers)
         self._silent: dict[m.PeerId, HeartbeatIntervals] = {}
 
     def register(self, peer: m.PeerId, name: str, address: str, now_s: float) -> Worker:
-        """Register a worker, and return it."""
+        """Register a worker and return it."""
         liveness = Liveness(now_s, self._silent.pop(peer, None))
         liveness.heartbeats.record(now_s, has_progressed=False)
         worker = self[peer] = Worker(peer, name, address, now_s, liveness)

@@ -1,12 +1,12 @@
 """Decides which reports about links count, and how soon another rank order may follow (back-off).
 
-    introduced anna (1)      anna: to bert 10 MB/s     counts
-                             anna: to bert  1 MB/s     does not count: already reported since then
-    introduced bert (1)      anna: to bert  1 MB/s     counts: bert's link may have changed
+    introduced anna (1)      anna: to bert 10 MB/s     counted
+                             anna: to bert  1 MB/s     not counted: already reported since then
+    introduced bert (1)      anna: to bert  1 MB/s     counted: bert's link may have changed
     new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
 
-Honest workers measure when they are introduced to their peers, so a report counts once per introduction of
-either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals.
+Honest workers measure when they are introduced to their peers, so a report is counted once per introduction
+of either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class SkippedSteps:
 class SkipAlert:
     """Decides when to announce that the alert of `SkippedSteps` begins or ends.
 
-    It begins if two checks find it, at the earliest `SKIP_EVENT_INTERVAL_S` after an earlier alert has begun.
+    An alert begins once two checks detect the condition, but no sooner than `SKIP_EVENT_INTERVAL_S` after the
+    previous alert began.
 
     Attributes:
         reason: the announced alert; empty after its end.

@@ -11,7 +11,7 @@ Example: a disk is full when the model is repartitioned.
     view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, from which other
                                   workers take their stages
     list without [0 3)            her disk is full.  The layers are still in her memory, so in the previous
-                                  partition no worker needs her disk; if that partition lacks a stage, the run
+                                  partition no worker needs her disk; if it has a missing stage, the run
                                   returns to checkpoints
     list with new checkpoints     her disk can be written again
 """

@@ -2,13 +2,13 @@
 
     while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
                          members, so (500, h, l) is confirmed, and written to the journal
-    later, bert is dead  dora reports step 700, all stages: no member confirms it, so it does not count
+    later, bert is dead  dora reports step 700, all stages: no member confirms it, so it is not counted
 
 The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint whose
 digest does not match is not used, and a worker that receives a checkpoint checks it (`Member.digest`).
 
-A member counts once, regardless of how many stages it reports, and only while it is a member: workers that
-join later cannot confirm a state.  If nothing is known about the run (for example, after the loss of the
+A member is counted once, regardless of how many stages it reports, and only while it is a member: workers
+that join later cannot confirm a state.  If nothing is known about the run (for example, after the loss of the
 journal), most of the connected workers must agree.
 """
 
@@ -136,7 +136,7 @@ class CheckpointQuorum:
 class ReporterMajority:
     """The quorum used until a step is known to be committed, while false reports cannot undo anything.
 
-    Workers without checkpoints do not count, because a new worker has no information about an old run.
+    Workers without checkpoints are not counted, because a new worker has no information about an old run.
     """
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:

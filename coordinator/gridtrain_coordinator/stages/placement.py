@@ -95,14 +95,14 @@ class RepartitionCache:
 
 
 class StagePlacement:
-    """Divides the model over the connected workers, and assigns their ranks."""
+    """Divides the model over the connected workers and assigns their ranks."""
 
     def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints
         self._repartition_cache = RepartitionCache()
         self._previous_bounds: tuple[int, ...] = ()  # those before the latest repartition
         self._too_few_since_s: float | None = None  # since when there have been fewer workers than stages
-        # The workers, and the bounds at which they lack the memory for further ranks.
+        # The workers, and the bounds at which they do not have the memory for further ranks.
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None
 
     @property
@@ -121,7 +121,7 @@ class StagePlacement:
         """Return whether these newcomers justify another generation with an additional replica or stage."""
         run, stages, bounds = self._run, self._run.partition.stage_count, self._run.partition.bounds
         if self._rejected_placement == (frozenset(run.eligible_workers()), bounds):
-            return False  # they lack the memory for further ranks
+            return False  # they do not have the memory for further ranks
         here = len(run.present_members) + len(newcomers)
         if newcomers and self._has_too_few_stages and here > stages:
             return self._repartition_cache.is_worthwhile(self._setup, bounds, here)

@@ -6,8 +6,8 @@
     clara, stage 2   2, 0      2, 0      2           <- dies: no worker now has layer 2 of step 23 or 20
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
-A state in memory counts only if it is that of the last committed step.  States are recorded by layer, so that
-a state from one partition can be used in another; in this table, each stage is one layer.
+A state in memory is used only if it is that of the last committed step.  States are recorded by layer, so
+that a state from one partition can be used in another; in this table, each stage is one layer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def latest_whole_state(
     Args:
         layers: the number of layers in the model.
         before: the last committed step; later checkpoints belong to an abandoned history.  None if unknown.
-        history: the history of step `before`; a checkpoint of that step with another history does not count.
+        history: the history of step `before`; a checkpoint of that step with another history is not used.
         quorum: the quorum that confirms states; None if nothing is known about the run yet.
     """
     confirmed = (quorum or ReporterMajority()).confirmed_states(spec, reported)
@@ -226,11 +226,11 @@ def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Return the missing stages of the state on disk that lacks the fewest stages, and that state's last
+    """Return the missing stages of the state on disk with the fewest missing stages, and that state's last
     step.
 
     If there is no such state, returns all stages and `last`.  States after step `last`, which no member has
-    confirmed, do not count.
+    confirmed, are not used.
     """
     states = _reported_spans(spec, reported).items()
     lacking = [(_incomplete_stages(spans, bounds), at[0]) for at, spans in states if at[0] <= last]

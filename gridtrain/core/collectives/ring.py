@@ -17,8 +17,9 @@ first sends this record to its left neighbour, which then sends the missing mess
 
     RESUME   1 --received: one byte for each slice--> 0      0 --the missing REDUCE and GATHER--> 1
 
-Rank 0 holds every message that rank 1 lacks.  It overwrites a partial sum only with the total, and the
-total exists only after all ranks further around the ring, including rank 1, have received that partial sum.
+Rank 0 holds every message that is missing at rank 1.  It overwrites a partial sum only with the total, and
+the total exists only after all ranks further around the ring, including rank 1, have received that partial
+sum.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class RingAllReduce(CollectiveBase):
         return _MISSING_REDUCE if due.phase is CollectivePhase.REDUCE else _MISSING_GATHER
 
     def _resume(self, from_rank: int, slot: PayloadSlot, payload: Any) -> list[CollectiveEffect]:
-        """Handle the right neighbour's RESUME: send the messages that it lacks and this rank has."""
+        """Handle the right neighbour's RESUME: send the messages that it needs and this rank has."""
         right = (self._rank + 1) % self._world_size
         is_awaited = self.attempt > 0 and self._right_lacks is None
         due = (right, PayloadSlot(CollectivePhase.RESUME)) if is_awaited else None
@@ -175,7 +176,7 @@ class RingAllReduce(CollectiveBase):
 
     def _missing_at_right(self, segment: int, slice_: int, lack: int, right: int) -> list[CollectiveEffect]:
         own_lack, hop = self._lack(segment, slice_), (right - segment) % self._world_size
-        # The neighbour starts its own segment, and completes the next segment with the last REDUCE.
+        # The neighbour starts its own segment and completes the next segment with the last REDUCE.
         if lack == (_MISSING_REDUCE if hop == 0 else _MISSING_GATHER if hop == self._world_size - 1 else -1):
             raise RemoteProtocolError(
                 f"{self._label}: RESUME from rank {right} requests a message of segment {segment} "
@@ -197,7 +198,7 @@ class RingAllReduce(CollectiveBase):
         return [self._to_right(slot, flags)]
 
     def _forward(self, slot: PayloadSlot, flags: int) -> list[CollectiveEffect]:
-        """Forward a message to the right neighbour if the neighbour lacks it.
+        """Forward a message to the right neighbour if the neighbour does not have it.
 
         In a retry, the message is not sent until the neighbour's RESUME has arrived.
         """

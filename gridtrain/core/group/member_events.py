@@ -169,7 +169,7 @@ class CompareReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLoading:
-    """The trainer begins to overwrite its model with a snapshot."""
+    """The trainer starts overwriting its model with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

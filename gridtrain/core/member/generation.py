@@ -304,7 +304,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Exclude the peer until the next generation, and report it to the coordinator."""
+        """Exclude the peer until the next generation and report it to the coordinator."""
         context, forwarding = self._context, self.incoming_state.forwarding
         was_excluded = peer in context.peer_links.excluded
         effects = context.exclude_peer(peer, reason)
@@ -629,7 +629,7 @@ class Generation:
         return [*effects, ResolveRound(attempt.round_id, False, 0, reason)]
 
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
-        """Begin to transfer the residual of a trainer that is leaving between two rounds."""
+        """Start transferring the residual of a trainer that is leaving between two rounds."""
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
         assignment = self.rank_assignment if is_free else None

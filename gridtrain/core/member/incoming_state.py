@@ -41,7 +41,7 @@ class IncomingState:
         self._replica_state = context.replica_state
         self._pending_requests: dict[m.PeerId, m.StateRequest] = {}  # until this member is synced
 
-    # -- the state that this member lacks ----------------------------------------------------------
+    # -- the state that this member needs ---------------------------------------------------------
 
     @property
     def source(self) -> m.PeerId | None:
@@ -62,7 +62,7 @@ class IncomingState:
         return (applied, history) if applied >= 0 and not self._context.is_pipelined else None
 
     def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
-        """Request the state from all peers that send it or, if `of` is given, only from that peer.
+        """Request the state from all peers that serve it or, if `of` is given, only from that peer.
 
         The I/O loop fills in the number of blocks that have already been received.
         """

@@ -47,7 +47,7 @@ class StepPace:
         self._step_start_s = None
 
     def update_progress(self, progress: int) -> bool:
-        """Record `progress`, and return whether it has grown since the last call."""
+        """Record `progress` and return whether it has grown since the last call."""
         has_moved, self._progress = progress > self._progress, progress
         return has_moved
 

@@ -19,7 +19,7 @@ decision holds for all attempts at the step, because a resumed ring contains the
 attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if it were absent
 from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.  Nor
 can it be absent from the other buckets alone, because a late batch may be handed out again, and the part
-already sent would count twice.
+already sent would be counted twice.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Stragglers:
     def accepts(self, *, is_absent: bool) -> bool:
         """Return whether to accept the trainer's submission or, with `is_absent`, the I/O loop's empty one.
 
-        A trainer's submission that was made before the empty one counts, even if it is handled later.
+        A trainer's submission that was made before the empty one is used, even if it is handled later.
         """
         if is_absent:
             self._has_contributed_nothing = self.absence is not None

@@ -27,7 +27,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 class ViewChanges:
-    """Holds the worker's current generation, and replaces it with the next one.
+    """Holds the worker's current generation and replaces it with the next one.
 
     Attributes:
         generation: the current generation; None if this worker belongs to none.
@@ -40,7 +40,7 @@ class ViewChanges:
         self._coordinator = context.coordinator
         self._pages: dict[int, m.MemberListPage] = {}  # of the next member list
         self._listed: tuple[m.Member, ...] = ()  # the list of the generation, as it was received
-        self._unlisted_generation = 0  # its list was sent as changes to a list that this worker lacks
+        self._unlisted_generation = 0  # its list was sent as changes to a list that this worker does not have
         self._early_requests: dict[m.PeerId, m.StateRequest | m.CheckpointRequest] = {}
 
     @property

@@ -100,7 +100,7 @@ class WorkerCatchUp:
         return self.last_report
 
     def fail(self) -> m.CatchUpReport:
-        """Abandon catch-up, and return a report that this worker holds no state and needs all of it."""
+        """Abandon catch-up and return a report that this worker holds no state and needs all of it."""
         self.sources = ()
         return self.report(-1, b"")
 

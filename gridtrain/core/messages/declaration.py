@@ -85,7 +85,7 @@ class FieldType(ABC):
         """
 
     def unpack(self, plain: Any) -> Any:
-        """Check a received plain value, and return the value that it represents.
+        """Check a received plain value and return the value that it represents.
 
         Raises:
             FieldError: the value is out of bounds.

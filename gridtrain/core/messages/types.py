@@ -53,8 +53,8 @@ BASE_ORIGIN = "base_origin"
 """Text of a `WorkerInfo`: where the worker loaded its base from."""
 
 LATER_FACTS = (BASE_FACT, "adapter")
-"""Names of facts that earlier versions did not record: if a journal or a checkpoint lacks one, its value may
-be unknown.  Facts that later versions add to existing runs belong in this tuple."""
+"""Names of facts that earlier versions did not record: if one is missing in a journal or a checkpoint, its
+value may be unknown.  Facts that later versions add to existing runs belong in this tuple."""
 
 
 RELAY_PREFIX = "relay:"

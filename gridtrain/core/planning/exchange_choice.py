@@ -265,7 +265,7 @@ class ExchangeChoice:
 
         Args:
             reported_s: `FIRST_STEP_FIGURE` of each member that has reported it, in seconds.
-            network: the network of `peers`, in any order; None if no link has been measured yet.
+            network: the network of `peers`, in arbitrary order; None if no link has been measured yet.
             edges: see `topology_choice.choose_topology`.
         """
         if not self.is_open or not peers:

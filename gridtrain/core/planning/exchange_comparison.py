@@ -88,7 +88,7 @@ def estimate_exchange(
     if not compute_s > 0 or local_steps < 1:
         raise ConfigError(
             f"compute_s is {compute_s} and local_steps is {local_steps}; both must be above 0",
-            remedy="pass the measured compute time of a step, and use at least one local step",
+            remedy="pass the measured compute time of a step and use at least one local step",
         )
     ordered = network if order is None else network.reordered(order)
     found = exchange_cost(load, ordered, cpu, max_messages=max_messages)

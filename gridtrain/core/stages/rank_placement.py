@@ -286,7 +286,7 @@ def _improve_by_swaps(
 def _choose_state_sources(
     layout: RankLayout, order: Sequence[PeerId], locations: StateLocations, cost_s: PairCost | None
 ) -> dict[PeerId, int]:
-    """Return, for each member that lacks its stage's state, the rank of the nearest holder."""
+    """Return, for each member without its stage's state, the rank of the nearest holder."""
     sources: dict[PeerId, int] = {}
     disk_holders_of: dict[int, list[int]] = {}
     for rank, peer in enumerate(order):

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridtrain.core.messages import Credit, Message, PeerId
-from gridtrain.errors import TransportError
+from gridtrain.errors import TransportError, describe_type
 from gridtrain.network.transport.interface import (
     Frames,
     PeerDown,
@@ -235,7 +235,7 @@ class FlowControlTransport(WrappingTransport):
         account.largest = max(account.largest, nbytes)
         if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
             text = (
-                f"a {type(event.message).__name__} of {nbytes} bytes arrived while "
+                f"{describe_type(event.message)} of {nbytes} bytes arrived while "
                 f"{account.outstanding_bytes} bytes were not acknowledged; the window is "
                 f"{self._window_bytes} bytes"
             )

@@ -171,6 +171,6 @@ def require_curve() -> None:
         wanted = ".".join(map(str, OLDEST_LIBZMQ))
         raise ConfigError(
             f"libzmq {zmq.zmq_version()} {'is too old' if zmq.has('curve') else 'was built without CURVE'}; "
-            f"encryption needs {wanted} or newer",
+            f"encryption needs libzmq {wanted} or newer, built with CURVE",
             remedy="install pyzmq from its wheel: pip install --force-reinstall --only-binary :all: pyzmq",
         )

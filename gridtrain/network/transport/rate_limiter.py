@@ -49,8 +49,8 @@ def parse_rate(text: str, name: str = "") -> float:
 class UploadLimiter:
     """The upload cap: a virtual link over which bulk messages are sent one after another.
 
-    Control messages (votes, heartbeats), which are small, do not wait for bulk.  They are also subject to the
-    cap, and their bytes delay later bulk, so that the cap holds for control and bulk together.
+    Control messages (votes, heartbeats), which are small, do not wait for bulk messages.  They are also
+    subject to the cap, and their bytes delay later bulk messages, so that the cap holds for both together.
 
     Args:
         rate_Bps: the cap in bytes per second; None for no cap.

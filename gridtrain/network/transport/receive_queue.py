@@ -13,7 +13,7 @@ the next connection of the same peer, so that a peer cannot evade the cap by rec
 discarded once the peer may no longer connect, because it has left the group or was excluded.
 
 No messages are left unread in libzmq, because an unread queue blocks its connections, and therefore the
-messages of all senders.  Messages in this queue do not count as processed, so a correct sender uses up its
+messages of all senders.  Messages in this queue are not counted as processed, so a correct sender uses up its
 credit and stops.  The cap therefore holds on average over one flow-control window.
 """
 
@@ -99,7 +99,7 @@ class ReceiveQueue(Generic[S, T]):
         return taken
 
     def add_sender(self, sender: S, owner: bytes, now_s: float) -> None:
-        """Add a new connection, and charge it with the debt of its owner's closed connections."""
+        """Add a new connection and charge it with the debt of its owner's closed connections."""
         debt_bytes = self._take_departed_debt(owner, now_s)
         if debt_bytes > _DEBT_EPSILON:
             self.charge(sender, math.ceil(debt_bytes), now_s)

@@ -324,7 +324,7 @@ class RelayTransport(WrappingTransport):
             self._events.append(PeerDown(link.peer, reason))
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
-        """Discard the relayed connection, and send a hang-up to the peer.
+        """Discard the relayed connection and send a hang-up to the peer.
 
         If the connection was up and `reason` is not empty, `PeerDown` is reported.
         """

@@ -239,7 +239,7 @@ class OfferResult:
 
 
 class SecureChannel:
-    """One end of a relayed connection.  It has at most one session at a time, and establishes new sessions.
+    """One end of a relayed connection.  It has at most one session at a time and establishes new sessions.
 
     Args:
         identity: our key pair.
@@ -266,7 +266,7 @@ class SecureChannel:
         self._opening: tuple[bytes, ...] = ()  # our first packets in this session
 
     def make_call(self) -> bytes:
-        """End the current session, and return an offer to begin a new session."""
+        """End the current session and return an offer to begin a new session."""
         if self.session is not None:
             self.reset()
         return self._offer(self._session_keys, EMPTY_KEY)

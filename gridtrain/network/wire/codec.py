@@ -36,7 +36,7 @@ _PARSE_LIMITS: dict[str, int] = {
 
 TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
 
-_REMEDY = "disconnect the peer, and check that it runs the same version of gridtrain"
+_REMEDY = "disconnect the peer and check that it runs the same version of gridtrain"
 
 
 def encode(message: Message) -> list[bytes | memoryview]:

@@ -119,7 +119,7 @@ class SparseDirectBuffer(ButterflyBuffer):
         return [SparseVector(*part) for part in zip(*columns, strict=True)]
 
     def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
-        """Encode the largest entries, and keep the rest for this rank's residual."""
+        """Encode the largest entries and keep the rest for this rank's residual."""
         made = truncate(entries, n=self._elements, k=most, kind=self._kind)
         if made.truncated_indices.size:
             self.truncated.append((self._indices(owner, made.truncated_indices), made.truncated_values))

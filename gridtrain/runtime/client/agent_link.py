@@ -137,7 +137,7 @@ class AgentLink:
         self._send({**self._state, "moved_bytes": self._moved_bytes(), "why_waiting": self._why_waiting()})
 
     def _connect(self) -> socket.socket:
-        """Connect to the agent, and send this script's role and process id.  Raises `OSError`."""
+        """Connect to the agent and send this script's role and process id.  Raises `OSError`."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(REPORT_INTERVAL_S)

@@ -52,7 +52,7 @@ class AnnouncedBundle:
 
 
 def fetch_bundle(client: CoordinatorClient, announced: AnnouncedBundle, timeout_s: float) -> bytes:
-    """Fetch the bundle, and check its size.  The caller has to check its digest.
+    """Fetch the bundle and check its size.  The caller has to check its digest.
 
     Args:
         client: the connection to the coordinator.

@@ -123,7 +123,7 @@ class CoordinatorClient:
     def ask(
         self, question: Message, timeout_s: float
     ) -> Enrolled | OperatorReply | StatusReply | BundleBlock:
-        """Send a request, and return the reply.  The request is sent again after each reconnection.
+        """Send a request and return the reply.  The request is sent again after each reconnection.
 
         Raises:
             CoordinatorUnreachable: no reply arrived within `timeout_s`.

@@ -61,7 +61,7 @@ def export_folder(run: str, export_dir: str) -> Path:
     if "://" in export_dir:
         raise ConfigError(
             f"export_dir is {export_dir!r}; it must be a folder",
-            remedy="leave it out, and copy the final model with gridtrain export to the URL",
+            remedy="leave it out and copy the final model with gridtrain export to the URL",
         )
     folder = Path(export_dir or state_directory(run))
     try:

@@ -68,7 +68,7 @@ class _IncomingBurst:
 
 
 class BandwidthProbe:
-    """Sends one burst at a time, and measures the bursts that arrive from peers.
+    """Sends one burst at a time and measures the bursts that arrive from peers.
 
     Args:
         rng: the generator that selects the peers to measure if there are more than `MAX_TARGETS`, and that

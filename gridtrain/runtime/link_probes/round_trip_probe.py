@@ -15,7 +15,7 @@ PINGS_PER_PEER = 5
 
 
 class RoundTripProbe:
-    """Runs one probe at a time, and reports the shortest round-trip time of each target."""
+    """Runs one probe at a time and reports the shortest round-trip time of each target."""
 
     def __init__(self) -> None:
         self._targets: tuple[PeerId, ...] = ()

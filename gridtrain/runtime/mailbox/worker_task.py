@@ -56,7 +56,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """Capture this worker's state for members that lack it, either as a whole or only its first part."""
+    """Capture this worker's state for members that need it, either as a whole or only its first part."""
 
     generation: int
     is_whole: bool

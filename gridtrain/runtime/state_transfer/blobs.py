@@ -36,7 +36,7 @@ request only after a connection has broken."""
 Position = tuple[int, bytes]
 """The last applied step and the history, which together identify the state that members share."""
 
-_REMEDY = "disconnect the state source, and wait for the next membership view, which names another source"
+_REMEDY = "disconnect the state source and wait for the next membership view, which names another source"
 
 
 def has_room(transport: Transport, peer: PeerId) -> bool:

@@ -63,7 +63,7 @@ class BlockLayout:
 
 
 class BlockBuffer:
-    """One contiguous buffer for each part of a state; blocks are stored in any order.
+    """One contiguous buffer for each part of a state; blocks are stored in arbitrary order.
 
     Attributes:
         received: the indices of the received blocks.

@@ -19,7 +19,7 @@ DiskTask = io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints
 
 
 class CheckpointRequests:
-    """Keeps the latest request of each kind until it is carried out, and passes copies to the copier.
+    """Keeps the latest request of each kind until it is carried out and passes copies to the copier.
 
     Args:
         mailbox: the mailbox between the two threads.

@@ -4,7 +4,7 @@ The member that loads the state compares it with the digest from the state sourc
 
     BlobReceiver   [table][1 MiB][1 MiB] ..     blocks as they arrive
                       |
-    StateForwarder    +--> next member          blocks from the first one that this member lacks
+    StateForwarder    +--> next member          blocks from the first one that this member needs
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The core decides from which worker the state is requested.
     StateRequest --> remaining_request --> state source
     StateBlock, StateDigest --> BlobReceiver --complete--> trainer: take_state
                                     |    \\-- wrong digest: start over, with the state source itself
-                                    +--> StateForwarder --> the next member that lacks the state
+                                    +--> StateForwarder --> the next member that needs the state
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class StateSender:
     # -- I/O thread ------------------------------------------------------------------------------
 
     def request(self, effect: io.SendState, term: int) -> None:
-        """Queue the state or the checkpoint for a member that lacks it."""
+        """Queue the state or the checkpoint for a member that needs it."""
         if effect.checkpoint is None:
             sender = self._state_sender
         else:

@@ -270,7 +270,7 @@ class SnapshotReceiver:
         return len(self._buffer.received), total
 
     def take_parts(self) -> tuple[memoryview, memoryview]:
-        """Return the private and the shared part of a complete snapshot, and drop them from this object."""
+        """Return the private and the shared part of a complete snapshot and drop them from this object."""
         shared, private = self._buffer.parts
         self._buffer.parts = [allocate(0), allocate(0)]
         return private, shared
@@ -416,7 +416,8 @@ class SnapshotReceiver:
             return []
         for peer in late:
             log.warning(
-                "state source %s is too slow; its blocks are requested from other sources", peer.hex()[:8]
+                "state source %s is too slow; its blocks are being requested from other sources",
+                peer.hex()[:8],
             )
             source = usable[peer]
             source.is_slow = True

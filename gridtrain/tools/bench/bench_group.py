@@ -106,7 +106,7 @@ class ExchangeSample:
         sent_bytes: the bytes that each member sent in this time.
         workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and
             hashed.
-        payloads, payload_bytes: the number and the bytes of the payloads that each member sent.
+        payloads, payload_bytes: the number and total size of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """

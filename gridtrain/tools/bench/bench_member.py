@@ -114,7 +114,7 @@ def run_repeat(
     while True:
         plan = session.begin()
         if plan is None:
-            return True  # the group continued without this worker, so this repeat does not count
+            return True  # the group continued without this worker, so this repeat is not counted
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         attempt: ExchangeAttempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
         work.instrument(attempt.buffer)

@@ -25,7 +25,8 @@ def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exch
     """Return the exchange that `text` names.
 
     Args:
-        defaults: values of options that the text does not set; options that the family lacks are ignored.
+        defaults: values of options that the text does not set; options that the family does not have are
+        ignored.
 
     Raises `ConfigError` for an unknown family, option or value.
     """
@@ -60,7 +61,8 @@ def _value(default: object, key: str, text: str) -> object:
             case str():
                 return text
     except (KeyError, ValueError):
+        wanted = {bool: "yes or no", int: "a whole number"}.get(type(default), "a number")
         raise ConfigError(
-            f"{key}={text} is not a {type(default).__name__}", remedy="use a value of this type"
+            f"{key}={text} is invalid; it must be {wanted}", remedy=f"use {key}={default}, for example"
         ) from None
     raise ConfigError(f"{key}={text}: this option cannot be given as text", remedy="leave it at its default")

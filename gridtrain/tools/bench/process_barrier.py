@@ -51,10 +51,10 @@ class BarrierServer:
             handle.close()
 
     def wait_for_all(self, place: str, timeout_s: float) -> list[MemberReport]:
-        """Wait until all members are at `place`; return their reports in any order.
+        """Wait until all members are at `place`; return their reports in arbitrary order.
 
         Raises:
-            GridtrainError: some members do not reach `place` in time, or a member is at another place.
+            GridtrainError: not all members reach `place` in time, or a member is at another place.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s
@@ -105,7 +105,7 @@ class BarrierClient:
         self._lines = self._socket.makefile("r")
 
     def wait_at(self, place: str, **figures: object) -> str:
-        """Send a report, and wait for the server; return its word, or "end" if the server has ended."""
+        """Send a report and wait for the server; return its word, or "end" if the server has ended."""
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
             return self._lines.readline().strip() or "end"

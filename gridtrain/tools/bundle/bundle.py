@@ -153,7 +153,7 @@ def _check_index(path: Path, content: bytes) -> None:
     if unusable := [url for url in urls if url.startswith(("/", "file:"))]:
         raise ConfigError(
             f"{path} lists {unusable[0]}, a file on this machine that volunteers cannot read",
-            remedy="publish the files, and regenerate the index with `gridtrain data index FILES --url URL`",
+            remedy="publish the files and regenerate the index with `gridtrain data index FILES --url URL`",
         )
 
 

@@ -33,7 +33,7 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 class StepRecorder:
     """Measures the time that each step takes and, on the first worker, writes a record of the step.
 
-    The clock starts with the first batch, and is paused while the held-out loss is being measured.
+    The clock starts with the first batch and is paused while the held-out loss is being measured.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -115,7 +115,7 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
 
 @dataclass(slots=True)
 class _PanelRenderer:
-    """Draws one panel, and records the occupied space so that labels do not overlap."""
+    """Draws one panel and records the occupied space so that labels do not overlap."""
 
     panel: ChartPanel
     left: float

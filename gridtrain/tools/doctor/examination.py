@@ -227,7 +227,7 @@ class Examination:
         text += _plain(status.get("reason"))
         if status.get("finished"):
             return failure(
-                "run", text, "ask the run's owner for the result, or join another run: this run is finished"
+                "run", text, "ask the run's owner for the result, or join another run: this run has finished"
             )
         return ok("run", text, phase=phase, world_size=size, step=status.get("step"))
 

@@ -195,7 +195,7 @@ COORDINATOR: tuple[Option, ...] = (
         default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
         metavar="ADDRESS",
     ),
-    _optional("advertise", TEXT, "Address that workers connect to instead.", "--listen", metavar="ADDRESS"),
+    _optional("advertise", TEXT, "Address announced to workers.", "--listen", metavar="ADDRESS"),
     Option("run", TEXT, "The run's name.", default="default", toml_key="run.name", metavar="NAME"),
     Option(
         "state",
@@ -295,7 +295,7 @@ WORKER: tuple[Option, ...] = (
         metavar="RATE",
     ),
     _optional("listen", TEXT, "Address to listen on.", "any free port", metavar="ADDRESS"),
-    _optional("advertise", TEXT, "Address to be reached at instead.", "--listen", metavar="ADDRESS"),
+    _optional("advertise", TEXT, "Address announced to members.", "--listen", metavar="ADDRESS"),
     _optional("export_dir", FOLDER, "Folder for the final model.", "~/.local/state/..."),
     _optional("state_dir", FOLDER, "Folder of the checkpoints.", "~/.local/state/..."),
     _optional("data_dir", FOLDER, "Folder of the run's data set.", "the bundle's"),

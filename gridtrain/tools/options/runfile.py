@@ -273,7 +273,7 @@ def _relative(path: Path, key: str, text: str) -> str:
 def is_safe_relative_name(name: str) -> bool:
     """Return whether `name` is a plain relative name.
 
-    Such a name stays inside the folder, and has no hidden part and no character that is special in a shell.
+    Such a name stays inside the folder and has no hidden part and no character that is special in a shell.
     """
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name

@@ -95,7 +95,7 @@ ReportFigures = Callable[[Mapping[str, float]], None]
 
 
 class FailureCounter:
-    """Counts consecutive failures, and decides which of them are logged: new errors immediately, and a
+    """Counts consecutive failures and decides which of them are logged: new errors immediately, and a
     persistent error at intervals.
 
     Args:
@@ -282,7 +282,8 @@ class CheckpointStore:
             if matches_facts(checkpoint.facts, facts):
                 return checkpoint
             log.warning(
-                "the checkpoint %s was written with different training settings (%s), and is not used; %s",
+                "the checkpoint %s was written with different training settings (%s) and will not be "
+                "used; %s",
                 *(path, describe_difference(checkpoint.facts, facts), START_FROM_MODEL),
             )
         return None
@@ -488,7 +489,7 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
     data = path.read_bytes()
     if written and _digest(data) != written:
         log.warning(
-            "the residual %s differs from what was written, and is lost; the state is not affected", path
+            "the residual %s differs from what was written and is lost; the state is not affected", path
         )
         return {}
     return safetensors.torch.load(data)

@@ -223,6 +223,6 @@ class CheckpointUploader:
         if self._failures.add(type(error).__name__):  # its text may name a different file each time
             log.error(
                 "the checkpoint of step %d cannot be uploaded to %s: %s: %s (failed attempts in a row: %d); "
-                "training continues, and the upload is tried again",
+                "training continues, and the upload will be retried",
                 *(upload.step, self._store.shown, type(error).__name__, error, self._failures.count),
             )

@@ -65,8 +65,7 @@ class FlatGradient:
 
     Args:
         model: the model whose trainable parameters take part.
-        optimizer: the model's optimizer; it must have all of these parameters, and none that the model
-            lacks.
+        optimizer: the model's optimizer; it must have all of these parameters, and no others.
         device: the device of the vector: the CPU, or that of the first parameter, which is the default.
 
     Raises:
@@ -307,7 +306,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
         raise ConfigError(
             f"the embedding of {normed[0]!r} has max_norm, so each forward pass changes the rows of "
             "the weight that the worker's own samples use",
-            remedy="build it without max_norm, and normalize its output",
+            remedy="build it without max_norm and normalize its output",
         )
     for name, parameter in trainable:
         if id(parameter) in sparse_ids:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gridtrain.config import BASES
 from gridtrain.core.messages import BASE_FACT, Facts
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.quantities import format_bytes
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
 
@@ -240,7 +240,7 @@ def _digest_of(name: str, parameter: Tensor, moved_scales: Tensor | None = None)
     except _UNREADABLE as error:
         said = (str(error).splitlines() or [""])[0][:200]
         raise ConfigError(
-            f"the values of the frozen parameter {name!r} cannot be read: it is a {type(parameter).__name__} "
+            f"the values of the frozen parameter {name!r} cannot be read: it is {describe_type(parameter)} "
             f"on {parameter.device}: {said}",
             remedy='load the model completely before grid.batches(...), or pass base="any"',
         ) from error

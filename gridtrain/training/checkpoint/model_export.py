@@ -67,7 +67,8 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 @dataclass(frozen=True, slots=True)
 class ExportResult:
     """The result of an export: the checkpoint that was read, its step and data ledger, the number of
-    tensors that were written, and the names of an adapter's frozen tensors that the checkpoint lacks."""
+    tensors that were written, and the names of an adapter's frozen tensors that are missing in the
+    checkpoint."""
 
     source: Path | str
     step: int

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 
 _MAX_DEPTH = 32
 
@@ -73,7 +73,7 @@ class Packer:
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise ConfigError(
-            f"{where} is a {type(value).__name__}, which cannot be sent to a newcomer",
+            f"{where} is {describe_type(value)}, which cannot be sent to a newcomer",
             remedy="store only tensors, numbers, strings, lists and dicts in state_dict()",
         )
 

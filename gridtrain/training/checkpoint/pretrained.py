@@ -73,7 +73,7 @@ class PretrainedLayout:
     """What must be added to a checkpoint's tensors to form a directory that `from_pretrained` loads.
 
     Attributes:
-        texts: the texts of the configuration files, by path in the directory.
+        texts: the contents of the configuration files, by path in the directory.
         names: for each file of tensors, their names in the checkpoint by their names in the file.
     """
 
@@ -236,7 +236,8 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
         return None
     if outside := _uncovered(model, layout):
         log.warning(
-            "the model is exported as a plain file, because %s lacks %d trained parameters, such as %r",
+            "the model is exported as a plain file, because %s does not have %d trained parameters, "
+            "such as %r",
             *(type(inner).__name__, len(outside), outside[0]),
         )
         return None
@@ -312,8 +313,8 @@ def write_directory(
 ) -> WrittenDirectory:
     """Write the directory from the tensors of a checkpoint.
 
-    An adapter may lack frozen tensors, which belong to the base that it is loaded into: PEFT itself adds the
-    base's embedding to an adapter if the vocabulary was resized.
+    Frozen tensors may be missing in an adapter, because they belong to its base: PEFT itself adds the base's
+    embedding to an adapter if the vocabulary was resized.
 
     Raises:
         ConfigError: a tensor of a whole model is missing, or `folder` cannot be written.
@@ -322,7 +323,7 @@ def write_directory(
     left_out = [stored for stored in wanted if stored not in tensors]
     if left_out and (not layout.is_adapter or len(left_out) == len(wanted)):
         raise ConfigError(
-            f"the checkpoint lacks {len(left_out)} of {len(wanted)} tensors, such as {left_out[0]!r}",
+            f"the checkpoint does not have {len(left_out)} of {len(wanted)} tensors, such as {left_out[0]!r}",
             remedy="write the tensors that it has to a file: OUT.safetensors",
         )
     files = {

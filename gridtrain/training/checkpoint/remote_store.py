@@ -263,7 +263,7 @@ class RemoteStore:
                 except FileNotFoundError:
                     continue  # removed by another worker
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
-                    log.warning("%s/%s of step %d is not used: %s", self.shown, name, step, error)
+                    log.warning("%s/%s of step %d will not be used: %s", self.shown, name, step, error)
         return found
 
     def complete(self, step: int) -> list[Manifest]:
@@ -374,7 +374,9 @@ class RemoteStore:
                         self._fetch(manifest, folder, facts or manifest.facts, retry_after_s)
                     return found
                 except ConfigError as error:
-                    log.warning("the checkpoint of step %d in %s is not used: %s", found, self.shown, error)
+                    log.warning(
+                        "the checkpoint of step %d in %s will not be used: %s", found, self.shown, error
+                    )
                     first_error = first_error or error
         except ConfigError:
             raise
@@ -405,7 +407,7 @@ class RemoteStore:
             found = checkpoint_store.read(path)
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
-                return  # a copy would lack its residual
+                return  # a copy would not have its residual
         copy = checkpoint_store.partial_folder(path)
         shutil.rmtree(copy, ignore_errors=True)
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import (
     FROZEN_KEY,
@@ -68,14 +68,15 @@ def check_stateful(trackers: Trackers) -> None:
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
-                f"grid.track was given {name}={each!r:.80}, which lacks state_dict or load_state_dict",
+                f"grid.track was given {name}={each!r:.80}, which does not have state_dict or "
+                "load_state_dict",
                 remedy="track an object that has both, such as a scheduler",
             )
 
 
 INTERNAL_PREFIX = ":"
-"""The prefix of trackers that were not named by a script.  A worker may lack them, and keeps its own if a
-received state lacks them (because it comes from an older version, or from a worker without a loss scale)."""
+"""The prefix of trackers that were not named by a script.  A worker may have none, and keeps its own if a
+received state has none (because it comes from an older version, or from a worker without a loss scale)."""
 
 
 def _invalid_state(reason: str) -> RemoteProtocolError:
@@ -381,7 +382,7 @@ def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError, SafetensorError) as error:
         raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
-        raise _invalid_state(f"its JSON is a {type(document).__name__}")
+        raise _invalid_state(f"its JSON is {describe_type(document)}")
     return read_state(document, tensors), end + tensors_bytes
 
 

@@ -204,7 +204,7 @@ class StageCheckpointStore:
             raise
         step, ends = held[0].applied + 1, (blocks.start, blocks.stop - 1)
         number = format_count(len(held), "checkpoint")
-        log.warning("layers %d to %d continue from %s of step %d", *ends, number, step)
+        log.warning("layers %d to %d are continuing from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
         """Write a checkpoint of the layers in memory immediately, because the model is partitioned again.
@@ -245,7 +245,7 @@ class StageCheckpointStore:
         try:
             self.load(held)
         except ConfigError as error:
-            log.warning("a checkpoint is not sent to another worker: %s", error)
+            log.warning("a checkpoint was not sent to another worker: %s", error)
             self._report(self.stored_checkpoints())
             return False
         return True
@@ -288,7 +288,7 @@ class StageCheckpointStore:
             for old in checkpoint_store.list_checkpoints(path.parent)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except (OSError, ConfigError) as error:
-            log.warning("a copy of another stage's checkpoint is not stored: %s", error)
+            log.warning("a copy of another stage's checkpoint was not stored: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
             return
         self._report(self.stored_checkpoints())

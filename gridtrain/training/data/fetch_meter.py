@@ -88,7 +88,7 @@ class FetchMeter:
         """Wait until the limit allows a read; return how many bytes may be read now, at most `nbytes`.
 
         Raises:
-            BudgetSpent: no byte of the budget is left.
+            BudgetSpent: the budget is used up.
         """
         self._follow_limit()
         while (wait_s := self._free_s - self._clock()) > 0:

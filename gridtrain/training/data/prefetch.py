@@ -3,7 +3,7 @@
     expected      s+1   s+2   s+3              a member joins, and the shares change:
     requested     s+1   s+2   s+3              s+1'  s+2' ..     s+1, s+2, s+3 are read and dropped
 
-Samples count when their step commits, not when they are read.
+Samples are counted when their step commits, not when they are read.
 """
 
 from __future__ import annotations

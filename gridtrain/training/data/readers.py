@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from gridtrain.core.messages import LedgerSpec, Span
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.training.data import sampler
 from gridtrain.training.data.shards import ShardedDataset
 
@@ -59,7 +59,7 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     if not is_iterable(dataset):
         if length is not None:
             raise ConfigError(
-                f"length={length} was given for a {type(dataset).__name__}, which has an index and a length",
+                f"length={length} was given for {describe_type(dataset)}, which has an index and a length",
                 remedy="remove length=",
             )
         if isinstance(dataset, ShardedDataset):  # comparing samples would open many shards
@@ -136,8 +136,8 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Return the weights of `count` micro-batches with which each sample counts once, in descending order.
-    The weights are equal if there are no samples."""
+    """Return the weights of `count` micro-batches with which each sample is counted once, in descending
+    order.  The weights are equal if there are no samples."""
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)

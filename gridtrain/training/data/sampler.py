@@ -28,7 +28,7 @@ from torch.utils.data import Sampler, default_collate
 
 from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, describe_type
 from gridtrain.training.checkpoint.nested_values import tensor_bytes
 from gridtrain.training.data.shards import ShardedDataset, random_order
 
@@ -131,7 +131,7 @@ def describe_dataset(dataset: Any) -> str:
         size = len(dataset)
     except TypeError:
         raise ConfigError(
-            f"a {type(dataset).__name__} without a length cannot be divided among workers",
+            f"{describe_type(dataset)} without a length cannot be divided among workers",
             remedy="use a map-style data set with __len__ and __getitem__",
         ) from None
     if size < 1:

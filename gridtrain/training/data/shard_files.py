@@ -189,7 +189,7 @@ def copy_plain(file: BinaryIO, plain: BinaryIO) -> None:
 
 
 class ShardCache:
-    """Opens the files of a data set, and keeps copies of those that are not plain files on this machine.
+    """Opens the files of a data set and keeps copies of those that are not plain files on this machine.
 
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.

@@ -57,7 +57,7 @@ def _line_ranges(file: BinaryIO) -> Ranges:
     while chunk := file.read(_CHUNK_BYTES):
         ends.append(size + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")))
         size += len(chunk)
-    # The last line may lack a line end; if it has one, the line after it is empty.
+    # The last line may have no line end; if it has one, the line after it is empty.
     stops = np.concatenate([*ends, np.array([size], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1] + 1])
     lengths = stops - starts

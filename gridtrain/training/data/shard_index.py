@@ -160,7 +160,7 @@ def build_index(
     progress: Callable[[ShardFile], None] = lambda shard: None,
     copy: Copy = copy_rest,
 ) -> ShardIndex:
-    """Read all files, and return their index.
+    """Read all files and return their index.
 
     Args:
         files: paths or URLs, in the order of the data set; `*` and `?` match parts of names.

@@ -19,6 +19,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from gridtrain.errors import describe_type
 from gridtrain.extras import require
 
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
@@ -42,7 +43,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return value.tolist()
     raise ValueError(
-        f"a column has a {type(value).__name__}, which has no portable form; store it as bytes, a number, a "
+        f"a column has {describe_type(value)}, which has no portable form; store it as bytes, a number, a "
         "text or a list (with the package datasets: remove with_format, and cast_column(..., decode=False))"
     )
 

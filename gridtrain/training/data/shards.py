@@ -190,7 +190,7 @@ class Shards(ShardedDataset):
         try:
             sample = self._opened(number).sample(index - self._starts[number])
         except DataError:
-            self._failed_samples += self._cache.failed_reads == failed_before  # each failure counts once
+            self._failed_samples += self._cache.failed_reads == failed_before  # each failure is counted once
             raise
         return sample if self._decode is None else self._decode(sample)
 
@@ -256,7 +256,7 @@ class _OpenFile:
         if len(self._ranges) != shard.samples:
             raise DataError(
                 f"{place} has {len(self._ranges)} samples, but {shard.samples} according to the index",
-                remedy="regenerate the index with `gridtrain data index`, and give it to all workers",
+                remedy="regenerate the index with `gridtrain data index` and give it to all workers",
             )
 
     def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
@@ -288,7 +288,7 @@ class _OpenFile:
             raise DataError(
                 f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
                 f"{type(error).__name__}: {error}",
-                remedy="repair the file, and regenerate the index with `gridtrain data index`",
+                remedy="repair the file and regenerate the index with `gridtrain data index`",
             ) from None
 
     def close(self) -> None:

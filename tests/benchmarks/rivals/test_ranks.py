@@ -56,7 +56,7 @@ def test_each_rank_receives_all_values_in_the_order_of_ranks() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(("rival", "op"), ALL, ids=[f"{name}-{op}" for name, op in ALL])
 def test_two_ranks_over_loopback(rival: str, op: str, tmp_path: Path) -> None:
-    """Each rank checks its result, and ends with an error if it is wrong."""
+    """Each rank checks its result and ends with an error if it is wrong."""
     need(rival)
     request = Request(op=op, n=20_000, density=0.01, repeats=2)
     figures = measure([Loopback()] * 2, rival, request, tmp_path / "ranks", TIMEOUT_S, free_port())

@@ -30,7 +30,7 @@ class DemoServer:
 
     Attributes:
         url: the address of the page, with the token.
-        orders: the operator's orders, each of which was accepted.
+        orders: the operator's commands, each of which was accepted.
     """
 
     def __init__(self, run: Run, *, past: int = 600, listen: str = "127.0.0.1:0", token: str = "") -> None:
@@ -72,7 +72,7 @@ class DemoServer:
         done.result(300.0)
 
     def advance(self, seconds: int = 1) -> None:
-        """Show the next seconds of the run at once, and answer the operator's orders as the daemon does."""
+        """Show the next seconds of the run at once and answer the operator's commands as the daemon does."""
         for _ in range(seconds):
             _, status, events = next(self._statuses)
             for _, level, event, fields in events:

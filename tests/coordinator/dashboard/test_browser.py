@@ -222,7 +222,7 @@ def test_the_page_of_an_ended_run_has_its_last_figures(opened) -> None:  # type:
     assert all(re.fullmatch(r"left \d\d:\d\d:\d\d", row[9]) for row in rows), rows[0]
     events = page.run("[...document.querySelectorAll('#events span')].map((each) => each.textContent)")
     assert events[0] == "fatima has left: its run is finished"
-    assert "the run is finished: 6 workers reached the end of the run" in events
+    assert "the run has finished: 6 workers reached the end of the run" in events
     assert page.run("document.getElementById('topology').checkVisibility()") is False
     ends = (
         "['.t-band', '.t-change', '.t-axis'].map((kind) => {"

@@ -26,7 +26,7 @@ from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 
 
 class RecordingDashboard:
-    """Records what is published, and returns these commands when it is first asked."""
+    """Records what is published and returns these commands when it is first asked."""
 
     def __init__(self, *orders: RemoveWorker | Unban) -> None:
         self.published: list[Mapping[str, Any]] = []

@@ -282,7 +282,7 @@ def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_of_everything_at_any_time_change_nothing(seed):
-    """The relay forwards everything in order, and adds copies of what it has seen."""
+    """The relay forwards everything in order and adds copies of what it has seen."""
     rng = random.Random(seed)
     print("seed", seed)
     path = PacketPath()

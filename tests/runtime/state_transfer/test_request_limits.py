@@ -117,7 +117,7 @@ def test_a_member_that_learns_of_the_last_step_from_a_notice_ends() -> None:
 
 
 class Disk:
-    """K1 cannot be read, and is not listed afterwards."""
+    """K1 cannot be read and is not listed afterwards."""
 
     def __init__(self) -> None:
         self.states = (K1, K2)

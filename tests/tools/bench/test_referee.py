@@ -90,7 +90,15 @@ def test_every_exchange_has_a_name(name: str) -> None:
     assert type(parse_exchange(name)).__name__.lower() == name
 
 
-@pytest.mark.parametrize("text", ["gtopk:density=much", "gtopk:warmup=1", "gtopk:density"])
-def test_options_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("gtopk:density=much", "density=much is invalid; it must be a number"),
+        ("gtopk:chunk=1.5", "chunk=1.5 is invalid; it must be a whole number"),
+        ("gtopk:warmup=1", "warmup=1: this option cannot be given as text"),
+        ("gtopk:density", "gtopk has no option 'density'"),
+    ],
+)
+def test_options_that_cannot_be_read_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         parse_exchange(text)

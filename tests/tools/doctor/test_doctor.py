@@ -543,7 +543,7 @@ def test_saved_rules_that_are_damaged_are_named(
     with pytest.raises(ConfigError) as caught:
         _configured_upload_limit(invitation)
     assert caught.value.reason.startswith(f"the rules in {file} {reason}")
-    assert caught.value.remedy == "remove the file, and set the rules again"
+    assert caught.value.remedy == "remove the file and set the rules again"
 
 
 def test_a_wrong_upload_limit_is_named(invitation: Invitation, monkeypatch: pytest.MonkeyPatch) -> None:

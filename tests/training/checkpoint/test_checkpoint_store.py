@@ -74,7 +74,7 @@ def test_a_damaged_residual_does_not_affect_the_state(
     file.write_bytes(data[:-9] if torn else data[:-1] + bytes([data[-1] ^ 0x40]))
     found = checkpoint_store.read(path)
     assert found.residual == {} and torch.equal(found.tensors["weight"], torch.zeros(3))
-    assert "differs from what was written, and is lost; the state is not affected" in caplog.text
+    assert "differs from what was written and is lost; the state is not affected" in caplog.text
 
 
 def test_a_full_disk_is_logged_every_ten_minutes_until_there_is_space(

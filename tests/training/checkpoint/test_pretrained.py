@@ -79,7 +79,7 @@ def test_two_adapters_are_written_to_separate_folders(tmp_path: Path) -> None:
 def test_a_tensor_that_the_checkpoint_lacks_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     tensors_by_name = tensors()
     del tensors_by_name["model.layers.3.weight"]
-    with pytest.raises(ConfigError, match=r"lacks 1 of 5 tensors, such as 'model.layers.3.weight'"):
+    with pytest.raises(ConfigError, match=r"does not have 1 of 5 tensors, such as 'model.layers.3.weight'"):
         write_directory(WHOLE, tensors_by_name, tmp_path / "out")
     assert files(tmp_path) == []
 
@@ -87,7 +87,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named_and_nothing_is_written(tmp_
 def test_an_adapter_may_lack_frozen_tensors_but_not_all(tmp_path: Path) -> None:
     done = write_directory(ADAPTER, {"x.second": torch.ones(3)}, tmp_path / "out")
     assert done == WrittenDirectory(1, 3, ["x.default"])
-    with pytest.raises(ConfigError, match="lacks 2 of 2 tensors"):
+    with pytest.raises(ConfigError, match="does not have 2 of 2 tensors"):
         write_directory(ADAPTER, {"base": torch.ones(3)}, tmp_path / "none")
 
 

@@ -109,7 +109,7 @@ class OutgoingConnection:
     tcp: TcpConnection | None = None
 
     def open(self, dealer: zmq.Socket[bytes], hello: sockets.Frames, now_s: float) -> None:
-        """Begin to connect, and queue `hello` as the first message.
+        """Start connecting and queue `hello` as the first message.
 
         Raises:
             TransportError: the address is invalid.
@@ -188,7 +188,7 @@ class Dialer:
         return sockets.open_dealer(self._context, self._identity, peer)
 
     def dial(self, peer: PeerId, address: str, now_s: float) -> None:
-        """Dial this address for `peer`, and stop dialling other addresses for this peer.
+        """Dial this address for `peer` and stop dialling other addresses for this peer.
 
         Raises:
             TransportError: the address is invalid.
@@ -210,7 +210,7 @@ class Dialer:
         self._outgoing.remove(dial)
 
     def retry_due(self, now_s: float) -> None:
-        """Dial the addresses whose back-off has ended, and abandon attempts that got no answer in time."""
+        """Dial the addresses whose back-off has ended and abandon attempts that got no answer in time."""
         for dial in self._outgoing:
             if now_s >= dial.due_s:
                 if dial.socket is None:

@@ -201,7 +201,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Begin to connect; raise `TransportError` if the address is invalid."""
+    """Start connecting; raise `TransportError` if the address is invalid."""
     try:
         _check_address(address)
         endpoint = _resolve_ipv6_only(address, name_lookup.CONNECT_WAIT_S)

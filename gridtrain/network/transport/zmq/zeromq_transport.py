@@ -316,7 +316,7 @@ class ZeroMQTransport:
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Check for packet losses, and close connections with too many unread bytes.
+        """Check for packet losses and close connections with too many unread bytes.
 
         Also discard the debts, under the download cap, of peers that may no longer connect.
         """
@@ -348,7 +348,7 @@ class ZeroMQTransport:
     def _try_write(
         self, connection: Connection, kind: str, frames: Frames, nbytes: int, now_s: float
     ) -> bool:
-        """Write a message with `_write`, and record the time since which the ROUTER has been full."""
+        """Write a message with `_write` and record the time since which the ROUTER has been full."""
         taken = self._write(connection, kind, frames, nbytes)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)

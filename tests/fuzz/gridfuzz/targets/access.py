@@ -96,7 +96,7 @@ class AccessHarness:
         if sender != OPERATOR:
             must(
                 isinstance(answer.reply, m.Refused) and not answer.entries,
-                "an order of a peer other than the operator is obeyed",
+                "a command of a peer other than the operator is obeyed",
             )
             return
         if not isinstance(answer.reply, m.OperatorReply):

@@ -91,7 +91,7 @@ class Wire:
 
 @contextmanager
 def loop_by(clock: Callable[[], float]) -> Iterator[None]:
-    """The loop uses this clock, and logs nothing."""
+    """The loop uses this clock and logs nothing."""
     real, level = loop.time, loop.log.level
     loop.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
     loop.log.setLevel(logging.CRITICAL + 1)

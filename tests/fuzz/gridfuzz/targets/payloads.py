@@ -28,7 +28,7 @@ def _format(source: Source) -> tuple[int, int, ValueKind]:
 
 
 def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> SparseVector:
-    """Decode, and check the result.  Raises `RemoteProtocolError`."""
+    """Decode and check the result.  Raises `RemoteProtocolError`."""
     sparse = decode(payload, n=n, max_entries=most, kind=kind)
     indices, values = sparse.indices, sparse.values
     must(indices.dtype == np.int64 and values.dtype == np.float32, "the dtype is different")
