@@ -61,8 +61,8 @@ def choose_topology(
 
     Args:
         load: the workload, or None if it is unknown.
-        network: the members' network, in arbitrary order; None before it has been measured.  Without a network the
-            choice depends only on the size of `load`, the number of members and `edges`.
+        network: the members' network, in arbitrary order; None before it has been measured.  Without a
+            network the choice depends only on the size of `load`, the number of members and `edges`.
         edges: whether each pair of members can connect without a relay, as far as is known.
         is_urgent: see `best_order`.
     """
