@@ -209,7 +209,7 @@ def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch:
     """At each evaluation the coordinator chooses the next exchange, possibly during a round."""
     turns = 9
 
-    def take_next(choice: ExchangeChoice, *measurements: Any) -> str:
+    def take_next(choice: ExchangeChoice, *measurements: Any, edges: bool) -> str:
         candidates = choice._candidates()
         choice.chosen = candidates[(candidates.index(choice.chosen) + 1) % len(candidates)]
         choice.reason = choice.chosen_text
