@@ -24,8 +24,6 @@ from typing import Any, Protocol
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import (
-    EXPORT_ATTEMPTS,
-    FAILED_CHECKPOINTS,
     BundleRequest,
     EndRun,
     OperatorReply,
@@ -70,7 +68,7 @@ EXIT_DELAY_S = 5.0
 """How long workers have to learn that the run has ended, and to leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The same while a worker is writing the final model, or could not write its last checkpoint."""
+"""The same while the worker that writes the final model does so, or could not write its last checkpoint."""
 
 
 class StopFlag(Protocol):
@@ -521,9 +519,8 @@ class Coordinator:
         self._rates.observe(snapshot, now_s)
         self._update_dashboard(snapshot, now_s)
         self._finished_s = min(self._finished_s, now_s) if snapshot["finished"] else math.inf
-        writing = EXPORT_ATTEMPTS, FAILED_CHECKPOINTS
-        is_writing = any(member["figures"].get(name) for member in snapshot["members"] for name in writing)
-        delay_s = (WRITING_DELAY_S if is_writing else EXIT_DELAY_S) if snapshot["members"] else 0.0
+        is_pending = self._membership.is_model_pending
+        delay_s = (WRITING_DELAY_S if is_pending else EXIT_DELAY_S) if snapshot["members"] else 0.0
         self._exit_deadline_s = self._finished_s + delay_s
 
     def _should_exit(self) -> bool:

@@ -132,7 +132,7 @@ def build_status(
     return {
         **snapshot,
         "members": members,
-        "waited_for": " ".join(straggler) if straggler else "",
+        "waited_for": ", which ".join(straggler) if straggler else "",
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),

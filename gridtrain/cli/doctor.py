@@ -75,10 +75,12 @@ def doctor(invitation: str, as_json: bool) -> None:
 
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the limit that a worker would have if it were started in this folder: the option, or the rule
-    that was saved for the first of this machine's workers in the run that is not running."""
+    that was saved for the first of this machine's workers in the run that is not running, preferably one that
+    was admitted with this invitation."""
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.identity import claim_identity
     from gridtrain.network.transport.rate_limiter import parse_rate
+    from gridtrain.runtime.client.invitation_store import InvitationStore
     from gridtrain.runtime.client.worker_defaults import identity_folder
     from gridtrain.tools.doctor.examination import UploadLimit
     from gridtrain_worker.saved_settings import SavedSettings
@@ -87,7 +89,8 @@ def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     text, where = chosen.text("upload_limit"), chosen.where("upload_limit")
     folder = identity_folder(invitation.run, invitation.coordinator)
     has_keys = any(folder.glob("worker-*.key"))  # otherwise nothing is written here
-    with claim_identity(folder, fresh=False) if has_keys else nullcontext() as free:
+    own = InvitationStore(folder).keys_of(invitation)
+    with claim_identity(folder, fresh=False, first=own) if has_keys else nullcontext() as free:
         if free is not None:
             rules = SavedSettings(free[1].with_suffix("")).later_rules({"upload": text} if text else {})
             if rule := rules.get("upload", ""):

@@ -33,6 +33,7 @@ class FakeCore:
         self.received: list[Event] = []
         self.received_s: list[float] = []
         self.deadline_s = math.inf
+        self.is_model_pending = False
         self.status: dict[str, Any] = {
             "phase": "waiting", "reason": "", "step": 0, "finished": False, "members": [], "events": [],
         }  # fmt: skip

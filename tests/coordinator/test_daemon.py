@@ -438,22 +438,18 @@ def test_the_third_violation_is_a_kick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "ends_after_s"),
-    [
-        ([], 1.0),
-        ([{"peer": ANNA.hex(), "figures": {m.EXPORT_ATTEMPTS: 0.0}}], EXIT_DELAY_S),
-        ([{"peer": ANNA.hex(), "figures": {m.EXPORT_ATTEMPTS: 1.0}}], 40.0),
-        ([{"peer": ANNA.hex(), "figures": {m.FAILED_CHECKPOINTS: 1.0}}], 40.0),
-    ],
+    ("is_empty", "is_pending", "ends_after_s"),
+    [(True, False, 1.0), (True, True, 1.0), (False, False, EXIT_DELAY_S), (False, True, 40.0)],
 )
 def test_it_exits_after_the_end_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, members: list[dict[str, Any]], ends_after_s: float
+    monkeypatch: pytest.MonkeyPatch, is_empty: bool, is_pending: bool, ends_after_s: float
 ) -> None:
     """At once when all workers have left, otherwise after a delay, which is longer while a worker writes the
     model or cannot write its last checkpoint; each reading of the clock takes 0.05 s."""
     monkeypatch.setattr(daemon, "WRITING_DELAY_S", 40.0)
     core = FakeCore()
-    core.status.update(finished=True, members=members)
+    core.is_model_pending = is_pending
+    core.status.update(finished=True, members=[] if is_empty else [{"peer": ANNA.hex(), "figures": {}}])
     now_s = 100.0
 
     def clock() -> float:

@@ -114,7 +114,7 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         (
             "training",
             [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)],
-            "w2 computes 3.25 s per step; the median is 350 ms",
+            "w2, which computes 3.25 s per step; the median is 350 ms",
         ),
         ("training", [figures(3.0, 0.1)] * 3, ""),
         ("training", [figures(3.0, 0.1), {}], ""),

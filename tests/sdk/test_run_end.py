@@ -490,3 +490,40 @@ def test_a_run_that_its_owner_ends_ends_on_all_workers_after_the_same_step(
     assert finished and 3 <= step == scheduled < 10**6
     assert "its 3 members write the last checkpoints" in answer.result().text
     assert caplog.messages.count(f"the run has finished: its owner has ended it after {step} steps") == 3
+
+
+def test_a_worker_that_is_started_again_writes_the_model_of_a_run_that_its_owner_ends(
+    new_group: Any, tmp_path: Path
+) -> None:
+    """Both workers have stopped after step 3; only one of them is back, and the run waits for two."""
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = sgd(grid, model, lr=0.1)
+        for batch in grid.batches(DATA, batch_size=2, steps=10**6):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if grid.step == 3:
+                break
+
+    is_back, answer = threading.Event(), Future[OperatorReply | Refused]()
+    options = [{"checkpoint_every": 1, "state_dir": str(tmp_path / name)} for name in ("one", "two")]
+    with new_group(workers=2) as group:
+
+        def take_orders() -> Iterator[Any]:
+            if is_back.is_set() and not answer.running() and not answer.done():
+                yield EndRun(), answer
+
+        group.coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
+        for each in options:
+            group.start(train, **each)
+        group.finish()
+        group.start(train, **options[0])
+        group.wait_for("left", "left", "joined")
+        is_back.set()
+        group.finish()
+        status = group.coordinator.snapshot()
+    assert (status["phase"], status["step"], status["alert"]) == ("finished", 3, "")
+    assert (tmp_path / "final.safetensors").is_file()
+    assert max(path.name for path in (tmp_path / "one").glob("step-*")) == "step-00000003"

@@ -133,20 +133,25 @@ class FreezePhase:
     def end_without_members(self, now_s: float) -> list[Effect]:
         """End the run on its owner's order, because no member is left that could come back with the model.
 
-        Connected workers with checkpoints first form a generation, once admitted, and write the model.
+        Connected workers with checkpoints first form a generation, once one with the latest is admitted, and
+        write the model.
         """
         run = self._run
-        run.view_change.reset()
         if run.partition.is_pipeline:
+            run.view_change.reset()
             return self._pipeline_recovery.end_without_members(now_s)
-        if run.checkpoint_step is None:
+        if now_s < run.view_change.deadline_s < math.inf:
+            return []  # the coordinator restarted, and workers with checkpoints may come back
+        run.view_change.reset()
+        step = run.checkpoint_step
+        if step is None:
             return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
         self._forget_members()
         run.view_change.request(END_REASON)
         for worker in run.workers.values():
             worker.mark_caught_up()  # no member can send the state
-        saved = [w for w in run.workers.values() if w.setup is not None and w.setup.checkpoint is not None]
-        return self._view_installer.install_first(now_s) if any(w.is_admitted for w in saved) else []
+        latest = [worker for worker in run.workers.values() if worker.checkpoint_step == step]
+        return self._view_installer.install_first(now_s) if any(w.is_admitted for w in latest) else []
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -167,8 +167,11 @@ class Membership:
         return self.run.generation
 
     def start(self, now_s: float) -> list[Effect]:
-        if self.run.view_change.is_freezing:
+        run = self.run
+        if run.view_change.is_freezing:
             self._freeze_phase.delay_freeze(now_s)
+        elif run.is_ending and not run.is_finished:  # workers with checkpoints may come back
+            run.view_change.wait_until(now_s + run.limits.regather_s)
         entry = self.run.term_entry()
         fields = {**entry.body, **self._continuation_fields()}
         return self._log_events([entry, LogEvent("info", "started", fields)], now_s)
@@ -270,13 +273,18 @@ class Membership:
             return pending
         members = format_count(len(run.member_order), "member")
         saved = run.checkpoint_step
+        model = "without a model" if saved is None else f"with the model of step {saved:,}"
+        until_s = run.view_change.deadline_s
+        if not run.members and until_s < math.inf:
+            which = "checkpoint" if saved is None else "later checkpoint"
+            left_s = math.ceil(max(0.0, until_s - now_s))
+            return f"ends in {left_s} s {model}, unless a worker with a {which} joins first"
         if not run.members:
-            return f"ends when its workers are admitted, with the model of step {saved}"
+            return f"ends when its workers are admitted, {model}"
         has_lost_state = saved is not None and run.departed_members.issuperset(run.present_members)
         if has_lost_state or not run.present_members:
             holders = run.members - run.departed_members or run.members
-            left_s = math.ceil(min(run.limits.regather_s, max(0.0, run.view_change.deadline_s - now_s)))
-            model = "without a model" if saved is None else f"with the model of step {saved:,}"
+            left_s = math.ceil(min(run.limits.regather_s, max(0.0, until_s - now_s)))
             when = f"comes back, or in {left_s} s {model}"
             if run.partition.is_pipeline:
                 when = (
@@ -307,6 +315,11 @@ class Membership:
         run = self.run
         return max(run.highest_step, *(run.workers[peer].step for peer in run.present_members), 0)
 
+    @property
+    def is_model_pending(self) -> bool:
+        """See `RunState.is_model_pending`."""
+        return self.run.is_model_pending
+
     def introduce_pending_member(
         self, pending: m.PeerId, most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
@@ -327,7 +340,8 @@ class Membership:
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         setup = choice.effective_setup
         skipped, missing = run.skipped_steps, run.missing_model or run.pending_model
-        waits = run.members or self._pipeline_recovery.describe_pending_end(now_s)
+        is_pipeline = run.partition.is_pipeline
+        waits = run.members or not is_pipeline or self._pipeline_recovery.describe_pending_end(now_s)
         ends = run.is_ending and waits and not run.is_finished
         end = f"; its owner has ended the run, which {self._describe_pending_end(now_s)}" if ends else ""
         return {

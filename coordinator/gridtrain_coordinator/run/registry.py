@@ -125,6 +125,12 @@ class Worker:
     # -- derived values ------------------------------------------------------------------------------
 
     @property
+    def checkpoint_step(self) -> int | None:
+        """The step of the checkpoint with which it joined; None without one, or for a pipeline."""
+        checkpoint = self.setup.checkpoint if self.setup is not None else None
+        return checkpoint.applied + 1 if checkpoint is not None else None
+
+    @property
     def is_catching_up(self) -> bool:
         """Whether the worker is still receiving the state while the members train."""
         can_catch_up = self.setup is not None and self.setup.can_catch_up

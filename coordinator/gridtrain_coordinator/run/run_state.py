@@ -177,9 +177,8 @@ class RunState:
     @property
     def checkpoint_step(self) -> int | None:
         """The step of the registered workers' latest checkpoint; None without one, or for a pipeline."""
-        setups = (worker.setup for worker in self.workers.values())
-        checkpoints = [setup.checkpoint for setup in setups if setup is not None]
-        return max((info.applied + 1 for info in checkpoints if info is not None), default=None)
+        steps = [worker.checkpoint_step for worker in self.workers.values()]
+        return max((step for step in steps if step is not None), default=None)
 
     def writes_model(self, peer: m.PeerId) -> bool:
         """Return whether a member writes the final model, or its stage's part of it."""
@@ -187,11 +186,20 @@ class RunState:
         return any(peer in replicas[:1] for replicas in stages)
 
     @property
+    def _model_writers(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if self.writes_model(worker.peer)]
+
+    @property
+    def is_model_pending(self) -> bool:
+        """Whether a member is writing the final model, or its part of it, or could not write its last
+        checkpoint."""
+        return any(worker.problems.is_writing for worker in self._model_writers)
+
+    @property
     def pending_model(self) -> str:
         """Which members try again to write the final model of the finished run, or their parts of it, and
         what to do; "" if none does."""
-        failing = [worker for worker in self.workers.values() if worker.problems.failed_exports]
-        names = [worker.name for worker in failing if self.writes_model(worker.peer)]
+        names = [worker.name for worker in self._model_writers if worker.problems.failed_exports]
         first = list_first(names, MAX_CAUSES_SHOWN)
         text = f"the final model is not written yet: {first} could not write it: {EXPORT_REMEDY}"
         return text if names else ""

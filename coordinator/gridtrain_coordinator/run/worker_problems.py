@@ -220,10 +220,11 @@ class WorkerProblems:
     """The problems of one worker.
 
     Attributes:
-        failed_exports: the number of failed attempts to write the final model; 0 once it is written.
+        export_attempts: the number of attempts to write the final model, including the one in progress; 0
+            once it is written.
     """
 
-    failed_exports: int = 0
+    export_attempts: int = 0
 
     _skips: StepCounter = field(default_factory=StepCounter)
     _missed: StepCounter = field(default_factory=StepCounter)
@@ -251,13 +252,22 @@ class WorkerProblems:
         if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):
             fields = {"name": name, "step": self._lone_means.latest_step, "remedy": LONE_MEAN_REMEDY}
             events.append(LogEvent("warning", "lone_mean", fields))
-        self.failed_exports = max(0, _count(figures, m.EXPORT_ATTEMPTS) - 1)
+        self.export_attempts = _count(figures, m.EXPORT_ATTEMPTS)
         events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
         return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
     def caused_skips_after(self, step: int) -> bool:
         """Return whether the worker has made the group skip a step after its step `step`."""
         return self._skips.latest_step > step
+
+    @property
+    def failed_exports(self) -> int:
+        return max(0, self.export_attempts - 1)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the worker is writing the final model, or could not write its latest checkpoint."""
+        return self.export_attempts > 0 or self._checkpoints.count > 0
 
     def text(self, now_s: float) -> str:
         """Describe the problems for the status; return "" if there are none."""

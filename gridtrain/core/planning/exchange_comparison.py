@@ -1,4 +1,4 @@
-"""Compares exchanges by predicted step time; prefers dense if nearly as fast, and chooses direct or a ring.
+"""Compares exchanges by predicted step time and prefers a dense one that is nearly as fast.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 

@@ -1314,10 +1314,10 @@ def test_a_run_whose_members_stay_away_while_it_ends_is_finished_without_a_model
     assert said in str(recover_run(run.journal).end_reason)
 
 
-def restart_from_step_100(run: ScriptedCoordinator, *peers: m.PeerId, is_admitted: bool = True) -> None:
-    """New processes of these workers join with a checkpoint of step 100."""
-    state = m.LedgerState(step=100, cursor=800, consumed=800)
-    setup = replace(SETUP, checkpoint=m.CheckpointInfo(99, b"h" * 32, state))
+def restart(run: ScriptedCoordinator, *peers: m.PeerId, is_admitted: bool = True, step: int = 100) -> None:
+    """New processes of these workers join with a checkpoint of this step."""
+    state = m.LedgerState(step=step, cursor=8 * step, consumed=8 * step)
+    setup = replace(SETUP, checkpoint=m.CheckpointInfo(step - 1, b"h" * 32, state))
     for peer in peers:
         run.hear(PeerConnected(peer, "host"))
         run.join(peer, setup=None)
@@ -1334,7 +1334,7 @@ def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
     while run.core.phase is RunPhase.TRAINING:
         run.now_s = max(run.now_s, run.core.deadline_s)
         run.tick()
-    restart_from_step_100(run, A, B)
+    restart(run, A, B)
     said = end(run)
     when = r"ends when c, which is disconnected, comes back, or in \d\d s with the model of step 100"
     assert re.search(f"{when}$", said), said
@@ -1351,9 +1351,78 @@ def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
 def test_a_run_that_waits_for_workers_ends_with_the_model_of_a_checkpoint() -> None:
     run = ScriptedCoordinator(min_workers=3)
     run.join(B)
-    restart_from_step_100(run, A, is_admitted=False)
+    restart(run, A, is_admitted=False)
     assert end(run) == 'the run "r" ends when its workers are admitted, with the model of step 100'
     run.say(A, m.LinkLatencies(()))
     assert (run.roster, run.view.applied) == ("a b", 99)
     run.ready(A, B)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+
+
+def test_a_run_that_waits_for_workers_ends_with_the_model_of_their_latest_checkpoint() -> None:
+    """The worker that holds it is still measuring its links, for a limited time."""
+    run = ScriptedCoordinator(min_workers=3, limits=Deadlines(silence_s=1e9))
+    restart(run, A)
+    restart(run, B, is_admitted=False, step=1200)
+    said = "ends when its workers are admitted, with the model of step 1,200"
+    assert end(run) == f'the run "r" {said}'
+    assert run.core.snapshot(run.now_s)["reason"].endswith(f"; its owner has ended the run, which {said}")
+    assert run.roster == ""
+    while not run.roster:
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.tick()
+    assert (run.roster, run.view.applied) == ("b a", 1199)
+
+
+def test_workers_with_checkpoints_may_come_back_if_the_coordinator_restarts_before_it_ends_the_run() -> None:
+    first = ScriptedCoordinator(min_workers=3)
+    restart(first, A, B, is_admitted=False)
+    end(first)
+    limits = Deadlines(silence_s=1e9)
+    run = ScriptedCoordinator(min_workers=3, journal=first.journal, term=2, limits=limits)
+    restart(run, A)
+    assert re.fullmatch(
+        r'the run "r" ends in \d\d s with the model of step 100, unless a worker with a later checkpoint '
+        "joins first",
+        end(run),
+    )
+    restart(run, B, step=101)
+    assert run.roster == ""
+    run.now_s = run.core.deadline_s
+    run.tick()
+    assert (run.roster, run.view.applied) == ("b a", 100)
+
+
+def test_a_run_whose_workers_do_not_come_back_after_a_restart_ends_without_a_model() -> None:
+    first = ScriptedCoordinator(min_workers=3)
+    restart(first, A, is_admitted=False)
+    end(first)
+    run = ScriptedCoordinator(min_workers=3, journal=first.journal, term=2)
+    run.join(B)
+    assert re.fullmatch(
+        r'the run "r" ends in \d\d s without a model, unless a worker with a checkpoint joins first', end(run)
+    )
+    run.hear(PeerDisconnected(B, "died"))
+    while run.core.phase is not RunPhase.FINISHED and run.core.deadline_s < math.inf:
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.tick()
+    assert run.core.phase is RunPhase.FINISHED and run.now_s < 2 * Deadlines().regather_s
+
+
+def test_the_end_is_delayed_only_by_the_member_that_writes_the_model() -> None:
+    """The coordinator exits later if the model is pending."""
+    run = Run(A, B)
+    run.say(A, m.RunFinished(9, b"history"))
+    run.say(B, m.RunFinished(9, b"history"))
+    for peer, figure, value, is_pending in (
+        (B, m.EXPORT_ATTEMPTS, 1.0, False),
+        (B, m.FAILED_CHECKPOINTS, 1.0, False),
+        (A, m.EXPORT_ATTEMPTS, math.nan, False),
+        (A, m.EXPORT_ATTEMPTS, 1.0, True),
+        (A, m.EXPORT_ATTEMPTS, 0.0, False),
+        (A, m.FAILED_CHECKPOINTS, 1.0, True),
+    ):
+        run.say(peer, m.Heartbeat(1, 10, 10, ((figure, value),)))
+        assert run.core.is_model_pending == is_pending, (peer, figure)
+    run.say(A, m.Leave("the training script has ended"))
+    assert not run.core.is_model_pending

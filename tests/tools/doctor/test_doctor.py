@@ -36,6 +36,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_number, format_seconds
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
+from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_defaults import identity_folder
 from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.doctor import connection_check, machine_check
@@ -507,6 +508,11 @@ def test_the_users_own_upload_limit_is_named(
     with claim_identity(folder, fresh=False):  # its worker is running
         other = _configured_upload_limit(invitation)
         assert other is not None and other.rate_Bps == (250e3 if rates else 125e3)
+    if rates:
+        other_invitation = replace(invitation, token=bytes(range(32)))
+        InvitationStore(folder).record_admitted(folder / "worker-1.key", other_invitation)
+        own = _configured_upload_limit(other_invitation)
+        assert own is not None and own.rate_Bps == 250e3
     examination = Examination(
         invitation, lambda _: run_of(3, whole=96), probe=quick_probe, upload_limit=limit
     )
