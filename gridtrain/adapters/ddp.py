@@ -50,6 +50,7 @@ from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
+from gridtrain.training.exchangers import topology_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class GTopKState:
             if index == 0:  # also discards the buckets of a step that failed
                 self._exchanged, self._skipped = [], False
             n = mean_B.numel()
-            make_buffer = SPARSE_BUFFERS.get(self.exchange.topology, ButterflyBuffer)
+            make_buffer = SPARSE_BUFFERS[topology_of(self.exchange)]
             buffer = make_buffer(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
             skip = self._run(buffer, prepared.skip, encoded_bytes(k, n, self.kind))
             values_K = (torch.from_numpy(buffer.update.values) * scale).to(mean_B.dtype)

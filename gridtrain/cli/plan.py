@@ -321,13 +321,13 @@ def _estimate(
 ) -> ExchangeEstimate:
     """Estimate a step as a run would take it: `dense` and `gtopk` with the topology that is chosen for it."""
     from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
-    from gridtrain.core.planning.topology_choice import DIRECT_KIND, choose_topology
-    from gridtrain.core.planning.workload import CpuCosts
+    from gridtrain.core.planning.topology_choice import choose_topology
+    from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts
 
     network = described.network(count)
     ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
     estimate = estimate_best_order if ordered else estimate_exchange
-    used, direct_kind = load, DIRECT_KIND.get(load.kind)
+    used, direct_kind = load, DIRECT_KIND_OF.get(load.kind)
     if direct_kind and choose_topology(load, count, network, edges=True).is_direct:
         used = replace(load, kind=direct_kind)
     found = estimate(used, network, CpuCosts(), compute_s, local_steps=local_steps)

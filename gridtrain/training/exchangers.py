@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, DIRECT_GTOPK
+from gridtrain.core.planning.exchange_facts import direct_marker
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, UpdateBuffer
@@ -48,8 +48,20 @@ _NEIGHBOURS: dict[str, NeighboursOf] = {
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
     """Return the function that returns the neighbours of each rank in `exchange`."""
-    usual = "butterfly" if isinstance(round_exchange(exchange), GTopK) else "ring"
-    return _NEIGHBOURS.get(round_exchange(exchange).topology, _NEIGHBOURS[usual])
+    return _NEIGHBOURS[topology_of(round_exchange(exchange))]
+
+
+def topology_of(exchange: Exchange | Auto, chosen: str = "") -> str:
+    """Return the topology of an exchange in a step.
+
+    Args:
+        chosen: the coordinator's choice (`StepPlan.exchange`), which decides if the topology is open.
+    """
+    if exchange.topology != "auto":
+        return exchange.topology
+    if chosen == direct_marker(exchange):
+        return "direct"
+    return "butterfly" if isinstance(exchange, GTopK) else "ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ class DenseExchanger(Exchanger):
 
     def __init__(self, exchange: Dense, bounds: Bounds, feedback: ErrorFeedback | None = None) -> None:
         self.bounds = bounds
-        self._topology, self._kind = exchange.topology, VALUE_KINDS[exchange.values]
+        self._exchange, self._kind = exchange, VALUE_KINDS[exchange.values]
         self.keeps_residual = self._kind is not ValueKind.FP32
         if feedback is None and self.keeps_residual:
             feedback = ErrorFeedback(bounds[-1], "cpu")
@@ -186,9 +198,7 @@ class DenseExchanger(Exchanger):
         return join_buffers(self.bounds, parts)
 
     def _make_buffer(self, contribution_B: npt.NDArray[np.float32], plan: StepPlan) -> DenseRingBuffer:
-        topology = self._topology
-        if topology == "auto":  # the coordinator names one; a ring otherwise
-            topology = "direct" if plan.exchange == DIRECT_DENSE else "ring"
+        topology = topology_of(self._exchange, plan.exchange)
         return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
@@ -250,9 +260,7 @@ class SparseExchanger(Exchanger):
         k, kind = self._exchange.k_at(plan.step, n), self._kind
         if isinstance(self._exchange, TopK):
             return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
-        topology = self._exchange.topology
-        if topology == "auto":  # the coordinator names one; a butterfly otherwise
-            topology = "direct" if plan.exchange == DIRECT_GTOPK else "butterfly"
+        topology = topology_of(self._exchange, plan.exchange)
         return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:

@@ -19,9 +19,6 @@ from gridtrain.core.messages import Setup
 from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
 
-OPEN_DENSE = Dense().describe()
-"""The text of a dense exchange whose topology the script leaves to the coordinator."""
-
 DIRECT_DENSE = Dense(topology="direct").describe()
 """The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology for a
 dense exchange of the script."""

@@ -12,7 +12,7 @@ from math import inf
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
-from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
+from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts, ExchangeKind, Workload
 from gridtrain.quantities import format_seconds
 
 MAX_DIRECT_BYTES = 1 << 20
@@ -24,9 +24,6 @@ MAX_DIRECT_MEMBERS = 16
 
 MIN_LINK_SHARE = 0.25
 """A link slower than this share of its ends' upload and download is probably shared by several pairs."""
-
-DIRECT_KIND = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
-"""The direct kind of each kind whose topology the coordinator may choose."""
 
 _USUAL_NAME = {ExchangeKind.DENSE: "around a ring", ExchangeKind.GTOPK: "in a butterfly"}
 
@@ -70,7 +67,7 @@ def choose_topology(
         return decided
     assert load is not None and network is not None
     kind = _usual_kind(load)
-    usual, direct = replace(load, kind=kind), replace(load, kind=DIRECT_KIND[kind])
+    usual, direct = replace(load, kind=kind), replace(load, kind=DIRECT_KIND_OF[kind])
     usual_s = best_order(usual, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
     name = _USUAL_NAME[kind]
@@ -93,7 +90,7 @@ def _without_times(
     if load is None or size < 3:
         return USUAL_TOPOLOGY
     kind = _usual_kind(load)
-    if kind not in DIRECT_KIND or (not kind.is_sparse and load.unit_bytes > MAX_DIRECT_BYTES):
+    if kind not in DIRECT_KIND_OF or (not kind.is_sparse and load.unit_bytes > MAX_DIRECT_BYTES):
         return USUAL_TOPOLOGY
     name = _USUAL_NAME[kind]
     if size > MAX_DIRECT_MEMBERS:
@@ -110,7 +107,7 @@ def _without_times(
 
 def _usual_kind(load: Workload) -> ExchangeKind:
     """Return the kind of the load if its exchange were not direct."""
-    return next((usual for usual, direct in DIRECT_KIND.items() if load.kind is direct), load.kind)
+    return next((usual for usual, direct in DIRECT_KIND_OF.items() if load.kind is direct), load.kind)
 
 
 def _slowest_link_share(network: NetworkModel) -> float:

@@ -46,7 +46,10 @@ class ExchangeKind(StrEnum):
         return self not in (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
-DIRECT_KINDS = (ExchangeKind.DIRECT, ExchangeKind.GTOPK_DIRECT)
+DIRECT_KIND_OF = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
+"""The direct kind of each kind whose topology the coordinator may choose."""
+
+DIRECT_KINDS = tuple(DIRECT_KIND_OF.values())
 """Kinds in which each member sums a part of the vector for all members."""
 
 _KINDS = {

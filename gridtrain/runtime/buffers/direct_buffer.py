@@ -13,7 +13,7 @@ import numpy as np
 from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective, Provenance, StoreSlice
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.network.wire.elias_fano import invalid_payload
 from gridtrain.network.wire.sparse_payload import SparseVector, encoded_bytes
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer, unexpected_effect
@@ -130,9 +130,8 @@ class SparseDirectBuffer(ButterflyBuffer):
     ) -> SparseVector:
         part = self._decode_from_peer(payload, source, n=self._elements, most=most)
         if part.indices.size and self._indices(owner, part.indices[-1:])[0] >= self.n:
-            raise RemoteProtocolError(
-                f"rank {source.rank}: a sparse payload has an entry beyond the {self.n} elements",
-                remedy="disconnect the peer; check that all members of the run train the same model",
+            raise invalid_payload(
+                f"rank {source.rank}: a sparse payload has an entry beyond the {self.n} elements"
             )
         return part
 

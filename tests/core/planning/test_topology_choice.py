@@ -10,7 +10,6 @@ from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     DIRECT_GTOPK,
-    OPEN_DENSE,
     name_direct,
     parse_exchange,
 )
@@ -31,7 +30,7 @@ HOMES = uniform_network(4, 0.010, 20 * Mbit)
 
 
 def test_the_texts_are_those_of_dense() -> None:
-    assert (Dense().describe(), Dense(topology="direct").describe()) == (OPEN_DENSE, DIRECT_DENSE)
+    assert (Dense().describe(), Dense(topology="direct").describe()) == ("Dense()", DIRECT_DENSE)
 
 
 def test_the_direct_topology_is_chosen_for_small_models_and_groups() -> None:
@@ -175,7 +174,7 @@ def test_connections_are_examined_only_in_small_groups() -> None:
 def test_a_dense_exchange_chosen_by_auto_gets_a_topology_too() -> None:
     made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
     made.choose_first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
-    assert made.view_exchange == OPEN_DENSE
+    assert made.view_exchange == "Dense()"
     made.choose_topology(4, LAN, lambda: True)
     assert (
         made.view_exchange == DIRECT_DENSE
