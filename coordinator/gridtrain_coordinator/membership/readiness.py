@@ -106,7 +106,7 @@ class Readiness:
         assert run.view is not None
         if (source := self._state_source()) is not None:
             self._sources.record_success(source, self._joining())
-        run.view_change.reset()
+        run.view_change.start()
         start = m.StartGeneration(run.term, run.generation)
         starts = [Send(peer, start) for peer in run.member_order]
         if run.is_ending:  # the end is announced first, so that no member begins a round

@@ -262,7 +262,7 @@ class ViewInstaller:
             view.append(Send(peer, run.view))
         if run.view_change.is_freezing:
             return [*view, Send(peer, run.freeze_message())]
-        if run.view_change.is_forming:
+        if not run.view_change.is_started:
             return view
         return [*view, Send(peer, m.StartGeneration(run.term, run.generation))]
 

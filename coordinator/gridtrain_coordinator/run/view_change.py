@@ -2,8 +2,10 @@
 
       request(reason)              begin_freezing            begin_forming               reset
 IDLE ----------------> IDLE, reason ------------> FREEZING ----------------> FORMING ------------> IDLE
-                                              waits for FreezeReport     waits for Ready    all are ready, or
-                                                                                            it is abandoned
+                                              waits for FreezeReport     waits for Ready    it is abandoned
+                                                                             |   start
+                                                                             ----------------> IDLE, started
+                                                                                    all are ready
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class ViewChange:
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
             installed none.
         reports: the members' `FreezeReport` messages.
+        is_started: whether the members of the latest generation were told to start.  It stays false if the
+            generation is abandoned, and is true for one that an earlier coordinator has installed.
         ready_histories: by member, the history in its `Ready` message.
     """
 
@@ -42,6 +46,7 @@ class ViewChange:
         self.can_wait = False
         self.unrouted_reason = ""
         self.last_installed_s = -math.inf
+        self.is_started = True
         self.reports: dict[m.PeerId, m.FreezeReport] = {}
         self.ready_histories: dict[m.PeerId, bytes] = {}
 
@@ -76,9 +81,15 @@ class ViewChange:
         """Wait for the members of an installed generation to be ready; return the generation's reason."""
         self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
         self.unrouted_reason = ""
+        self.is_started = False
         self.ready_histories.clear()
         reason, self.reason = self.reason, ""
         return reason
+
+    def start(self) -> None:
+        """End the view change: the members of the generation are told to start."""
+        self.reset()
+        self.is_started = True
 
     def reset(self) -> None:
         """End the view change: stop waiting for the members' answers."""

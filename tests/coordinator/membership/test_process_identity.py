@@ -26,6 +26,7 @@ from gridtrain_coordinator.run.events import (
 
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, steps=20), 4, None)
 LIMITS = Deadlines()
+CHECKPOINT = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
 
 
 class Run(ScriptedCoordinator):
@@ -53,6 +54,16 @@ class Run(ScriptedCoordinator):
         while self.core.generation == before:
             self.now_s = max(self.now_s, self.core.deadline_s)
             self.tick()
+
+    def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
+        """Ticks at each deadline until `now_s`; the workers in `alive` send heartbeats."""
+        for _ in range(1000):
+            self.now_s = max(self.now_s, min(now_s, self.core.deadline_s))
+            self.steps(0, *alive)
+            self.tick()
+            if self.now_s == now_s:
+                return
+        raise AssertionError(f"the deadline does not advance beyond {self.now_s}")
 
     def train(self, *peers: m.PeerId) -> None:
         for peer in peers:
@@ -125,8 +136,7 @@ def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logg
     run.steps(9, A)
     run.join(A)
     assert run.core.phase is RunPhase.WAITING
-    checkpoint = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
-    run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint))
+    run.enter(A, replace(SETUP, checkpoint=CHECKPOINT))
     run.form()
     assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
     assert run.view.applied == 4
@@ -148,6 +158,52 @@ def test_a_new_process_without_a_checkpoint_is_told_that_it_begins_a_run_again()
         "waiting for its start at step 0, because no connected worker has a checkpoint of its 9 steps; to "
         "continue from them instead, stop this worker and start one with a checkpoint first"
     )
+
+
+def while_a_builds_its_model() -> Run:
+    """The only member A is at step 9 and is replaced by another process; B joins without a checkpoint."""
+    run = Run()
+    run.train(A)
+    run.steps(9, A)
+    run.join(A)
+    run.join(B), run.enter(B)
+    return run
+
+
+def test_a_run_does_not_begin_again_while_a_worker_that_may_have_a_checkpoint_builds_its_model() -> None:
+    run = while_a_builds_its_model()
+    run.pass_to(run.now_s + LIMITS.regather_s - 0.1, A, B)
+    assert run.core.generation == 1
+    run.enter(A, replace(SETUP, checkpoint=CHECKPOINT))
+    run.pass_to(run.now_s + LIMITS.settle_s, A, B)
+    assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
+    assert run.joining() == {A: False, B: True}
+
+
+def test_a_run_begins_again_if_the_worker_that_may_have_a_checkpoint_never_sends_its_setup() -> None:
+    run = while_a_builds_its_model()
+    joined_s = run.now_s
+    run.pass_to(joined_s + LIMITS.regather_s - 0.1, A, B)
+    assert run.core.generation == 1
+    run.pass_to(joined_s + LIMITS.regather_s, A, B)
+    assert run.joining() == {B: False}
+    assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 0}]
+
+
+def test_a_member_that_returns_between_generations_is_not_told_to_start_the_abandoned_one() -> None:
+    """B and C cannot reach A, so that generation 1 never starts; its successor follows after a gap."""
+    run = Run(least=3)
+    for peer in (A, B, C):
+        run.join(peer), run.enter(peer)
+    run.form()
+    run.ready(A)
+    for peer in (B, C):
+        run.say(peer, m.PeersUnreachable(1, 1, (A,)))
+    run.tick(LIMITS.generation_gap_s / 2)
+    assert run.core.run.view_change.is_idle and run.core.generation == 1
+    run.hear(PeerDisconnected(A, "reset"))
+    assert run.join(A, again=True, generation=1)[-1] == "MembershipView"
+    assert not sent(run.seen, m.StartGeneration)
 
 
 def test_the_readiness_of_the_old_process_does_not_count() -> None:
