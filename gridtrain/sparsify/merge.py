@@ -113,9 +113,12 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
         k: the maximum number of entries in the result.
         kind: the encoding of the values.
     """
-    chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
-    made = encode_with_decoded(summed.indices.take(chosen), summed.values.take(chosen), n=n, kind=kind)
-    if made.sparse.indices.size < chosen.size:  # some values are not sent
+    chosen: slice | IndexArray = slice(None)
+    if summed.values.size > k or not summed.values.all():
+        chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
+    indices = summed.indices[chosen]
+    made = encode_with_decoded(indices, summed.values[chosen], n=n, kind=kind)
+    if made.sparse.indices.size < indices.size:  # some values are not sent
         chosen = np.searchsorted(summed.indices, made.sparse.indices)
     rest_values = summed.values.copy()
     rest_values[chosen] -= made.sparse.values  # exact: see `sparse_payload.encode_with_decoded`
@@ -133,15 +136,7 @@ def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     Raises:
         RemoteProtocolError: a sum overflows float32.
     """
-    split = mine.indices.size
-    pairs = np.empty((split + theirs.indices.size, 2), "<u4")  # one uint64 each: index, then the value's bits
-    for at, part in ((slice(0, split), mine), (slice(split, None), theirs)):
-        pairs[at, 0] = part.values.view("<u4")
-        pairs[at, 1] = part.indices
-    # The pairs are two sorted runs, which a stable sort of integers merges in one pass.
-    pairs.view("<u8").sort(axis=0, kind="stable")
-    indices = pairs[:, 1].astype(np.int64)
-    total = pairs[:, 0].copy().view("<f4")
+    indices, total = sort_by_index([mine, theirs])
     twice = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         sums = total.take(twice) + total.take(twice + 1)
@@ -158,21 +153,34 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
     Raises:
         RemoteProtocolError: a sum overflows float32.
     """
-    runs = np.concatenate([part.indices for part in parts])
-    order = np.argsort(runs, kind="stable")
-    ordered = runs.take(order)
-    is_first = np.ones(ordered.shape, np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    slots = np.empty_like(order)  # the position in the union of each entry of each part
-    slots[order] = np.cumsum(is_first) - 1
-    total = np.zeros(np.count_nonzero(is_first), np.float32)
-    start = 0
+    values = np.concatenate([part.values for part in parts])
+    ordered, positions = _sort_pairs(parts, np.arange(values.size, dtype=np.uint32))
+    values = values.take(positions)
+    is_repeated = np.zeros(ordered.shape, np.bool_)
+    np.equal(ordered[1:], ordered[:-1], out=is_repeated[1:])
+    firsts, repeats = np.flatnonzero(~is_repeated), np.flatnonzero(is_repeated)
+    total = values.take(firsts)
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
-        for part in parts:
-            stop = start + part.indices.size
-            total[slots[start:stop]] += part.values
-            start = stop
-    return _entries(ordered.take(np.flatnonzero(is_first)), total)
+        np.add.at(total, repeats - np.arange(1, repeats.size + 1), values.take(repeats))  # one after another
+    return _entries(ordered.take(firsts), total)
+
+
+def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray]:
+    """Return the entries of all parts by index; those with the same index by the bits of their values."""
+    values = np.concatenate([part.values for part in parts])
+    indices, bits = _sort_pairs(parts, values.view(np.uint32))
+    return indices, bits.view(np.float32)
+
+
+def _sort_pairs(
+    parts: Sequence[SparseVector], items: npt.NDArray[np.uint32]
+) -> tuple[IndexArray, npt.NDArray[np.uint32]]:
+    """Sort the pairs of an index and an item, of which there is one for each entry of the parts."""
+    pairs = np.empty((items.size, 2), "<u4")  # one uint64 each: item, then index, which decides
+    pairs[:, 0] = items
+    np.concatenate([part.indices for part in parts], out=pairs[:, 1], casting="unsafe")
+    pairs.view("<u8").sort(axis=0, kind="stable")  # merges the parts, each of which is sorted
+    return pairs[:, 1].astype(np.int64), pairs[:, 0].astype(np.uint32)
 
 
 def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
@@ -182,8 +190,10 @@ def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
         RemoteProtocolError: a sum is not finite.
     """
     _check_sums(indices, total)
-    is_entry = np.flatnonzero(total != 0)
-    return SparseVector(indices.take(is_entry), total.take(is_entry))
+    is_entry = total != 0
+    if is_entry.all():
+        return SparseVector(indices, total)
+    return SparseVector(indices[is_entry], total[is_entry])
 
 
 def _check_sums(indices: IndexArray, sums: FloatArray) -> None:

@@ -120,8 +120,9 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
     k, exponent = _read_header(memoryview(buffer), n, max_entries, kind)
     body = np.frombuffer(buffer, np.uint8, offset=_HEADER.size)
     low_bytes, high_bytes = elias_fano.section_bytes(k, n)
-    low, high, section = np.split(body, (low_bytes, low_bytes + high_bytes))
+    low, high = body[:low_bytes], body[low_bytes : low_bytes + high_bytes]
     indices_K = elias_fano.decode_indices(low, high, k, n)
+    section = body[low_bytes + high_bytes :]
     return SparseVector(indices_K, value_encoding.decode_values(section, indices_K, n, exponent, kind))
 
 

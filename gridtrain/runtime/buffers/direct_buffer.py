@@ -7,8 +7,10 @@ SparseDirectBuffer  GTopK(topology="direct")   of each P consecutive elements, e
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective, Provenance, StoreSlice
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
@@ -17,7 +19,7 @@ from gridtrain.network.wire.elias_fano import invalid_payload
 from gridtrain.network.wire.sparse_payload import SparseVector, encoded_bytes
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer, unexpected_effect
-from gridtrain.sparsify.merge import IndexArray, MergeResult, sum_in_rank_order, truncate
+from gridtrain.sparsify.merge import IndexArray, MergeResult, sort_by_index, sum_in_rank_order, truncate
 
 
 class DirectBuffer(DenseRingBuffer):
@@ -111,12 +113,14 @@ class SparseDirectBuffer(ButterflyBuffer):
 
     def _divide(self) -> list[SparseVector]:
         """Return this rank's entries by owner."""
-        elements, owners = np.divmod(self.update.indices, self._world_size)
-        owners = (owners + _rotation(elements)) % self._world_size
+        indices = self.update.indices.astype(np.uint32)
+        elements = indices // np.uint32(self._world_size)
+        owners = _remainder(indices - elements * self._world_size + _rotation(elements), self._world_size)
         order = np.argsort(owners.astype(np.uint16), kind="stable")
-        ends = np.cumsum(np.bincount(owners, minlength=self._world_size))[:-1]
-        columns = (np.split(column.take(order), ends) for column in (elements, self.update.values))
-        return [SparseVector(*part) for part in zip(*columns, strict=True)]
+        ends = np.cumsum(np.bincount(owners, minlength=self._world_size))
+        elements_by_owner, values = elements.take(order).astype(np.int64), self.update.values.take(order)
+        bounds = pairwise([0, *ends.tolist()])
+        return [SparseVector(elements_by_owner[start:stop], values[start:stop]) for start, stop in bounds]
 
     def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
         """Encode the largest entries and keep the rest for this rank's residual."""
@@ -129,7 +133,8 @@ class SparseDirectBuffer(ButterflyBuffer):
         self, owner: int, payload: bytes | memoryview, most: int, source: Provenance
     ) -> SparseVector:
         part = self._decode_from_peer(payload, source, n=self._elements, most=most)
-        if part.indices.size and self._indices(owner, part.indices[-1:])[0] >= self.n:
+        last = part.indices[-1:]
+        if last.size and last[0] == self._elements - 1 and self._indices(owner, last)[0] >= self.n:
             raise invalid_payload(
                 f"rank {source.rank}: a sparse payload has an entry beyond the {self.n} elements"
             )
@@ -140,19 +145,24 @@ class SparseDirectBuffer(ButterflyBuffer):
         self._results[owner] = result
         if len(self._results) < self._world_size:
             return
-        results = [self._results[each] for each in range(self._world_size)]
-        indices = np.concatenate([self._indices(each, part.indices) for each, part in enumerate(results)])
-        order = np.argsort(indices, kind="stable")
-        values = np.concatenate([part.values for part in results])
-        self.update = SparseVector(indices.take(order), values.take(order))
+        results = (SparseVector(self._indices(each, part.indices), part.values)
+                   for each, part in sorted(self._results.items()))  # fmt: skip
+        self.update = SparseVector(*sort_by_index([*results]))
 
     def _indices(self, owner: int, elements: IndexArray) -> IndexArray:
-        return elements * self._world_size + (owner - _rotation(elements)) % self._world_size
+        rotated = _remainder(_rotation(elements.astype(np.uint32)), self._world_size)
+        offsets = _remainder(self._world_size + owner - rotated, self._world_size)
+        return elements * self._world_size + offsets
 
 
-def _rotation(elements: IndexArray) -> IndexArray:
+def _rotation(elements: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Return a number below 2**16 for each element of a part, scattered by a multiplication (Knuth)."""
-    return (elements * 0x9E3779B1 & 0xFFFFFFFF) >> 16
+    return elements * np.uint32(0x9E3779B1) >> np.uint32(16)
+
+
+def _remainder(numbers: npt.NDArray[np.uint32], divisor: int) -> npt.NDArray[np.uint32]:
+    """Return numbers % divisor, which numpy computes one by one, in contrast to a division."""
+    return numbers - numbers // np.uint32(divisor) * np.uint32(divisor)
 
 
 def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
