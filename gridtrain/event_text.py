@@ -10,7 +10,7 @@ from gridtrain.quantities import format_count, format_fields
 SENTENCES = {
     "backup": "backups are being written again: {reason}",
     "backup_failed": "a backup failed: {reason}; {remedy}",
-    "called_back": "others {can} connect to {name}",
+    "called_back": "other workers {can} connect to {name}",
     "caught_up": "{name} has received the state up to step {step}",
     "checkup": "`gridtrain doctor` connected from {from}",
     "checkpoint_failed": "{name} could not write its checkpoints, {failed} in a row: {remedy}",

@@ -68,7 +68,8 @@ EXIT_DELAY_S = 5.0
 """How long workers have to learn that the run has ended, and to leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The same while the worker that writes the final model does so, or could not write its last checkpoint."""
+"""The delay while the worker that is to write the final model is writing it, or has been unable to write its
+last checkpoint."""
 
 
 class StopFlag(Protocol):
@@ -316,9 +317,9 @@ class Coordinator:
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Write all journal entries in one transaction, then carry out the other effects in order.
 
-        Writing an entry before an effect that precedes it is harmless: to the peers, it looks as if the
-        coordinator had been killed in between.  If a send fails, the core is notified once that the peer is
-        disconnected; because the number of peers is finite, the loop ends.
+        Writing an entry before the effects that precede the entry is harmless: to the peers, it looks as if
+        the coordinator had been killed in between.  If a send fails, the core is notified once that the peer
+        is disconnected; because the number of peers is finite, the loop ends.
         """
         failed: set[PeerId] = set()
         while effects:

@@ -246,7 +246,7 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def received_states(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line with the bytes of state that members have received to join; empty if none has."""
+    """Return a line with the bytes of state that members have received to join; [] if there are none."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [
@@ -294,7 +294,7 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
 
 
 def _mean_loss(snapshot: Mapping[str, Any]) -> str:
-    """Return the mean of the losses that members report, weighted by their shares; "" if none does."""
+    """Return the mean of the losses that members report, weighted by their shares; "" without any."""
     reported = [
         (loss, max(member.get("share") or 0, 1))
         for member in rows(snapshot, "members")

@@ -1,7 +1,7 @@
 """Chooses how two workers reach each other: directly, dialled by the other side (NAT), or through a relay.
 
     a reaches b at           who dials                      address of b in the member list for a
-    b's verified address     a (both can: the larger key)   tcp://...
+    b's verified address     a; if both can, the larger key tcp://...
     nothing, but b reaches a b                              (empty: b dials)
     neither                  both, to a third               relay:<its key>
 
@@ -154,7 +154,7 @@ class RouteTable:
         )
 
     def _direct(self, viewer: PeerId, other: PeerId) -> _Route | None:
-        """Return the best address at which `viewer` can dial `other`; None if it cannot."""
+        """Return the best address at which `viewer` can dial `other`; None if there is none."""
         here, there = self._locations.get(viewer), self._locations.get(other)
         if there is None:
             return None

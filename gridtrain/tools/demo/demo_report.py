@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gridtrain.errors import GridtrainError
+from gridtrain.quantities import format_count
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
 SINGLE_PROCESS_CAVEAT = (
@@ -209,7 +210,7 @@ def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path
     """
     if not curves or not all(curve.measurements for curve in curves):
         raise GridtrainError(
-            f"nothing to report: {len(curves)} runs, not all of them with a held-out measurement",
+            f"nothing to report: {format_count(len(curves), 'run')}, not all with a held-out measurement",
             remedy="run more steps (--steps)",
         )
     folder.mkdir(parents=True, exist_ok=True)
