@@ -43,9 +43,9 @@ Exit codes:
 def doctor(invitation: str, as_json: bool) -> None:
     """Check whether this machine can join the run of INVITATION.  Takes less than 20 seconds.
 
-    The check neither joins the run nor uses the invitation.  It exchanges at most 256 KiB in each
-    direction with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -,
-    as for `gridtrain worker`.
+    The check does not join the run, and does not count as a use of the invitation.  It exchanges at most
+    256 KiB in each direction with the coordinator, and with each of at most three members.  INVITATION may
+    be @FILE or -, as for `gridtrain worker`.
     """
     from gridtrain.cli.worker import read_invitation
     from gridtrain.tools.doctor.examination import Examination

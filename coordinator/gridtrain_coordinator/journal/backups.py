@@ -81,7 +81,7 @@ class Backups:
             ) from None
 
     def request(self) -> None:
-        """Request a backup, because the journal has a new entry."""
+        """Request a backup.  Call when the journal has a new entry."""
         self.is_pending = True
 
     @property

@@ -31,8 +31,8 @@ A state source may be in a long step, and sends its state only after that step.
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
 """How far ahead the snapshot step is chosen, in seconds and in steps.
 
-All sources take their snapshots after the same step, so `ServeCatchUp` must reach every source before that
-source begins the next step.
+All sources take their snapshots after the same step, so `ServeCatchUp` must reach every source before the
+source begins that step.
 """
 
 SNAPSHOT_LATE_S = 4.0

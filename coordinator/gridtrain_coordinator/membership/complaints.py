@@ -67,7 +67,7 @@ class Complaints:
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
-        # Sent before this generation's MembershipView arrived; the lost process may be a member of both.
+        # Sent before this generation's MembershipView arrived; the lost peer may belong to both generations.
         is_previous = run.is_current(message.term, message.generation + 1)
         are_members = {worker.peer, message.peer} <= run.members and worker.peer != message.peer
         if not (is_current or is_previous) or not are_members:

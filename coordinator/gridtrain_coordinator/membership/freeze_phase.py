@@ -103,7 +103,7 @@ class FreezePhase:
         self.delayed_until_s = None
 
     def _start_over(self, now_s: float) -> list[Effect]:
-        """Start over from new workers' checkpoints or at step 0, because no worker holds the model.
+        """Start over from new workers' checkpoints or at step 0.  Call when no worker holds the model.
 
         A run that its owner has ended is finished instead, with the model of a checkpoint if there is one.
         """
@@ -159,7 +159,7 @@ class FreezePhase:
     def _is_journal_behind(self) -> bool:
         """Whether members are awaited, and a worker has reported a generation later than the journal's.
 
-        The other members may report the later generation as well.
+        The other members may also report the later generation.
         """
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 

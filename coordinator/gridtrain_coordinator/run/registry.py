@@ -320,7 +320,7 @@ def _shards_text(spec: m.LedgerSpec) -> str:
     if not spec.shards:
         return ""
     digest = hashlib.blake2b(str(spec.shards).encode(), digest_size=6).hexdigest()
-    return f" in {len(spec.shards)} shards (sizes {digest})"
+    return f" in {format_count(len(spec.shards), 'shard')} (sizes {digest})"
 
 
 def _described(setup: m.Setup) -> dict[str, str]:

@@ -115,8 +115,8 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = (
-                f"the coordinator restarted; waiting for {awaited} to come back, which they do not if their "
-                "last output says that the run is finished and where the model is"
+                f"the coordinator restarted; waiting for {awaited} to come back; members whose last output "
+                "says that the run is finished, and where the model is, do not come back"
             )
         elif recovered.generation:  # the journal does not record which workers were paused
             self._reason = (
@@ -198,7 +198,7 @@ class RunState:
     @property
     def pending_model(self) -> str:
         """Which members try again to write the final model of the finished run, or their parts of it, and
-        what to do; "" if none does."""
+        what to do; "" if there are no such members."""
         names = [worker.name for worker in self._model_writers if worker.problems.failed_exports]
         first = list_first(names, MAX_CAUSES_SHOWN)
         text = f"the final model is not written yet: {first} could not write it: {EXPORT_REMEDY}"

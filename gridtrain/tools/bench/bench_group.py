@@ -85,7 +85,7 @@ class BenchSetting:
 
     Attributes:
         exchange: the name of the exchange; see `exchange_names`.
-        n: the number of elements of the vector.
+        n: the number of elements in the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """
 

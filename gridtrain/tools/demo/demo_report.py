@@ -198,7 +198,7 @@ def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
             )
         )
     title = "The same model and link, another exchange"
-    subtitle = f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}"
+    subtitle = f"{format_count(setting.workers, 'worker')}, each {setting.cap} up and down; {setting.model}"
     return draw_chart(title, subtitle, panels)
 
 
@@ -233,7 +233,8 @@ def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
         [
             "# gridtrain demo",
             "",
-            f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}. {setting.machine}.",
+            f"{format_count(setting.workers, 'worker')}, each {setting.cap} up and down; {setting.model}. "
+            f"{setting.machine}.",
             f"Target: {curves[0].label}'s final held-out loss, {target:.3f}. Bytes: counted at the socket, "
             "mean over the workers.",
             "",

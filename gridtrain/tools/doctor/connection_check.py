@@ -5,7 +5,7 @@
                                           no answer: another program or key             v
                                                                         round trip, bursts, dial-back
 
-The check enrols no key, so it does not use the invitation: the handshake alone proves whether that is valid.
+The check enrols no key, so the invitation keeps all its uses; the handshake alone proves whether it is valid.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class Examination:
     def _greeting_finding(self, probe: DoctorProbe) -> Finding:
         run = f'run "{self._invitation.run}"'
         if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
-            return ok("invitation", f"valid for {run}; this check has not used it", run=self._invitation.run)
+            text = f"valid for {run}; this check does not count as a use"
+            return ok("invitation", text, run=self._invitation.run)
         if probe.responses.is_denied:
             fix = "ask the run's owner for a new one (gridtrain invite)"
             return failure("invitation", UNKNOWN_INVITATION, fix)

@@ -96,7 +96,7 @@ def test_a_machine_that_can_join_has_no_failures(coordinator: LiveCoordinator) -
         "gpu": levels(found)["gpu"],
         "prediction": "ok",
     }
-    assert found["invitation"].text == 'valid for run "default"; this check has not used it'
+    assert found["invitation"].text == 'valid for run "default"; this check does not count as a use'
     assert found["coordinator"].figures["up_Bps"] > 1e4 and found["coordinator"].figures["down_Bps"] > 1e4
     assert 0 < found["coordinator"].figures["rtt_s"] < 10
     assert abs(found["clock"].figures["skew_s"]) < 2
