@@ -400,7 +400,7 @@ class Coordinator:
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Make no decisions in this iteration and retry writing those that are not yet durable."""
+        """Make no new decisions in this iteration; retry to write the decisions that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())

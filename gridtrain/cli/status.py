@@ -272,7 +272,7 @@ def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return the members' reports about failed steps and checkpoints."""
+    """Return a line for each member that reports problems, such as failed checkpoints."""
     members = rows(snapshot, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
 

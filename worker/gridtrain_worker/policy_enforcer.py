@@ -107,7 +107,7 @@ class PolicyEnforcer:
         self._thread = threading.Thread(target=self._main, name="gridtrain-policy", daemon=True)
 
     def _restore(self) -> None:
-        """Apply and report the pause and the rules that the owner set during an earlier start."""
+        """Apply and report the pause and the rules that the owner set before this start."""
         until = self._saved_settings.until
         if self._saved_settings.is_paused and (until is None or until > self._now()):
             self._policy.pause(until)

@@ -144,7 +144,7 @@ def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]
 
 
 def left_entry(peer: m.PeerId, left: LeftWorker) -> dict[str, Any]:
-    """Return the journal entry for a worker that left; without checkpoints, it cancels the earlier entry."""
+    """Return the journal entry for a worker that left; one without checkpoints cancels an earlier entry."""
     checkpoints = [
         {
             "step": x.applied + 1,

@@ -30,7 +30,7 @@ JOIN_WAIT_S = 0.25
 class HeartbeatIntervals:
     """The intervals between a worker's heartbeats, which determine its timeout.
 
-    If the worker is lost because it timed out and returns, its absence counts as an interval
+    If a worker that was lost because of its timeout returns, its absence counts as an interval
     (`Registry.register`).
     """
 

@@ -77,7 +77,7 @@ def latest_whole_state(
 ) -> Outcome | None:
     """Return the latest confirmed state for which these workers have checkpoints of all layers.
 
-    Returns None if there is none.
+    Returns None if there is no such state.
 
     Args:
         layers: the number of layers in the model.
