@@ -245,7 +245,7 @@ class Membership:
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
         finished; a pipeline with a missing stage may end without a model.  A run that no worker has joined
-        is not ended, because it could never begin.
+        cannot be ended: it could then never begin.
         """
         run = self.run
         if run.is_finished:

@@ -42,7 +42,7 @@ MAX_CAUSES_SHOWN = 3
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
-LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
+LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names the workers that do not call it"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
