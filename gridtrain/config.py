@@ -216,8 +216,8 @@ class Auto:
         sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
             with them.
         computing: the share of their time that workers should spend computing.  Of the exchanges that reach
-            it, the densest is chosen; if none does, the fastest.  A dense exchange is also chosen if its
-            steps take at most 10 % longer than those of the fastest.
+            it, the densest is chosen; if none reaches it, the fastest.  A dense exchange is also chosen if
+            its steps take at most 10 % longer than those of the fastest.
     """
 
     density: float | None = None
@@ -469,7 +469,7 @@ class Deadlines:
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
     silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies
     regreet_s: float = 1.0  # time within which a broken connection may be restored
-    ended_s: float = 0.05  # replaces regreet_s if another member's connection to that worker broke as well
+    ended_s: float = 0.05  # replaces regreet_s if another member's connection to that worker also broke
     report_s: float = 2.0  # time for the answers to a Freeze
     regather_s: float = 60.0  # shortest wait for members if none is connected
     ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links

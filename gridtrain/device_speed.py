@@ -23,7 +23,7 @@ def device_flops(device: torch.device) -> float:
             product = a @ a
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize()
-            # The fastest product is used, as other processes, often started at the same time, delay most.
+            # The fastest product counts: other processes, often started at the same time, delay most of them.
             least_s = min(least_s, time.perf_counter() - began_s)
         del product
     return 2.0 * n**3 / least_s

@@ -10,10 +10,10 @@ from gridtrain.quantities import format_count, format_fields
 SENTENCES = {
     "backup": "backups are being written again: {reason}",
     "backup_failed": "a backup failed: {reason}; {remedy}",
-    "called_back": "others {can} connect to {name}",
+    "called_back": "other workers {can} connect to {name}",
     "caught_up": "{name} has received the state up to step {step}",
     "checkup": "`gridtrain doctor` connected from {from}",
-    "checkpoint_failed": "{name} could not write its checkpoints, {failed} in a row: {remedy}",
+    "checkpoint_failed": "{name} could not write a checkpoint in {failed}: {remedy}",
     "checkpoint_written": "{name} is writing checkpoints again",
     "checkpoint_uploaded": "{name} is uploading checkpoints again",
     "dashboard_failed": "the dashboard failed: {reason}",
@@ -54,12 +54,12 @@ SENTENCES = {
     "step_skipped": "{name} had unusable gradients in {skipped}, the latest near step {step}: {reason}",
     "superseded": "{name} has switched to a coordinator that started later",
     "training": "training continues with {workers} from step {step}",
-    "upload_failed": "{name} could not upload its checkpoints, {failed} in a row: {remedy}",
+    "upload_failed": "{name} could not upload a checkpoint in {failed}: {remedy}",
     "violation": "{peer} broke the protocol: {reason}",
     "waiting": "the run is waiting for workers: {reason}",
     "worker_finished": "{name} has reached the end of the run",
 }
-COUNTED = ("workers", "worker"), ("skipped", "step"), ("missed", "step")
+COUNTED = ("workers", "worker"), ("skipped", "step"), ("missed", "step"), ("failed", "attempt")
 
 
 class _Fields(dict[str, str]):

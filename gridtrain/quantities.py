@@ -73,7 +73,7 @@ def format_age(seconds_s: float) -> str:
 
 
 def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") -> str:
-    """Describe how many of a run's samples were in skipped steps; "" if less than 1 % and `last` is 0.
+    """Describe how many of a run's samples were in skipped steps; "" if under 1 % were and `last` is 0.
 
     Args:
         last: the number of steps at the end that were all skipped; 0 if this should not be mentioned.

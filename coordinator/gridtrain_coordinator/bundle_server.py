@@ -15,7 +15,7 @@ from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""How many bundles a worker may fetch within `RATE_WINDOW_S`; small requests have large replies."""
+"""How many bundles a worker may fetch within `RATE_WINDOW_S`; limited because each reply is large."""
 
 MAX_ASKERS = 1000
 

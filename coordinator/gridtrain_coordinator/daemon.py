@@ -68,7 +68,8 @@ EXIT_DELAY_S = 5.0
 """How long workers have to learn that the run has ended, and to leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The same while the worker that writes the final model does so, or could not write its last checkpoint."""
+"""The delay while the worker that is to write the final model is writing it, or has been unable to write its
+last checkpoint."""
 
 
 class StopFlag(Protocol):
@@ -316,9 +317,9 @@ class Coordinator:
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Write all journal entries in one transaction, then carry out the other effects in order.
 
-        Writing an entry before an effect that precedes it is harmless: to the peers, it looks as if the
-        coordinator had been killed in between.  If a send fails, the core is notified once that the peer is
-        disconnected; because the number of peers is finite, the loop ends.
+        Writing an entry before the effects that precede the entry is harmless: to the peers, it looks as if
+        the coordinator had been killed in between.  If a send fails, the core is notified once that the peer
+        is disconnected; because the number of peers is finite, the loop ends.
         """
         failed: set[PeerId] = set()
         while effects:
@@ -399,7 +400,7 @@ class Coordinator:
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Make no decisions in this iteration and retry writing those that are not yet durable."""
+        """Make no new decisions in this iteration; retry to write the decisions that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())

@@ -6,8 +6,8 @@
                         -- Burst 0 .. 15 ---------> BurstReceived      upload
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
-A check does not use up an invitation.  The number of checks per address range and the size of each check are
-limited, and only the source address of a connection is dialled.
+A check does not count as a use of an invitation.  The number of checks per address range and the size of each
+check are limited, and only the source address of a connection is dialled.
 """
 
 from __future__ import annotations

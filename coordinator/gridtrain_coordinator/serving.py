@@ -110,7 +110,7 @@ class StopOnSignal:
 def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run `serve` and return its exit code.
 
-    If the log is JSON, an error that ends the coordinator is written as the log's last line.
+    If the log is JSON, an error that stops the coordinator is written as the log's last line.
     """
     try:
         return serve(settings, out=out, err=err)

@@ -108,7 +108,7 @@ def build_status(
     now_s: float,
     uptime_s: float,
 ) -> dict[str, Any]:
-    """Return the content of a `StatusReply`, which the dashboard shows as well.
+    """Return the content of a `StatusReply`, which the dashboard also shows.
 
     It extends `Membership.snapshot` with waited_for (the slow member and its time, as text), software,
     address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and each member with

@@ -110,7 +110,7 @@ def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
 
 
 def settings_table(settings: OptionValues) -> Any:
-    """Return the table that is printed on a terminal."""
+    """Return a table of the options with their values and sources, for a terminal."""
     from rich.table import Table
     from rich.text import Text
 

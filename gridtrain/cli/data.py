@@ -59,7 +59,7 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
         ) from None
 
     def show(shard: ShardFile) -> None:
-        tokens = f", {shard.tokens} tokens" if tokenizer else ""
+        tokens = f", {format_count(shard.tokens, 'token')}" if tokenizer else ""
         samples = format_count(shard.samples, "sample")
         click.echo(f"{shard.url}: {samples}{tokens}, {format_bytes(shard.bytes)}", err=True)
 

@@ -43,9 +43,9 @@ Exit codes:
 def doctor(invitation: str, as_json: bool) -> None:
     """Check whether this machine can join the run of INVITATION.  Takes less than 20 seconds.
 
-    It does not join and does not use up the invitation.  It exchanges at most 256 KiB in each direction
-    with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -, as for
-    `gridtrain worker`.
+    The check does not join the run, and does not count as a use of the invitation.  It exchanges at most
+    256 KiB in each direction with the coordinator, and with each of at most three members.  INVITATION may
+    be @FILE or -, as for `gridtrain worker`.
     """
     from gridtrain.cli.worker import read_invitation
     from gridtrain.tools.doctor.examination import Examination
@@ -74,9 +74,11 @@ def doctor(invitation: str, as_json: bool) -> None:
 
 
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
-    """Return the limit that a worker would have if it were started in this folder: the option, or the rule
-    that was saved for the first of this machine's workers in the run that is not running, preferably one that
-    was admitted with this invitation."""
+    """Return the upload limit of the worker that `gridtrain worker` would start in this folder.
+
+    This is the option or, if it takes precedence, a saved rule of the first worker of the run that is not
+    running on this machine, preferably of one that was admitted with this invitation.
+    """
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.identity import claim_identity
     from gridtrain.network.transport.rate_limiter import parse_rate

@@ -8,7 +8,7 @@ from gridtrain.cli.layers_file import parse_size
 from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
-from gridtrain.quantities import describe_skipped
+from gridtrain.quantities import describe_skipped, format_count
 
 
 @click.command()
@@ -42,13 +42,14 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
             remedy=install_command("torch"),
         ) from None
     done = export_by_url(checkpoint, out, step, parse_size(shard_size))
-    text = f"the model after step {done.step}, {done.tensors} tensors with {done.elements} elements"
+    size = f"{format_count(done.tensors, 'tensor')} with {format_count(done.elements, 'element')}"
+    text = f"the model after step {done.step}, {size}"
     click.echo(wrap_text(f"{shown_url(out)}: {text}, from {done.source}"))
     if learned := describe_skipped(done.ledger.skipped, done.ledger.consumed):
         click.echo(learned, err=True)
     if done.left_out:
         click.echo(
-            f"{len(done.left_out)} frozen tensors, such as {done.left_out[0]!r}, are not in any checkpoint, "
-            "and were left out: load the adapter into the base that the run used",
+            f"left out {format_count(len(done.left_out), 'frozen tensor')}, such as {done.left_out[0]!r}, "
+            "which no checkpoint contains: load the adapter into the base that the run used",
             err=True,
         )

@@ -16,9 +16,9 @@ from gridtrain.cli.output import wrap_text
 def finish(run: str, state: Path | None) -> None:
     """End the run now, as if its script had reached its last step.
 
-    After the open step the workers write their last checkpoint, the first one also writes the model, and they
-    exit with code 0.  A pipeline without a stage for a minute ends without a model.  Workers that join
-    later are refused.
+    After the open step, the workers write their last checkpoints, the first worker also writes the model,
+    and all exit with code 0.  A pipeline that lacks a stage for a minute ends without a model.  Workers
+    that join later are refused.
     """
     from gridtrain.core.messages import EndRun
 

@@ -71,7 +71,7 @@ class JoinProgress:
         """Return the progress as text."""
         here = f"{len(self.members)} of {format_count(self.wanted, 'worker')} joined"
         coming = len(self.admitted) - len(self.members)
-        return here + (f", {coming} more were admitted" if coming else "")
+        return here + (f", {coming} more {'was' if coming == 1 else 'were'} admitted" if coming else "")
 
 
 def await_members(

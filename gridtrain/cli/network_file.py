@@ -1,4 +1,4 @@
-"""Reads a network for `gridtrain plan` from a TOML file of sites and links, or makes one site of equals.
+"""Reads a network for `gridtrain plan` from a TOML file of sites and links, or makes one uniform site.
 
 [[site]]
 name = "office"
@@ -181,7 +181,7 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     both = entry.get("link")
     if both is not None and ("up" in entry or "down" in entry):
         raise ConfigError(
-            f"{where} has a link as well as up or down", remedy="specify either a link, or up and down"
+            f"{where} has both a link and up or down", remedy="specify either a link, or up and down"
         )
     if both is None and ("up" not in entry or "down" not in entry):
         raise ConfigError(f"{where} has no link", remedy="specify either a link, or up and down")

@@ -65,7 +65,7 @@ def brief_option(
 
 
 class _AtLeast(click.ParamType[float]):
-    """A number with a minimum, which is not shown in the help, because it would take another line."""
+    """A number with a minimum.  The help does not show the minimum, which would take another line."""
 
     def __init__(self, kind: OptionKind, minimum: float) -> None:
         self.name, self._minimum = kind.value, minimum
@@ -76,7 +76,7 @@ class _AtLeast(click.ParamType[float]):
             number: float = self._parse(value)
         except ValueError:
             number = math.nan
-        if not self._minimum <= number < math.inf:  # NaN is not
+        if not self._minimum <= number < math.inf:  # also refuses NaN
             self.fail(f"{value} is not a {self.name} of at least {self._minimum:g}", param, context)
         return number
 

@@ -37,7 +37,7 @@ Parsed = TypeVar("Parsed")
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-direct", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
-"""The maximum number of workers for which the best order on a network of unequal links is searched for.
+"""The maximum number of workers for which the best order on a network of unequal links is sought.
 
 With more workers, the workers of each site stay together."""
 
@@ -265,7 +265,7 @@ def plan(
         return
     if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
-            f"--{extra[0].replace('_', '-')} applies only to a model in stages; specify --stages as well"
+            f"--{extra[0].replace('_', '-')} applies only to a model in stages; also specify --stages"
         )
     if live is not None:
         if live.workload is not None:
@@ -319,7 +319,7 @@ def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
 def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
-    """Estimate a step as a run would take it: `dense` and `gtopk` with the topology that is chosen for it."""
+    """Estimate a step as a run takes it: `dense` and `gtopk` with the topology that the run would choose."""
     from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
     from gridtrain.core.planning.topology_choice import choose_topology
     from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts
@@ -362,7 +362,7 @@ def _print(
         )
     for row in (rows[0], rows[-1]) if len(rows) > 1 else rows:
         click.echo(wrap_text(recommend_exchange(row).reason))
-        if not optimizer.startswith("sgd"):  # they are for AdamW and similar optimizers
+        if not optimizer.startswith("sgd"):  # proposals apply to AdamW and similar optimizers
             click.echo(wrap_text(recommend_local_steps(row, computing)))
     named = optimizer or f"{DEFAULT_OPTIMIZER} (assumed)"
     text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {named}:"

@@ -14,7 +14,7 @@ import click
 
 from gridtrain.cli.option_flags import brief_option
 from gridtrain.cli.output import make_console, wrap_text
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -152,7 +152,8 @@ def _each(
     except ValueError:
         raise click.BadParameter(f'"{text}" is not a list of numbers', param_hint=option) from None
     if len(values) not in (1, stages):
-        raise click.BadParameter(f"{len(values)} values were given for {stages} stages", param_hint=option)
+        text = f"{len(values)} values were given for {format_count(stages, 'stage')}"
+        raise click.BadParameter(text, param_hint=option)
     return values * stages if len(values) == 1 else values
 
 

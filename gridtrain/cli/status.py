@@ -246,7 +246,7 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def received_states(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line with the bytes of state that members have received to join; empty if none has."""
+    """Return a line with the bytes of state that members have received to join; [] if there are none."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [
@@ -272,7 +272,7 @@ def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return the members' reports about failed steps and checkpoints."""
+    """Return a line for each member that reports problems, such as failed checkpoints."""
     members = rows(snapshot, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
 
@@ -294,7 +294,7 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
 
 
 def _mean_loss(snapshot: Mapping[str, Any]) -> str:
-    """Return the mean of the losses that members report, weighted by their shares; "" if none does."""
+    """Return the mean of the losses that members report, weighted by their shares; "" without any."""
     reported = [
         (loss, max(member.get("share") or 0, 1))
         for member in rows(snapshot, "members")

@@ -79,7 +79,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
     words = (invitation, *command) if invitation is not None else command
     chosen = resolve_settings("worker", given)
     if invitation is None and not chosen.text("invitation"):
-        raise _no_invitation()  # otherwise the command's first word would be taken for it
+        raise _no_invitation()  # otherwise the command's first word would count as the invitation
     job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
         partial(bundle_prompt.ask_consent, chosen, job)
@@ -149,7 +149,7 @@ def _no_invitation() -> ConfigError:
     return ConfigError(
         "no invitation was given",
         remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
-        "(if that command was meant to supply it, see its message above)",
+        "(if this command line runs gridtrain invite, see the message of that command above)",
     )
 
 

@@ -1,8 +1,8 @@
 """`gridtrain worker set|show|pause|resume|stop`: sets the rules of workers on this machine and controls them.
 
-They are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer` executes them
-and answers with the worker's new state.  Exit code 2 means that no such worker runs, or that a rule cannot be
-enforced.
+The commands are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer`
+executes them and answers with the worker's new state.  Exit code 2 means that no such worker runs, or that a
+rule cannot be enforced.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return lines that list the sensors that were read, and the others with the reasons."""
+    """Return lines that list the sensors that were read, and why the other sensors were not."""
     from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
 
     lines: list[str] = []

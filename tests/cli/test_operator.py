@@ -299,7 +299,7 @@ def test_a_worker_is_kicked_by_name_and_banned_by_key(server: AccessServer) -> N
     server.enrol(ANNA, BERT)
     assert (
         output_of(server, "kick anna")
-        == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to join again\n"
+        == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to rejoin\n"
     )
     assert server.role(ANNA) == "stranger"
     assert (
@@ -309,7 +309,7 @@ def test_a_worker_is_kicked_by_name_and_banned_by_key(server: AccessServer) -> N
     assert server.access.status(time.time())["banned"] == [
         {"peer": BERT, "name": "[red]bert", "reason": "spam"}
     ]
-    assert "can join again" in output_of(server, "unban b2b2b2")
+    assert "can rejoin" in output_of(server, "unban b2b2b2")
     assert server.access.status(time.time())["banned"] == []
 
 
@@ -319,7 +319,7 @@ def test_a_ban_is_lifted_by_the_name_that_was_banned(server: AccessServer) -> No
     output_of(server, "ban anna --reason spam")
     server.members = [{**MEMBERS[1], "name": "anna"}]  # another worker with that name, which is not banned
     assert "banned anna a1a1a1a1a1a1: spam" in output_of(server, "members")
-    lifted = "anna: a1a1a1a1a1a1 is no longer banned; it can join again with a new invitation\n"
+    lifted = "anna: a1a1a1a1a1a1 is no longer banned; it can rejoin with a new invitation\n"
     assert output_of(server, "unban anna") == lifted
     assert "matches no member" in refusal(gridtrain(server, "unban anna"), 2)
 

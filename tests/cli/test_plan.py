@@ -333,7 +333,7 @@ def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
         ("[[host]]\nname='a'", "unknown keys host"),
-        ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has a link as well as up or down"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has both a link and up or down"),
         ("[[site]]\nname='a'\nlink='100Mbit/'", "'' is not a rate"),
         (
             "[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=[['a'],['b']]",

@@ -171,8 +171,8 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
     [
         (("--stages", "4"), "--parameters is missing"),
         (("--stages", "0"), "not in the range"),
-        (("--layers", "12"), "specify --stages as well"),
-        (("--batch", "12"), "--batch applies only to a model in stages; specify --stages as well"),
+        (("--layers", "12"), "also specify --stages"),
+        (("--batch", "12"), "--batch applies only to a model in stages; also specify --stages"),
         (("--stages", "2", "--layers", "nowhere.toml"), "neither a file nor a number"),
         (
             ("--stages", "2", "--parameters", "1M", "--memory", "8GB,8GB,8GB"),

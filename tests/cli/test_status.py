@@ -103,7 +103,7 @@ def test_events_are_sentences() -> None:
         f"an{{0}} is lost: {reason}"
     )
     assert event_text({"event": "called_back", "name": "bert", "reachable": False}) == (
-        "others cannot connect to bert"
+        "other workers cannot connect to bert"
     )
     assert event_text({"event": "training", "workers": 1}) == "training continues with 1 worker from step ?"
     assert event_text(

@@ -239,7 +239,7 @@ def test_invitations_are_as_valid_as_before(tmp_path: Path) -> None:
         "expired": "this invitation has expired",
         "withdrawn": "this invitation was withdrawn by the run's owner",
         "open": None,
-        "used up": "this invitation is used up",
+        "used up": "this invitation has no uses left",
         "kept": None,
     }
     assert {access.access_role(key, wall_s + 400 * 86_400).value for key in pending.values()} == {"stranger"}

@@ -306,7 +306,7 @@ def test_the_holder_of_a_used_up_invitation_is_refused(message: m.Message) -> No
     ]
     (refused,) = transport.sent
     assert isinstance(refused, m.Refused) and refused.code == "invitation" and core.received == []
-    assert refused.reason == "this invitation is used up"
+    assert refused.reason == "this invitation has no uses left"
 
 
 def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 STEP, SAMPLES = 10, 1600
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 FINE, REFUSED = 0, 4
-KICKED = "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
+KICKED = "ask the run's owner for a new invitation; earlier invitations no longer admit this worker"
 BANNED = "ask the run's owner to lift the ban (gridtrain unban {}) and to send a new invitation"
 
 

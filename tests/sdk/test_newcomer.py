@@ -135,7 +135,7 @@ def test_an_invitation_admits_the_same_worker_again(start_coordinator: StartCoor
     for _ in range(2):
         gridtrain.join(text).close()
     assert [key.name for key in state.rglob("*.key")] == ["worker-0.key"]
-    with gridtrain.join(text), pytest.raises(JoinRefused, match="this invitation is used up") as caught:
+    with gridtrain.join(text), pytest.raises(JoinRefused, match="this invitation has no uses left") as caught:
         gridtrain.join(text)
     assert caught.value.code == "invitation"
     assert len(list(state.rglob("*.key"))) == 1, "the refused worker has left no key"

@@ -1,4 +1,4 @@
-"""The worker agent: starts, watches and restarts a volunteer's script, and limits its time to end (Ctrl-C).
+"""The worker agent: starts, watches and restarts a volunteer's script, and limits its time to exit (Ctrl-C).
 
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (once) and requests the run's status
@@ -275,8 +275,8 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 
 
 def check_machine(job: Job) -> None:
-    """Raise the script's error if it would be unable to write the final model or to listen at the chosen
-    address.  This can be determined before the invitation is used and before torch is imported."""
+    """Raise the error with which the script would fail if it cannot write the final model or listen at the
+    chosen address.  Both can be checked before the invitation is used and before torch is imported."""
     if folder := job.settings.get("export_dir"):
         export_folder(job.invitation.run, folder)
     if address := job.settings.get("listen"):
@@ -313,7 +313,7 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script, with restarts, until it succeeds, the restarts are used up, or a signal arrives."""
+    """Run the script, and rerun it if it fails, until it succeeds, no restarts remain or a signal arrives."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):
@@ -525,7 +525,7 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
-    """Start a shell that ends a process group if this process dies, which closes the shell's pipe.
+    """Start a shell that terminates a process group if this process dies and thereby closes the shell's pipe.
 
     Yields a function that sets the process group.
     """
@@ -557,7 +557,7 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 def _running_script(
     job: Job, variables: Mapping[str, str], console: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script and yield it; on exit, end its whole process group."""
+    """Start the script and yield it; on exit, terminate its whole process group."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
@@ -657,7 +657,7 @@ def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> st
         name = _signal_name(code - 128)
         hint = "its last lines are above"
         if name == "SIGKILL":
-            hint = "this is often a lack of memory; see the system's log"
+            hint = "the cause is often a lack of memory; see the system's log"
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     hint = "see its output above"
     if suggest_restarts and code not in FINAL_EXIT_CODES:

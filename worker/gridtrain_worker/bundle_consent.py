@@ -131,7 +131,8 @@ def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
         if not given and ask is None:
             raise NotAccepted(
                 f"the run's bundle {digest} has not been accepted on this machine",
-                remedy=f"inspect it with --dry-run, then add --accept {digest}, or start this in a terminal",
+                remedy=f"inspect it with --dry-run, then add --accept {digest}, or start the worker in a "
+                "terminal",
             )
         if not given and ask is not None and not ask(offer):
             raise NotAccepted(

@@ -45,8 +45,8 @@ class Console:
         """Write a sentence."""
 
     def report_error(self, text: str, exit_code: int) -> bool:
-        """Write the error that ends this process, if this console formats errors differently from sentences;
-        return whether it does."""
+        """Write the error with which this process exits, if this console formats errors differently from
+        sentences; return whether the error was written."""
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
@@ -148,7 +148,7 @@ class TerminalConsole(Console):
         self._stream = stream
         self._live = ""
         self._drawn = ""  # the live line on the screen
-        self._mid_line = False  # whether the script's last line is incomplete, so that none may be appended
+        self._mid_line = False  # whether the script's last line is incomplete, so that nothing may follow it
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:

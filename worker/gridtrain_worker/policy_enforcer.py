@@ -1,4 +1,4 @@
-"""Applies the owner's rules to a running script: checks at intervals, sends limits, and ends the script.
+"""Applies the owner's rules to a running script: checks at intervals, sends limits, and detects disobedience.
 
 every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
@@ -51,7 +51,7 @@ class PolicyEnforcer:
     Args:
         folder: the folder for this worker's rules, budget and socket.
         name: the worker's name, until the run assigns another one.
-        given: the rules from the command line; rules saved by `set` apply as well.
+        given: the rules from the command line; rules saved by `set` also apply.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
         sensors: the sensors to read; by default this machine's.
@@ -81,7 +81,7 @@ class PolicyEnforcer:
         self._pids: tuple[int, ...] = ()
         self._script_status: Body = {}
         self._moved_bytes = 0
-        self._knows_day_bytes = False  # whether the script knows `DAY_BYTES`; older ones do not
+        self._knows_day_bytes = False  # whether the script knows `DAY_BYTES`, unlike older scripts
         self._disobeyed_since_s: float | None = None
         self._greeted: set[int] = set()
         self._budget_error = ""  # the reason why traffic cannot be counted
@@ -107,12 +107,12 @@ class PolicyEnforcer:
         self._thread = threading.Thread(target=self._main, name="gridtrain-policy", daemon=True)
 
     def _restore(self) -> None:
-        """Apply and report the pause and the rules that the owner set during an earlier start."""
+        """Apply and report the pause and the rules that the owner set before this start."""
         until = self._saved_settings.until
         if self._saved_settings.is_paused and (until is None or until > self._now()):
             self._policy.pause(until)
             self._tell(
-                "still paused, because its owner paused it before it was restarted; to continue, run "
+                "still paused, because this worker's owner paused it before the restart; to continue, run "
                 "gridtrain worker resume"
             )
         saved = self._saved_settings.later_rules(self._start_settings)
@@ -197,7 +197,7 @@ class PolicyEnforcer:
             self._count(nbytes)
 
     def _count(self, nbytes: int) -> None:
-        """Lock held.  Count `nbytes`, which may be 0, and write the counts if a write is due."""
+        """Count `nbytes`, which may be 0, and write the counts if a write is due.  The lock must be held."""
         try:
             self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
         except ConfigError as error:
@@ -267,7 +267,7 @@ class PolicyEnforcer:
         self._check_readable(changed)
         self._saved_settings.save_rules(settings, self._start_settings)
         self._policy.rules = changed.rules
-        self._tell("its rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
+        self._tell("this worker's rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
         """Return the current readings; all are absent if the sensors cannot be read."""
@@ -377,7 +377,7 @@ class PolicyEnforcer:
                     self._count(0)
                     self._decide()
                     self._push()
-        except BaseException as fault:  # a bug: `raise_fault` reports it, and the agent ends the script
+        except BaseException as fault:  # a bug: `raise_fault` reports it, and the agent stops the script
             self._fault = fault
             raise
 

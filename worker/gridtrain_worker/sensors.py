@@ -28,7 +28,7 @@ EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
-"""The GPU utilization above which another program is taken for a game rather than the desktop."""
+"""The GPU utilization above which another program is considered a game rather than the desktop."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
 """The classes of sessions that systemd opens for services and timers without a login."""
@@ -133,7 +133,7 @@ class MachineSensors:
         since_us = int((time.time() - 2 * EVERY_S) * 1e6)
         try:
             told = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
-        except self._nvml.NVMLError:  # no program has used the GPU since then, or it is too old to report use
+        except self._nvml.NVMLError:  # no program has used the GPU since then, or the GPU is too old to tell
             return False
         return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
 
@@ -277,7 +277,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether other users' processes are visible; in a container or in WSL they are not."""
+    """Return whether other users' processes are visible; a container and WSL hide them."""
     if sys.platform != "linux":
         return True
     try:

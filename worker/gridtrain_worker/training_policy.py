@@ -243,7 +243,7 @@ class PolicyDecision:
 
     Attributes:
         may_train: whether the script may train.
-        reasons: the reasons why it may not.
+        reasons: the reasons why the script may not train.
         until: when training is expected to be allowed again; None if not known.
     """
 
@@ -318,7 +318,7 @@ class TrainingPolicy:
         return PolicyDecision(not blocking, tuple(reason for reason, _ in blocking), until)
 
     def _sensor_reason(self, name: str, readings: SensorReadings, now: datetime) -> str:
-        """Return why the reading of sensor `name` pauses the script; empty if it does not."""
+        """Return why the reading of sensor `name` pauses the script; empty if the script may run."""
         match name:
             case "battery":
                 return "battery" if readings.on_battery else ""
@@ -340,7 +340,7 @@ class TrainingPolicy:
         return "" if quiet else "the GPU is in use"
 
     def _heat(self, temperature_C: float) -> str:
-        """Return why the temperature pauses the script; empty if it does not.
+        """Return why the temperature pauses the script; empty if the script may run.
 
         Two limits (hysteresis) prevent the script from pausing and continuing every few seconds.
         """

@@ -23,6 +23,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.access import authorization_limits as limits
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
@@ -57,8 +58,8 @@ class ViolationOutcome:
         entries: journal entries to write.
         removed: members to remove, with reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: whether the violation is counted; False if the accuser is suspected, or has already made
-            as many accusations as are recorded.
+        is_counted: whether the violation is counted; False if it was not recorded, or if the accuser is
+            suspected.
         violation_count: the number of the accused member's violations that are currently counted.
     """
 
@@ -78,7 +79,7 @@ class _Invitation:
     is_withdrawn: bool = False
 
     def refusal(self, wall_s: float) -> m.Refused | None:
-        """Return why an ended invitation is refused; None if it is valid."""
+        """Return the refusal if this invitation has ended; None if it is valid."""
         if self.is_withdrawn:
             return limits.WITHDRAWN_INVITATION
         if limits.is_used_up(self.used, self.uses):
@@ -105,8 +106,8 @@ class Authorization:
         run: the run's name, which is included in replies.
         operator: the key that authorizes commands; None if there is none.
         coordinator: the coordinator's own key, which no worker may use.
-        open_to_all: whether every key that has not been removed or banned is a peer's; for groups within one
-            process.
+        open_to_all: whether every key that has not been removed or banned has the role PEER; for groups
+            within one process.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Authorization:
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
         """Return the current role of `key`; called at each handshake and for each message.
 
-        The key of an ended invitation has the role GUEST as well, so that its holder can be told how the
+        The key of an ended invitation also has the role GUEST, so that its holder can be told how the
         invitation ended.
         """
         if self.is_operator(key) or self._is_member(key):
@@ -145,7 +146,7 @@ class Authorization:
         return AccessRole.STRANGER
 
     def invitation_refusal(self, invitation_key: m.PeerId, wall_s: float) -> m.Refused | None:
-        """Return why an unknown or ended invitation is refused; None if it is valid."""
+        """Return the refusal if the invitation is unknown or has ended; None if it is valid."""
         invitation = self._invitations.get(invitation_digest(invitation_key))
         return limits.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
 
@@ -159,7 +160,7 @@ class Authorization:
     ) -> AccessReply:
         """Handle `Enrol`: make `peer` a member if the invitation with this key is valid.
 
-        Enrolling a key that already belongs to a member does not use up the invitation.
+        Enrolling a key that already belongs to a member does not count as a use of the invitation.
 
         Args:
             address_range: the range to which the connection's source address belongs.  The number of keys
@@ -259,8 +260,8 @@ class Authorization:
         if uses > limits.MAX_USES or expires_s > limits.MAX_EXPIRES_S:
             return _refused(
                 "bounds",
-                f"the invitation has {uses} uses and lasts {expires_s / 86_400:.4g} days; the limits are "
-                f"{limits.MAX_USES} uses and {limits.MAX_EXPIRES_S / 86_400:.0f} days",
+                f"the invitation has {format_count(uses, 'use')} and lasts {expires_s / 86_400:.4g} days; "
+                f"the limits are {limits.MAX_USES} uses and {limits.MAX_EXPIRES_S / 86_400:.0f} days",
                 "stay within these limits, and create further invitations later",
             )
         if name in self._invitations or key in self._members or key in self._reserved_keys:
@@ -297,9 +298,7 @@ class Authorization:
             return _refused("too-many", f"{limits.MAX_BANNED} keys are banned", "unban some keys")
         cause = "liar" if self._violations.is_suspected(peer) else "order"
         entries, _ = self._remove(peer, ban, reason, cause, limits.clean_reason(name) if ban else "")
-        done = (
-            "is banned until you unban it" if ban else "is removed; it needs a new invitation to join again"
-        )
+        done = "is banned until you unban it" if ban else "is removed; it needs a new invitation to rejoin"
         return AccessReply(m.OperatorReply(f"{_short(peer)} {done}"), tuple(entries), ((peer, reason),))
 
     def pardon(self, peer: m.PeerId) -> AccessReply:
@@ -309,7 +308,7 @@ class Authorization:
                 "unknown", f"{_short(peer)} is not banned", "list banned keys with `gridtrain members`"
             )
         entry = self._apply_and_journal("pardoned", peer=peer.hex())
-        then = "it can join again" if self._open_to_all else "it can join again with a new invitation"
+        then = "it can rejoin" if self._open_to_all else "it can rejoin with a new invitation"
         return AccessReply(m.OperatorReply(f"{_short(peer)} is no longer banned; {then}"), (entry,))
 
     # -- violations ----------------------------------------------------------------------------
@@ -365,7 +364,8 @@ class Authorization:
     ) -> tuple[list[JournalEntry], list[m.PeerId]]:
         """Remove a member; return the journal entries and the restored members.
 
-        If the cause is "liar", the members that were removed because of its false accusations are restored.
+        If the cause is "liar", the members that were removed because of this member's false accusations are
+        restored.
         """
         victims = self._violations.accused_by(peer) if cause == "liar" else []
         named = {"name": name} if name else {}

@@ -29,7 +29,7 @@ MAX_ENROLS = 4096  # from all ranges within the same time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
 """The maximum number of joins by one key within `JOIN_WINDOW_S`.
 
-It limits the load caused by a worker that crashes at startup and is restarted repeatedly.
+The limit bounds the load caused by a worker that crashes at startup and is restarted repeatedly.
 """
 
 MAX_JOINERS = 20_000
@@ -83,7 +83,7 @@ EXPIRED_INVITATION = m.Refused("invitation", "this invitation has expired", _ASK
 WITHDRAWN_INVITATION = m.Refused("invitation", "this invitation was withdrawn by the run's owner", _ASK)
 USED_UP_INVITATION = m.Refused(
     "invitation",
-    "this invitation is used up",
+    "this invitation has no uses left",
     f"start a worker that it admitted before, under the same account on the same machine, or {_ASK}",
 )
 KEY_IN_USE = m.Refused("key", "this key is already in use", "start the worker with a different key")
@@ -103,9 +103,7 @@ TOO_MANY_JOINS = m.Refused(
 )
 
 
-REMOVED_REMEDY = (
-    "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
-)
+REMOVED_REMEDY = "ask the run's owner for a new invitation; earlier invitations no longer admit this worker"
 
 
 def banned_remedy(key: m.PeerId) -> str:
@@ -142,6 +140,6 @@ def parse_text(text: object) -> str:
 def parse_seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a time is {value!r}; it must be a number of seconds")
-    if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is refused as well
+    if not -MAX_WALL_S <= value <= MAX_WALL_S:  # also refuses NaN
         raise ValueError(f"a time is {value!r}; it must be between -1e12 and 1e12 s")
     return float(value)

@@ -1,6 +1,6 @@
 """Counts each key's recent requests to enforce limits such as a maximum number of joins per minute.
 
-times_s    41.2  55.0  58.3 | now      requests within the window are counted, a new one if it is allowed
+times_s    41.2  55.0  58.3 | now      the requests within the window; a new one is added if it is allowed
 """
 
 from __future__ import annotations

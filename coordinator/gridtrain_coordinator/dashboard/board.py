@@ -59,7 +59,7 @@ ARRIVAL_EVENTS = {
     "checkpoint_uploaded",
 }
 DEPARTURE_EVENTS = "lost", "left", "removed", "refused"
-"""The events after which a worker is no longer registered; they are its state from then on."""
+"""The events after which a worker is no longer registered; the event's name becomes the worker's state."""
 
 EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
@@ -255,7 +255,7 @@ class Board:
         expired = {
             peer for peer in departed if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S
         }
-        if is_finished:  # who took part is of interest later, too
+        if is_finished:  # all workers that took part remain listed
             expired.clear()
         for peer in expired | set(departed[: max(0, len(departed) - MAX_DEPARTED)]):
             del self._rows[peer]

@@ -4,8 +4,8 @@
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
 
 A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to read the
-next part of an answer.  Without these limits, which uvicorn does not have, a few silent clients could use up
-all connections.  Event streams have a limit of their own (`EventStream`).
+next part of an answer.  Without these limits, which uvicorn does not have, a few silent clients could exhaust
+the connections.  Event streams have a limit of their own (`EventStream`).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Guard:
                 421,
                 "host",
                 f"this dashboard does not serve the host name {host[:80]!r}",
-                "open it at its address, or specify the host with --dashboard-host",
+                "open the dashboard at its IP address, or allow this name with --dashboard-host",
             )
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:

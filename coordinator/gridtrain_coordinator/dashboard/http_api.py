@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The age of the latest status at which the daemon counts as unhealthy; one is published every second."""
+"""The age of the latest status at which the daemon counts as unhealthy; there is one every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000

@@ -88,8 +88,8 @@ def missing_packages() -> list[str]:
 def bind(address: DashboardAddress) -> socket.socket:
     """Return a socket bound to the address.
 
-    Unless the owner specified the address, the ports that follow it are tried as well.  Raises `ConfigError`
-    if no port is free.
+    Unless the owner specified the address, the following ports are also tried.  Raises `ConfigError` if no
+    port is free.
     """
     ports = (
         [address.port]

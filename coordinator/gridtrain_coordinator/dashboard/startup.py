@@ -1,4 +1,4 @@
-"""Opens the dashboard, prints its address, and decides whether a missing package or a taken port is an error.
+"""Opens the dashboard, formats its address, and decides if a missing package or occupied port is an error.
 
 A missing package or an occupied port is an error only if the owner explicitly requested the dashboard.  The
 web server is imported only if there is a dashboard.

@@ -1,4 +1,4 @@
-"""Decides how often to back up the coordinator's state and how many backups to keep; restores on a standby.
+"""Decides how often to back up the coordinator's state and how many backups to keep; restores a backup.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy
@@ -61,7 +61,7 @@ class Backups:
         self.failure = ""
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
-        self.is_pending = True  # so that the initial state is backed up as well
+        self.is_pending = True  # so that the initial state is also backed up
         self._next_s = float("-inf")
 
     def check_folder(self) -> None:
@@ -81,7 +81,7 @@ class Backups:
             ) from None
 
     def request(self) -> None:
-        """Request a backup, because the journal has a new entry."""
+        """Request a backup.  Call when the journal has a new entry."""
         self.is_pending = True
 
     @property
@@ -182,10 +182,8 @@ def restore(backup: Path, state: Path) -> Path:
             if (source / name).exists() and not (state / name).exists():
                 Identity.read(source / name).write(state / name)
         _copy(source / JOURNAL, partial)
-        JournalStore.open(partial).close()  # checks that it is complete
-        for (
-            suffix
-        ) in _BESIDE:  # left behind if only the journal was removed; SQLite would apply it to the copy
+        JournalStore.open(partial).close()  # checks that the copy is complete
+        for suffix in _BESIDE:  # left behind if only the journal was removed; SQLite would apply these files
             (state / f"{JOURNAL}{suffix}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
         _sync(state)

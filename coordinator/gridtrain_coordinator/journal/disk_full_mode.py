@@ -24,7 +24,7 @@ RETRY_S = 1.0
 MAX_EVENTS = 20_000
 """The maximum number of queued events.
 
-A peer whose event would exceed this number is disconnected; it connects again later.
+A peer whose event would exceed this number is disconnected, and reconnects later.
 """
 
 REMEDY = "try again when the run's owner has freed disk space"

@@ -31,8 +31,8 @@ A state source may be in a long step, and sends its state only after that step.
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
 """How far ahead the snapshot step is chosen, in seconds and in steps.
 
-All sources take their snapshots after the same step, so the message must reach every source before it begins
-that step.
+All sources take their snapshots after the same step, so `ServeCatchUp` must reach every source before the
+source begins that step.
 """
 
 SNAPSHOT_LATE_S = 4.0
@@ -129,7 +129,8 @@ class CatchUp:
     def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
         """Send a newcomer and its state sources the routes between them.
 
-        The sources receive them as well, because the generation may have changed since they were last sent.
+        The sources also receive the routes, because the generation may have changed since these were last
+        sent.
         """
         self._fetch_sent_s[peer] = now_s
         addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
@@ -146,7 +147,7 @@ class CatchUp:
         if message.term != run.term or peer not in self._announced or not missed & set(self._state_sources):
             return []
         if sent_s is None or now_s < sent_s + limits.route_s / 2:
-            return []  # it has since received new routes that it has not tried yet
+            return []  # the newcomer has since received new routes that it has not tried yet
         tried = self._addresses.reroute(peer, sorted(missed))
         names = ", ".join(run.workers.display_name(other) for other in self._state_sources if other in missed)
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
@@ -184,7 +185,7 @@ class CatchUp:
 
 
 def choose_snapshot_step(latest: int, made: int, running_s: float) -> int:
-    """Choose a step that no member will have begun when the message about it arrives.
+    """Choose a step that no member will have begun when `ServeCatchUp` arrives.
 
     Args:
         latest: the members' last step.

@@ -1,4 +1,4 @@
-"""Decides when members' reports about each other (broken links, stalls, digests) dismiss a member.
+"""Decides when members' reports about each other (broken links, stalls, digests) lead to a dismissal.
 
     ConnectionLost     repeatedly -----------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
@@ -6,7 +6,7 @@
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation (`access.violations`)
 
-A report by one member against another is never sufficient grounds for dismissing either of them.
+A single report by one member against another is never sufficient grounds for dismissing either of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Complaints:
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
-        # Sent before this generation's MembershipView arrived; the end of a process may affect both of them.
+        # Sent before this generation's MembershipView arrived; the lost peer may belong to both generations.
         is_previous = run.is_current(message.term, message.generation + 1)
         are_members = {worker.peer, message.peer} <= run.members and worker.peer != message.peer
         if not (is_current or is_previous) or not are_members:

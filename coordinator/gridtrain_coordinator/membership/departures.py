@@ -1,4 +1,4 @@
-"""Handles a worker that is lost, leaves, or is replaced, dismissed or refused, and decides what it is told.
+"""Handles a worker that is lost, leaves, or is replaced, dismissed or refused, and what the worker is told.
 
                registered   address known   waited for   is told
     lost           no            yes            yes      Rejoin, on its next message
@@ -21,7 +21,7 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
-RESTART = "restart this worker to join again, or let `gridtrain worker --restarts N` restart it"
+RESTART = "restart this worker to rejoin, or let `gridtrain worker --restarts N` restart it"
 
 MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, if there is one"
 
@@ -62,7 +62,7 @@ class Departures:
         ]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
-        """Record that the member that was to write the final model is leaving without having done so."""
+        """Record that no final model is written if the leaving worker was to write it but could not."""
         run, (what, _, why) = self._run, reason.partition(": ")
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
         if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):

@@ -57,7 +57,7 @@ class FreezePhase:
         self._silent = b""  # a member that had not reported when last checked
         self._return_deadline_s = -math.inf
         self._has_delayed = False  # absent members have had time to return
-        self._addressing_until_s = math.inf  # how long dial-backs are awaited; infinite if none is
+        self._addressing_until_s = math.inf  # until when dial-backs are awaited; infinite if none is awaited
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -85,8 +85,8 @@ class FreezePhase:
             return self._start_over(now_s)
         self.delay_freeze(now_s)
         reason = (
-            f"all members are disconnected; waiting {run.limits.regather_s:g} s for them to come back, then "
-            "others may continue from their latest checkpoint"
+            f"all members are disconnected; waiting {run.limits.regather_s:g} s for them to come back, after "
+            "which other workers may continue from their own latest checkpoint"
         )
         return [run.enter_phase(RunPhase.PAUSED, reason), LogEvent("error", "paused", {"reason": reason})]
 
@@ -103,7 +103,7 @@ class FreezePhase:
         self.delayed_until_s = None
 
     def _start_over(self, now_s: float) -> list[Effect]:
-        """Start over from new workers' checkpoints or at step 0, because no worker holds the model.
+        """Start over from new workers' checkpoints or at step 0.  Call when no worker holds the model.
 
         A run that its owner has ended is finished instead, with the model of a checkpoint if there is one.
         """
@@ -112,7 +112,7 @@ class FreezePhase:
             return self.end_without_members(now_s)
         self._forget_members()
         lost = {"committed": True} if run.has_committed and not run.highest_step else {}
-        what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
+        what = "the next workers continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
         reason = f"no connected worker holds the model; {what}; gridtrain finish ends the run"
@@ -131,10 +131,10 @@ class FreezePhase:
         self._view_installer.clear_initial_state()
 
     def end_without_members(self, now_s: float) -> list[Effect]:
-        """End the run on its owner's order, because no member is left that could come back with the model.
+        """End the run on its owner's order.  Call when no member is left that could return with the model.
 
-        Connected workers with checkpoints first form a generation, once one with the latest is admitted, and
-        write the model.
+        Connected workers with checkpoints first form a generation, once a worker with the latest checkpoint
+        is admitted, and write the model.
         """
         run = self._run
         if run.partition.is_pipeline:
@@ -159,7 +159,7 @@ class FreezePhase:
     def _is_journal_behind(self) -> bool:
         """Whether members are awaited, and a worker has reported a generation later than the journal's.
 
-        The other members may report the later generation as well.
+        The other members may also report the later generation.
         """
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
@@ -184,7 +184,7 @@ class FreezePhase:
         if report.is_synced and (not is_sound or report.applied < least):
             return [RecordViolation(worker.peer, "reported an impossible step, ledger or stage")]
         if report.is_synced and worker.setup is None:
-            return []  # it was disconnected; its setup follows this reply to an earlier `Freeze`
+            return []  # the worker was disconnected; its setup follows this reply to an earlier `Freeze`
         report = self._divergence.without_diverged_state(worker.peer, report)
         view_change.record_report(worker.peer, report)
         if report.is_synced and not self._is_journal_behind:
@@ -193,7 +193,7 @@ class FreezePhase:
         return []
 
     def shorten_delay(self, generation: int, now_s: float) -> None:
-        """Shorten the delay before `Freeze`, because a member has reported a stalled round."""
+        """Shorten the delay before `Freeze`.  Call when a member has reported a stalled round."""
         if self.delayed_until_s is not None and generation == self._run.generation:
             self.delayed_until_s = min(self.delayed_until_s, now_s + self._run.limits.report_s)
 
@@ -225,8 +225,9 @@ class FreezePhase:
         if awaited and now_s < view_change.deadline_s:
             return []
         if unaddressed := self._unaddressed_workers():
-            # Nothing can be planned without them, and a worker admitted after the view would begin to measure
-            # its links and never become ready.  Workers that join again and again are not awaited forever.
+            # Nothing can be planned without these workers, and a worker admitted after the view would begin
+            # to measure its links and never become ready.  Workers that rejoin repeatedly are not awaited
+            # forever.
             until_s = now_s + run.limits.reach_s + run.limits.settle_s
             self._addressing_until_s = min(self._addressing_until_s, until_s)
             if now_s < self._addressing_until_s:
@@ -262,7 +263,7 @@ class FreezePhase:
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _is_known_to_wait(self, now_s: float) -> bool:
-        """Return whether a known member is still awaited; avoids a pass over all members for each report."""
+        """Return whether the member `_silent` is still awaited; avoids a pass over all members per report."""
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
         is_usual = not run.partition.is_pipeline and not self.is_awaiting_members
@@ -280,7 +281,7 @@ class FreezePhase:
 
     def _unaddressed_workers(self) -> list[Worker]:
         """Return the members of the next generation whose dial-back is still in progress."""
-        # Senders of reports are included as well: among them are members whose process was replaced.
+        # Senders of reports are also included: among them are members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
         workers = [run.workers[peer] for peer in candidates if peer in run.workers]

@@ -1,11 +1,11 @@
 """Builds a generation's member list for each recipient, as pages or as changes to the recipient's last list.
 
-    every worker can dial it        the pages, or the changes, of one list for all of them
-    otherwise                       pages of a list of its own (`AddressBook.members_for`)
+    every worker can dial the recipient     pages of the list shared by all such recipients, or changes to it
+    otherwise                               pages of the recipient's own list (`AddressBook.members_for`)
 
-A member receives changes only if this coordinator has sent it the list to which they apply, and if it was
-ready in that generation: it then holds that list, even if messages have been lost since.  Lists are resent in
-full.
+A member receives changes only if this coordinator has sent the member the list to which they apply, and the
+member was ready in that list's generation: it then holds the list, even if messages have been lost since.
+Lists are resent in full.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from gridtrain_coordinator.run.run_state import RunState
 MEMBERS_PER_PAGE = 256
 
 MAX_CHANGED = MEMBERS_PER_PAGE
-"""The maximum number of entries, and of spans of entries, in `MemberListChanges`; not used for one page."""
+"""The maximum number of entries, and of spans of entries, in `MemberListChanges`.
+
+A list that fits on one page is always sent in full.
+"""
 
 
 @dataclass(slots=True)

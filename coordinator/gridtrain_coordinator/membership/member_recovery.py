@@ -1,4 +1,4 @@
-"""Recovers the run, with a higher term, from members if the journal is older than they are (commit rule 11).
+"""Recovers the run, with a higher term, from members that are ahead of the journal (commit rule 11).
 
     CurrentGeneration(term 3, generation 9)   already known ----------------> nothing
                                               not credible -----------------> a violation
@@ -34,7 +34,7 @@ class MemberRecovery:
         self._term_raise = TermRaise()
         self._later_term = 0  # that of a later coordinator to which workers have moved
         self._later_members: frozenset[m.PeerId] = frozenset()
-        self._take_over_s = math.inf  # when to take over from it if all members are back
+        self._take_over_s = math.inf  # when to take over from that coordinator if all members are back
 
     @property
     def deadline_s(self) -> float:
@@ -111,8 +111,8 @@ class MemberRecovery:
         """Take over from a later coordinator that all workers have left, and continue as after a restart.
 
         Without this, workers that come back, for example because an address was changed back, would wait
-        forever: they obey only the later coordinator.  Returns its term, or None if some workers may still be
-        connected to it, because there would then be two runs.
+        forever: they obey only the later coordinator.  Returns that coordinator's term, or None if some
+        workers may still be connected to it: there would then be two runs.
         """
         run, self._take_over_s = self._run, math.inf
         if self._later_term <= run.term:

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: begins generations, waits for newcomers, ends the run and keeps events.
+"""The coordinator's state machine: begins generations, waits for newcomers, ends the run and records events.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |
@@ -101,12 +101,12 @@ class Membership:
         self.run = RunState(run, term, deadlines, min_workers=min_workers, software=software)
         self._loop_stalls = LoopStallDetector()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        # The reason for a view change that heartbeats cannot bring about, so that they skip `_advance`; None
-        # if this has not been determined since the last event of another kind.
+        # The value of `view_change.reason` for which `_advance` has nothing to do until an event other than a
+        # heartbeat arrives; None if not yet determined.
         self._settled_reason: str | None = None
         self._cached_deadline_s: float | None = None  # None if it must be computed
         self._cached_candidates: Candidates | None = None
-        self._workers_deadline_s: float | None = None  # no later than any worker's deadline; None: as above
+        self._workers_deadline_s: float | None = None  # no later than any worker's; None: not computed
         recovered = recovered or RecoveredRun()
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
@@ -245,7 +245,7 @@ class Membership:
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
         finished; a pipeline with a missing stage may end without a model.  A run that no worker has joined
-        is not ended, because it could never begin.
+        cannot be ended: it could then never begin.
         """
         run = self.run
         if run.is_finished:
@@ -311,7 +311,7 @@ class Membership:
 
     @property
     def _latest_step(self) -> int:
-        """The highest step that is known, also from heartbeats."""
+        """The highest known step, including those reported in heartbeats."""
         run = self.run
         return max(run.highest_step, *(run.workers[peer].step for peer in run.present_members), 0)
 
@@ -524,12 +524,12 @@ class Membership:
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
             case m.CatchUpReport() if worker.has_caught_up:
-                pass  # it repeats the report until it is a member
+                pass  # a worker repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
                 if applied >= 0:
                     return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
-                reason = "it cannot catch up while the others train, and gets it in the next generation"
+                reason = "it cannot catch up while the others train; the next generation sends it the state"
                 return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)

@@ -124,7 +124,7 @@ class PipelineRecovery:
     def _place(
         self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates, now_s: float
     ) -> tuple[RestartPoint, PlacementResult | str]:
-        """Place the workers for the restart point; return the restart point that was used, and the ranks.
+        """Place the workers for the restart point; return the restart point used, and the ranks or why not.
 
         If possible, no member needs a state that exists only in the memory of a worker with a full disk.
         """
@@ -148,11 +148,11 @@ class PipelineRecovery:
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
     def _await_left(self, restart: RestartPoint, last: int) -> tuple[str, str] | None:
-        """Return why to wait for workers that left, because they have a later state than the restart point,
-        and why no model is written if the run ends before they join.
+        """Return why the run waits for workers that left with a later state than the restart point, and why
+        no model is written if the run ends before they join.
 
-        Returns None if there is no reason.  Others do not wait for them: if a member holds a state, or
-        workers for all stages are present, the steps after the restart point are lost instead.
+        Returns None if there are no such workers, or if workers for all stages are present: the steps after
+        the restart point are then lost.
         """
         run, left = self._run, self._run.left_workers
         assert run.definition is not None
@@ -168,11 +168,11 @@ class PipelineRecovery:
         run.view_change.wait_until(math.inf)
         at = later.applied, later.history
         names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
-        which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
+        which, back = ("its disk", "it rejoins") if len(names) == 1 else ("their disks", "they rejoin")
         kicked = names[0] if len(names) == 1 else "of each of them"
         cause = f"{list_first(names, MAX_NAMES)} left with a stage of step {later.applied + 1} on {which}"
         return (
-            f"{cause}; training continues when {back} again, or, from step {restart.outcome.applied + 1}, "
+            f"{cause}; training continues when {back}, or, from step {restart.outcome.applied + 1}, "
             f"after gridtrain kick {kicked}",
             f"{cause}; {EXPORT} the model of step {later.applied + 1}",
         )
@@ -261,7 +261,7 @@ class PipelineRecovery:
             return []
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
-            f"standby: {layout.stages} stages x {layout.replicas} replicas use "
+            f"standby: {layout.stages} stages x {format_count(layout.replicas, 'replica')} use "
             f"{format_count(layout.world_size, 'worker')}; this worker replaces a worker that leaves, or "
             f"joins another replica when {layout.stages} workers are on standby"
         )

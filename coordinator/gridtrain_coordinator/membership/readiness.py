@@ -205,7 +205,8 @@ class Readiness:
     ) -> list[m.PeerId]:
         """Record which late members received too little; return the members that need another source."""
         run, source = self._run, self._state_source()
-        is_shared = run.view is not None and run.view.applied >= 0  # before that, it is one member's own
+        # Before the first step, the state is one member's own.
+        is_shared = run.view is not None and run.view.applied >= 0
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])

@@ -17,7 +17,8 @@ from typing import Any
 from gridtrain.core.messages import PeerId
 
 MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
-"""How many sources may fail to serve one member: of those that have served others, and of all sources."""
+"""How many sources must fail to serve a member until the member counts as at fault: of the sources that have
+served others, and of all sources."""
 
 MAX_RECORDS = 1024
 """The maximum number of members with a record; the oldest record is dropped first."""

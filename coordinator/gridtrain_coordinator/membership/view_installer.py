@@ -33,8 +33,8 @@ from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
 _START_AT_0 = (
-    "waiting for its start at step 0, because no connected worker has a checkpoint of its {0}; to continue "
-    "from them instead, stop this worker and start one with a checkpoint first"
+    "waiting for the run to start at step 0, because no connected worker has a checkpoint of its {0}; to "
+    "continue from a checkpoint instead, stop this worker and first start one that has a checkpoint"
 )
 
 
@@ -55,7 +55,7 @@ class InitialState:
         self._digest = b""  # digest of the state with which the run starts; empty if not known
 
     def start_with(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
-        """Start the run with the state of `eldest`; return the workers that have the same state."""
+        """Record the state of `eldest` as the initial state of the run; return the workers that hold it."""
         self._digest = _initial_digest(eldest)
         return self.holders(workers) | {eldest.peer}
 
@@ -64,7 +64,7 @@ class InitialState:
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """Discard the initial state when the run starts over, because training has changed the models."""
+        """Discard the initial state.  Call when the run starts over: training has changed the models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()
@@ -140,7 +140,7 @@ class ViewInstaller:
         return effects + self.install(outcome, now_s, source=source)
 
     def clear_initial_state(self) -> None:
-        """Discard the initial state, because no remaining worker holds the model."""
+        """Discard the initial state.  Call when no remaining worker holds the model."""
         self._initial_state.clear(self._run.workers.values())
 
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:
@@ -215,7 +215,7 @@ class ViewInstaller:
         self._member_lists.begin_generation()
         messages: list[Effect] = []
         for peer in run.member_order:
-            messages += self._divergence.resend(peer)  # sent first, because it names an earlier generation
+            messages += self._divergence.resend(peer)  # first, because it names an earlier generation
             messages += [Send(peer, part) for part in self._member_lists.messages_for(peer)]
             messages.append(Send(peer, view))
         entry = JournalEntry("generation", generation_entry(view, members))

@@ -83,7 +83,7 @@ class WorkerAdmission:
         return []
 
     def register(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
-        """Register a worker, or update its registration if it joins again."""
+        """Register a worker, or update its registration if it rejoins."""
         run = self._run
         worker = run.workers.get(peer)
         if worker is None:
@@ -148,9 +148,9 @@ class WorkerAdmission:
         """Return the definition, extended with this worker's values for its missing `LATER_FACTS`.
 
         A definition journalled by an earlier version does not have these facts; the first worker that returns
-        with a checkpoint adds them.  Its base is compared with the values in the checkpoint when that is
-        loaded: before the worker joins or, in a pipeline, when it receives a stage.  Returns None if the
-        worker may not add any facts.
+        with a checkpoint adds them.  Its base is compared with the values in the checkpoint when the
+        checkpoint is loaded: before the worker joins or, in a pipeline, when it receives a stage.  Returns
+        None if the worker may not add any facts.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
         if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:
@@ -227,8 +227,8 @@ class WorkerAdmission:
 
 
 def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | None:
-    """Return the code, reason and remedy for refusing another worker; None if there is room for one in
-    addition to `count` workers."""
+    """Return the code, reason and remedy for refusing another worker; None if there is room for one
+    more than `count` workers."""
     if count < (most := max_workers(spec)):
         return None
     reason = f"the run has {count} workers; it can have at most {most}"
@@ -241,8 +241,8 @@ def _how_to_define_anew(others: list[str]) -> str:
         return "to begin with another setup, use another name in run.toml"
     return (
         f"if the setup of {list_first(others, MAX_NAMES)} is the wrong one, stop or kick "
-        f"{'it' if len(others) == 1 else 'them'}: until the first step is committed, the next worker then "
-        "defines the run"
+        f"{'that worker' if len(others) == 1 else 'these workers'}: until the first step is committed, the "
+        "next worker then defines the run"
     )
 
 

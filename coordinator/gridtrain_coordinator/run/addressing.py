@@ -1,4 +1,4 @@
-"""Determines the address at which each worker is reached (dial-back), and the routes that others are sent.
+"""Determines the address at which each worker is reached (dial-back), and the routes that the others receive.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses
@@ -41,7 +41,7 @@ class AddressBook:
         self._address_cache: dict[
             tuple[m.PeerId, str], tuple[m.Member, m.Member]
         ] = {}  # for the generation: see `_with_address`
-        self._shared: tuple[int, tuple[m.Member, ...], tuple[m.Member, ...]] = 0, (), ()  # `_shared_list`
+        self._shared: tuple[int, tuple[m.Member, ...], tuple[m.Member, ...]] = 0, (), ()  # see `shared_list`
 
     def on_connected(self, peer: m.PeerId, host: str) -> None:
         self._hosts[peer] = host
@@ -52,7 +52,7 @@ class AddressBook:
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
         """Request a dial-back, which determines whether other workers can reach the worker.
 
-        Not needed if the worker's location has not changed since the last dial-back.
+        None is requested if the worker's location has not changed since the last dial-back.
         """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
         known = self.route_table.location(worker.peer)
@@ -71,7 +71,7 @@ class AddressBook:
             or (worker.is_addressable and (not address or location.verified_address))
             or (address and address not in dial_back_addresses(location))
         ):
-            return []  # in the last case, the worker has joined again, and another result will follow
+            return []  # in the last case, the worker has rejoined, and another result will follow
         self.route_table.set_location(worker.peer, replace(location, verified_address=address))
         worker.mark_addressable(True)
         fields = {
@@ -143,12 +143,13 @@ class AddressBook:
         self._relays = self.route_table.relay_candidates(members)
 
     def has_shared_list(self, viewer: m.PeerId) -> bool:
-        """Return whether `shared_list` is this viewer's member list."""
+        """Return whether this viewer receives `shared_list` rather than a member list of its own."""
         return self.route_table.follows_key_rule(viewer)
 
     def shared_list(self, members: tuple[m.Member, ...]) -> tuple[m.Member, ...]:
-        """Return the member list for all viewers that every worker can dial; the same object until it
-        changes.
+        """Return the member list shared by the viewers that every worker can dial.
+
+        Until the list changes, returns the same object.
 
         Each member, including the viewer, has the address at which others dial it (see `m.Member.address`).
         """

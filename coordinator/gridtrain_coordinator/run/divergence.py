@@ -3,8 +3,8 @@
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once it has all digests of a step, or when the next comparison begins and most agree:
                     the largest group of equal digests is right (ties go to the group with the lowest rank);
-                    the digest from a trainer that had stalled arrives later, and is compared with theirs
-                    --ReplicaDiverged(step)--> the other members, which receive the state again
+                    a digest from a trainer that had stalled arrives later, and is compared with theirs
+                    --ReplicaDiverged(step)--> the members that differ, which receive the state again
 
 Equal updates do not prove equal models: a bit may flip in memory, another kind of processor may round
 differently, and a script may change its model.
@@ -21,8 +21,8 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""The maximum number of comparisons in progress.  The oldest is abandoned first; if there are some with a
-digest from the reporting member alone, the oldest of those."""
+"""The maximum number of comparisons in progress.  To make room, the oldest comparison with a digest from the
+reporting member alone is abandoned or, if there is none, the oldest comparison."""
 
 
 class DigestComparison:

@@ -23,7 +23,7 @@ class RunPhase(StrEnum):
                             them returned and other workers are present     ->  WAITING
         TRAINING, PAUSED    all members have reached the end                ->  FINISHED
 
-    `RunState.enter_phase` changes it.
+    `RunState.enter_phase` changes the phase.
     """
 
     WAITING = "waiting"

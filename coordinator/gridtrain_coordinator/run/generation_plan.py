@@ -28,6 +28,7 @@ from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.planning.topology_choice import MAX_DIRECT_MEMBERS
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.link_failures import LinkFailures
@@ -134,7 +135,7 @@ class GenerationPlanner:
     # -- the next generation -----------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> bool:
-        """Search for the next generation's plan before the members are frozen, unless they are waiting.
+        """Search for the next generation's plan before the members are frozen, unless the change cannot wait.
 
         `plan` uses the result if its basis is still the same and the member with rank 0 holds the state.
 
@@ -202,7 +203,8 @@ class GenerationPlanner:
         self._prepared = None
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
         broken = (
-            f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {len(avoided)} pairs with broken links"
+            f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {format_count(len(avoided), 'pair')} "
+            "with broken links"
         )
         topology = self.exchange_choice.topology.reason
         reasons = [ranks.reason, broken if avoided else "", topology, self.entry_shares.reason, shares.reason]
@@ -430,5 +432,5 @@ class GenerationPlanner:
 
 
 def _continue(pieces: Pieces[T], members: int) -> T | None:
-    """Compute the next piece of a search, or all pieces for a small group; return None if there are more."""
+    """Compute the next piece of a search, or all pieces for a small group; return None if pieces remain."""
     return advance(pieces) if members > WHOLE_SEARCH_MEMBERS else finish(pieces)

@@ -37,7 +37,8 @@ class RecoveredRun:
         has_committed: whether a step may have been committed.
         has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
         is_ending: whether the owner has ended the run.
-        end_reason: why the run is finished and, if its model was not written, why not; None if it is not.
+        end_reason: why the run is finished and, if its model was not written, why not; None if
+            the run is not finished.
         highest_step: the number of committed steps when the run was paused or no worker held the model any
             longer; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
@@ -143,7 +144,7 @@ def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]
 
 
 def left_entry(peer: m.PeerId, left: LeftWorker) -> dict[str, Any]:
-    """Return the journal entry for a worker that left with checkpoints, or, without any, that is back."""
+    """Return the journal entry for a worker that left; one without checkpoints cancels an earlier entry."""
     checkpoints = [
         {
             "step": x.applied + 1,

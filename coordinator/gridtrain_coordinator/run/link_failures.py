@@ -5,13 +5,13 @@
     anna      -      0      0      0      only one of her pairs failed: not her link
 
 A report concerns only the reporter's own connections, and several pairs must fail, so a single dishonest
-member cannot make another one appear at fault.  Two could.  In a group of three they are the majority; in a
-larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
+member cannot make another one appear at fault.  Two dishonest members could.  In a group of three they are
+the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
 
     in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
                                                    are remembered for `REMEMBERED_S`
     then       mallory - dora                      a new neighbour reports a failure: mallory is at fault
-               (nobody)                            the link of an honest member does not break
+    or         no further failure                  the member was honest: its link does not break
 
 A member whose own link is bad reports each of its connections; its reports count like any others.
 """

@@ -1,7 +1,7 @@
 """Decides when a silent worker counts as lost (heartbeats), and when a transfer of the state has stalled.
 
 a message, a heartbeat   --> Liveness: lost after a timeout, shorter if its heartbeats are regular
-its connection breaks    --> Liveness: lost unless it joins again in time
+its connection breaks    --> Liveness: lost unless it rejoins in time
 bytes of a state arrive  --> StateTransferProgress: awaited while they keep arriving
 """
 
@@ -30,7 +30,8 @@ JOIN_WAIT_S = 0.25
 class HeartbeatIntervals:
     """The intervals between a worker's heartbeats, which determine its timeout.
 
-    If the worker is lost because it timed out and returns, its absence counts as one (`Registry.register`).
+    If a worker that was lost because of its timeout returns, its absence counts as an interval
+    (`Registry.register`).
     """
 
     __slots__ = ("_arrived_s", "_count", "_longest_s")
@@ -110,7 +111,7 @@ class Liveness:
         self.is_loading_state = is_loading
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines, *, trains: bool) -> None:
-        """Extend the timeouts to at least `until_s`, because no message was read for `stalled_s` seconds."""
+        """Extend the timeouts to at least `until_s`, after no message was read for `stalled_s` seconds."""
         self.last_heard_s = extend_start(self.last_heard_s, self._silence_s(limits, trains), until_s)
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
@@ -122,7 +123,7 @@ class Liveness:
         """Return the reason why the worker is considered lost; empty if it is not lost.
 
         Args:
-            trains: whether its heartbeats should be regular, because it is not catching up.
+            trains: whether the worker's heartbeats should be regular; False while it catches up.
         """
         if self.disconnected_s is not None and now_s >= self._reconnect_deadline_s(limits):
             if self._is_link_broken(limits):
@@ -164,7 +165,7 @@ class Liveness:
 
 
 class StateTransferProgress:
-    """The number of bytes of its state that are still missing at a worker, and the time of its last progress.
+    """The number of bytes of the state that a worker has yet to receive, and the time of its last progress.
 
     A decrease of at least `step_bytes` since progress was last recorded counts as progress, as does the
     arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out
@@ -207,5 +208,5 @@ class StateTransferProgress:
         self.progressed_s += stalled_s
 
     def deadline_s(self, patience_s: float) -> float:
-        """Return how long the transfer is considered to be in progress; -inf if no bytes are missing."""
+        """Return the time until which the transfer counts as in progress; -inf if no bytes are missing."""
         return self.progressed_s + patience_s if self.left_bytes > 0 else -math.inf

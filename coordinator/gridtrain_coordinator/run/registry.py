@@ -106,7 +106,7 @@ class Worker:
         self.has_caught_up = True
 
     def roll_back(self, applied: int) -> None:
-        """Drop all later steps and checkpoints, because the run continues after step `applied`."""
+        """Drop the steps and checkpoints after step `applied`, after which the run continues."""
         self.step = min(self.step, applied + 1)
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
@@ -116,7 +116,7 @@ class Worker:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
-        """Extend the timeouts to at least `until_s`, because no message was read for `stalled_s` seconds."""
+        """Extend the timeouts to at least `until_s`, after no message was read for `stalled_s` seconds."""
         self.liveness.excuse_stall(stalled_s, until_s, limits, trains=not self.is_catching_up)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """The step of the checkpoint with which it joined; None without one, or for a pipeline."""
+        """The step of the checkpoint with which the worker joined; None without one, or for a pipeline."""
         checkpoint = self.setup.checkpoint if self.setup is not None else None
         return checkpoint.applied + 1 if checkpoint is not None else None
 
@@ -320,7 +320,7 @@ def _shards_text(spec: m.LedgerSpec) -> str:
     if not spec.shards:
         return ""
     digest = hashlib.blake2b(str(spec.shards).encode(), digest_size=6).hexdigest()
-    return f" in {len(spec.shards)} shards (sizes {digest})"
+    return f" in {format_count(len(spec.shards), 'shard')} (sizes {digest})"
 
 
 def _described(setup: m.Setup) -> dict[str, str]:

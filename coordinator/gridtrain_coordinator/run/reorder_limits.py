@@ -46,7 +46,7 @@ class ReorderLimits:
         self._introduction_of[peer] = self._introduction_count
 
     def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
-        """Return the rates that count; rates that do not are replaced by 0."""
+        """Return the rates, with 0 in place of those that do not count."""
         accepted = []
         for other, there_Bps, back_Bps in rates:
             there = there_Bps if there_Bps > 0 and self._is_new(peer, other, True) else 0.0
@@ -81,7 +81,7 @@ class ReorderLimits:
             del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]
 
     def clear_changes(self) -> None:
-        """Discard the record of the workers that changed measurements, because a plan now reflects all
+        """Discard the record of the workers that changed measurements.  Call when a plan reflects all
         measurements."""
         self._changed_reporters.clear()
 

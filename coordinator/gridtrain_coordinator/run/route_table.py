@@ -1,9 +1,9 @@
 """Chooses how two workers reach each other: directly, dialled by the other side (NAT), or through a relay.
 
-    a reaches b at           who dials                      address of b in the member list for a
-    b's verified address     a (both can: the larger key)   tcp://...
-    nothing, but b reaches a b                              (empty: b dials)
-    neither                  both, to a third               relay:<its key>
+    a reaches b at              who dials                            address of b in the member list for a
+    b's verified address        a, or the larger key if both can     tcp://..., or empty if b dials
+    nothing, but b reaches a    b                                    empty
+    neither reaches the other   both, a third worker                 relay:<its key>
 
 A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
 that address, or if they are behind the same router.
@@ -154,7 +154,7 @@ class RouteTable:
         )
 
     def _direct(self, viewer: PeerId, other: PeerId) -> _Route | None:
-        """Return the best address at which `viewer` can dial `other`; None if it cannot."""
+        """Return the best address at which `viewer` can dial `other`; None if there is none."""
         here, there = self._locations.get(viewer), self._locations.get(other)
         if there is None:
             return None

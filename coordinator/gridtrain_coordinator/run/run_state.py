@@ -115,13 +115,13 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = (
-                f"the coordinator restarted; waiting for {awaited} to come back, unless their last output "
-                "says that the run is finished and where the model is"
+                f"the coordinator restarted; waiting for {awaited} to come back; members whose last output "
+                "says that the run is finished, and where the model is, do not come back"
             )
         elif recovered.generation:  # the journal does not record which workers were paused
             self._reason = (
                 f"no worker held the model when the coordinator restarted; {self._reason}; paused workers "
-                "join again when they resume"
+                "rejoin when they resume"
             )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
@@ -198,7 +198,7 @@ class RunState:
     @property
     def pending_model(self) -> str:
         """Which members try again to write the final model of the finished run, or their parts of it, and
-        what to do; "" if none does."""
+        what to do; "" if there are no such members."""
         names = [worker.name for worker in self._model_writers if worker.problems.failed_exports]
         first = list_first(names, MAX_CAUSES_SHOWN)
         text = f"the final model is not written yet: {first} could not write it: {EXPORT_REMEDY}"
@@ -216,7 +216,7 @@ class RunState:
 
     @property
     def required_workers(self) -> int:
-        """The number of workers needed to start; once started, a pipeline can be repartitioned over fewer."""
+        """The number of workers needed to start; after its start, a pipeline can do with fewer."""
         defined = self.definition.stages if self.definition is not None else 1
         has_begun = self.partition.is_pipeline and self.highest_step > 0
         return max(self._min_workers, 1 if has_begun else defined)
@@ -256,7 +256,7 @@ class RunState:
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
-        if self.phase is RunPhase.PAUSED:  # what it waited for is here
+        if self.phase is RunPhase.PAUSED:  # the awaited workers have joined
             ready = f"{format_count(len(members), 'worker')} {'is' if len(members) == 1 else 'are'} ready"
             self._reason = f"the run continues from step {view.applied + 1} when {ready}"
         self.finished_members.clear()
@@ -273,7 +273,7 @@ class RunState:
         self.left_workers.clear()
 
     def lose_model(self) -> None:
-        """Remove all members, because no remaining worker holds the model."""
+        """Remove all members.  Call when no remaining worker holds the model."""
         self._set_members(())
         self.view, self.has_started = None, False
         self.departed_members.clear()
@@ -295,7 +295,7 @@ class RunState:
         self.has_committed = self.has_committed or step > 0
 
     def roll_back(self, applied: int) -> None:
-        """Lower the highest step, because the run continues after step `applied`."""
+        """Lower the highest step to `applied` + 1; the run continues after step `applied`."""
         self.highest_step = applied + 1
 
     def end_early(self) -> list[JournalEntry]:
@@ -306,7 +306,7 @@ class RunState:
         return entries
 
     def record_leave(self, worker: Worker) -> list[JournalEntry]:
-        """Record that a member left on its own, so that its checkpoints may come back."""
+        """Record that a member left on its own; it may return with its checkpoints."""
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []

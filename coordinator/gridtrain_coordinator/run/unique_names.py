@@ -1,4 +1,4 @@
-"""Makes workers' names unique within the run (anna-2), so that `gridtrain kick anna-2` is clear.
+"""Makes workers' names unique within the run (anna-2), so that `gridtrain kick anna-2` is unambiguous.
 
 A name proves nothing, because access depends on keys (`access.authorization`).
 """
@@ -23,7 +23,7 @@ class WorkerNames:
 
     Args:
         recovered: the names in the journal, which are those of members of a generation.  Members send their
-            assigned names when they join again.
+            assigned names when they rejoin.
     """
 
     def __init__(self, recovered: Mapping[m.PeerId, str] = MappingProxyType({})) -> None:

@@ -124,7 +124,7 @@ class ViewChange:
         self.deadline_s = deadline_s
 
     def extend_deadline(self, deadline_s: float) -> None:
-        """Postpone the deadline until at least `deadline_s`."""
+        """Postpone the deadline to `deadline_s`, unless it is already later."""
         self.deadline_s = max(self.deadline_s, deadline_s)
 
     def shorten_deadline(self, deadline_s: float) -> None:

@@ -25,9 +25,8 @@ SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
 
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
-"""The shortest time from one event about failed checkpoints to the next: after an event that reports a
-failure and, as the second value, after one that reports that checkpoints are being written again; likewise
-for failed uploads."""
+"""The shortest time to the next event about checkpoints: after an event that reports a failure, and after one
+that reports that checkpoints are being written again.  The same times apply to uploads."""
 
 ALERT_SKIPS = 10
 """The number of consecutive skipped steps from which the status says that nothing is being learned.
@@ -43,7 +42,7 @@ MAX_CAUSES_SHOWN = 3
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
-LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
+LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names the workers that do not call it"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
@@ -191,7 +190,7 @@ class StepCounter:
 
 @dataclass(slots=True)
 class FailureCount:
-    """The number of consecutive failures in a worker's heartbeats; 0 after a success.
+    """The number of consecutive failures that a worker's heartbeats report; 0 after a success.
 
     Attributes:
         events: the names of the events about a failure and about the next success.

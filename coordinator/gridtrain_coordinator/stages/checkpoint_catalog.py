@@ -1,4 +1,4 @@
-"""Decides which stage checkpoints on workers' disks may be used, and what is impossible if a disk is full.
+"""Decides which stage checkpoints on workers' disks may be used, and which placements rely on full disks.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |
@@ -11,8 +11,8 @@ Example: a disk is full when the model is repartitioned.
     view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, from which other
                                   workers take their stages
     list without [0 3)            her disk is full.  The layers are still in her memory, so in the previous
-                                  partition no worker needs her disk; if it has a missing stage, the run
-                                  returns to checkpoints
+                                  partition no worker needs her disk; if a stage of that partition is
+                                  missing, the run returns to checkpoints
     list with new checkpoints     her disk can be written again
 """
 

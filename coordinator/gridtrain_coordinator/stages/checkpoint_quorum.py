@@ -4,7 +4,7 @@
                          members, so (500, h, l) is confirmed, and written to the journal
     later, bert is dead  dora reports step 700, all stages: no member confirms it, so it is not counted
 
-The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint whose
+The digest of each stage, as reported by the members that trained it, is also recorded.  A checkpoint whose
 digest does not match is not used, and a worker that receives a checkpoint checks it (`Member.digest`).
 
 A member is counted once, regardless of how many stages it reports, and only while it is a member: workers

@@ -2,7 +2,7 @@
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
     fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
-    a disk is full -------------> the previous partition, in which no worker needs it
+    a disk is full -------------> the previous partition, in which no worker needs that disk
     newcomers ------------------> another replica or, if there are too few stages, another stage?
 
 The step from which the run continues is chosen by `whole_state`.

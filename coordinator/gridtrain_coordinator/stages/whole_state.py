@@ -1,4 +1,4 @@
-"""Finds the latest step whose stages are all held, where a pipeline continues, or explains why there is none.
+"""Finds the latest step of which all stages exist, to continue a pipeline, or explains why there is none.
 
     step             10        20        23 (the last committed one)
     anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)
@@ -77,7 +77,7 @@ def latest_whole_state(
 ) -> Outcome | None:
     """Return the latest confirmed state for which these workers have checkpoints of all layers.
 
-    Returns None if there is none.
+    Returns None if there is no such state.
 
     Args:
         layers: the number of layers in the model.
@@ -178,16 +178,16 @@ def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
 
 
 REMEDY = (
-    "training continues when a worker that holds it, in memory or on its disk, joins: start the stopped "
+    "training continues when workers with what is missing, in memory or on disk, join: start the stopped "
     "workers again with the same command; only if their disks are lost, end this run with gridtrain "
     "finish, and start a new one with another --state"
 )
 """How a run can continue if a stage of its state is missing."""
 
 UNSAVED_REMEDY = (
-    "no checkpoint of this run is known: unless a worker that still runs with it in memory, or saved it when "
-    "it left, joins again, the steps are lost; then end this run with gridtrain finish, and start a new one "
-    "with another --state"
+    "no checkpoint of this run is known: the steps are lost, unless a worker rejoins that still has what is "
+    "missing in memory, or saved it when it left; if they are lost, end this run with gridtrain finish, and "
+    "start a new one with another --state"
 )
 """As `REMEDY`, if no worker has reported a checkpoint."""
 

@@ -3,9 +3,9 @@
     host.run("hub",      gridtrain coordinator ... )      host: this machine's loopback, or namespaces
     host.run("hub",      gridtrain invite ... )
     host.run("worker-1", python -m gridtrain.tools.bench.bench_member INVITATION ...)   x P
-    group.repeat() -> ExchangeSample        all start together, the last one's end counts
+    group.repeat() -> ExchangeSample        from the common start to the end of the last member
 
-All processes are ended, by their ids, when the `with` block is left.
+All processes are terminated, by their ids, when the `with` block is left.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BenchSetting:
 
     Attributes:
         exchange: the name of the exchange; see `exchange_names`.
-        n: the number of elements of the vector.
+        n: the number of elements in the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """
 

@@ -90,7 +90,7 @@ def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
 
 
 def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
-    """Repeat the exchange until the referee ends it."""
+    """Repeat the exchange until the referee ends the measurement."""
     model = VectorModel(options.n)
     exchange = parse_exchange(options.exchange)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -145,8 +145,8 @@ def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -
     left_out, repeats = len(repeats) - len(clean), clean
     if not repeats:
         raise GridtrainError(
-            f"{setting.exchange} among {setting.workers} workers: attempts were aborted in each of "
-            f"{left_out} repeats, so no exchange could be timed",
+            f"{setting.exchange} among {setting.workers} workers: attempts were aborted in every repeat "
+            f"({left_out}), so no exchange could be timed",
             remedy="close other programs, which may keep the machine too busy, or use fewer --workers",
         )
     return ExchangeResult(

@@ -1,7 +1,7 @@
-"""Makes a bundle from run.toml and its files, checks their digests, and reads a coordinator's archive.
+"""Makes a bundle from run.toml and the files that it lists, and checks the bundle that a coordinator sends.
 
-The description contains the script's digest, and names exactly the files in the bundle.  Only the table [run]
-of the owner's run.toml is included; the coordinator's address and a worker's limits are not.
+The description contains the script's digest, and names exactly the files in the bundle.  It is the table
+[run] of the owner's run.toml; the options of the coordinator and the worker are not part of the bundle.
 """
 
 from __future__ import annotations

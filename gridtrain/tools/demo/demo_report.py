@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gridtrain.errors import GridtrainError
+from gridtrain.quantities import format_count
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
 SINGLE_PROCESS_CAVEAT = (
@@ -197,7 +198,7 @@ def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
             )
         )
     title = "The same model and link, another exchange"
-    subtitle = f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}"
+    subtitle = f"{format_count(setting.workers, 'worker')}, each {setting.cap} up and down; {setting.model}"
     return draw_chart(title, subtitle, panels)
 
 
@@ -209,7 +210,7 @@ def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path
     """
     if not curves or not all(curve.measurements for curve in curves):
         raise GridtrainError(
-            f"nothing to report: {len(curves)} runs, not all of them with a held-out measurement",
+            f"nothing to report: {format_count(len(curves), 'run')}, not all with a held-out measurement",
             remedy="run more steps (--steps)",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +233,8 @@ def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
         [
             "# gridtrain demo",
             "",
-            f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}. {setting.machine}.",
+            f"{format_count(setting.workers, 'worker')}, each {setting.cap} up and down; {setting.model}. "
+            f"{setting.machine}.",
             f"Target: {curves[0].label}'s final held-out loss, {target:.3f}. Bytes: counted at the socket, "
             "mean over the workers.",
             "",

@@ -1,4 +1,4 @@
-"""`gridtrain demo`: runs one exchange after the other; prints a table, summary and note on a busy machine."""
+"""`gridtrain demo`: runs one exchange after the other; prints tables, a summary and, if needed, a warning."""
 
 from __future__ import annotations
 

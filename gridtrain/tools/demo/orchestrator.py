@@ -1,12 +1,10 @@
-"""Starts, watches and ends the demo's processes, and decides when one of its runs has failed.
+"""Starts, watches and terminates the demo's processes, and decides when one of its runs has failed.
 
-This module decides which processes run, and when a run has failed; it handles no gradients.
-
-    for each exchange:
-      gridtrain coordinator --min-workers P           one log file each
-      gridtrain invite --uses P
-      gridtrain worker INVITATION -- train.py  x P    all behind the cap
-      follow steps.jsonl until every worker ended     a worker fails -> the tail of its log, all stopped
+for each exchange:
+  gridtrain coordinator --min-workers P           one log file each
+  gridtrain invite --uses P
+  gridtrain worker INVITATION -- train.py  x P    all behind the cap
+  follow steps.jsonl until every worker ended     a worker fails -> the tail of its log, all stopped
 """
 
 from __future__ import annotations
@@ -203,7 +201,7 @@ class RunningProcess:
 
 @contextlib.contextmanager
 def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterator[list[RunningProcess]]:
-    """Start processes, each in its own session; on exit, end all of them and their children."""
+    """Start processes, each in its own session; on exit, terminate all of them and their children."""
     folder.mkdir(parents=True, exist_ok=True)
     here = folder.resolve()
     environment = process_environment(here, EXPORT_DIR=str(here))
@@ -218,7 +216,7 @@ def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterato
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    start_new_session=True,  # only this process gets Ctrl-C, and ends the others
+                    start_new_session=True,  # only this process gets Ctrl-C, and stops the others
                 )
             running.append(RunningProcess(command, popen, log))
         yield running

@@ -108,7 +108,8 @@ def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick:
     train = [sys.executable, "-m", "gridtrain.tools.demo.pipeline_worker", "--stages", str(run.stages)]
     train += ["--exchange", run.exchange, "--steps", str(steps), "--metrics", str(folder)]
     train += ["--quick"] if quick else []
-    console.print(f"{run.label}: {format_count(run.workers, 'worker')}, {steps} steps", highlight=False)
+    size = f"{format_count(run.workers, 'worker')}, {format_count(steps, 'step')}"
+    console.print(f"{run.label}: {size}", highlight=False)
 
     def show(record: StepRecord) -> None:
         if record.step % max(1, steps // 4) == 0:
@@ -153,14 +154,15 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
             remedy="use more stages",
         )
     differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
+    limit = (
+        "" if limit_bytes is None else f", and the declared limit is {limit_bytes / MIB:.1f} MiB per worker"
+    )
     said = [
-        f"{cut.run.stages} stages compared with one piece after {len(cut.losses)} steps: the largest "
-        f"difference is {differs:g} in a parameter and {_apart(whole.losses, cut.losses):g} in a loss.",
-        f"In one piece the model needs {whole.held_bytes[0] / MIB:.1f} MiB, the largest of {cut.run.stages} "
-        f"stages needs {max(cut.held_bytes) / MIB:.1f} MiB"
-        + (
-            "." if limit_bytes is None else f"; the declared limit is {limit_bytes / MIB:.1f} MiB per worker."
-        ),
+        f"{cut.run.stages} stages compared with one piece after {format_count(len(cut.losses), 'step')}: the "
+        f"largest difference is {differs:g} in a parameter and {_apart(whole.losses, cut.losses):g} in a "
+        "loss.",
+        f"In one piece the model needs {whole.held_bytes[0] / MIB:.1f} MiB; the largest of {cut.run.stages} "
+        f"stages needs {max(cut.held_bytes) / MIB:.1f} MiB{limit}.",
         f"All {square.run.workers} workers of 2 x 2 computed the same losses: "
         f"{'yes' if all(w['losses'] == square.losses for w in square.workers) else 'NO'}.",
     ]

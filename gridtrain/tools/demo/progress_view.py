@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from gridtrain.quantities import format_count
 from gridtrain.tools.demo.step_records import StepRecord
 
 PLAIN_EVERY_S = 5.0
@@ -110,7 +111,7 @@ class LineView:
 
     def begin(self, label: str, steps: int) -> None:
         self._row = _ProgressRow(label, steps)
-        self._print(f"{label}: {steps} steps; workers import torch and join")
+        self._print(f"{label}: {format_count(steps, 'step')}; workers import torch and join")
 
     def update(self, record: StepRecord) -> None:
         assert self._row is not None

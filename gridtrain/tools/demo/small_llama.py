@@ -4,8 +4,8 @@
     tokens           one for each byte of UTF-8, and one for the end of a text
     model            2 layers of width 128, 361,344 parameters
 
-Its weights are the SHAKE-128 bytes of their names, scaled by a power of two, so that all workers have equal
-weights without a download.  torch's `normal_` would draw different bits on different processors.
+The model's weights are the SHAKE-128 bytes of their names, scaled by a power of two, so that all workers have
+equal weights without a download.  torch's `normal_` would draw different bits on different processors.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                                           no answer: another program or key             v
                                                                         round trip, bursts, dial-back
 
-Nothing is enrolled, so the invitation is not used up: the handshake alone proves whether it is valid.
+The check enrols no key, so the invitation keeps all its uses; the handshake alone proves whether it is valid.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class DoctorProbe:
     def wait_for_callback(self, until_s: float) -> str | None:
         """Return the address at which the coordinator reached this machine.
 
-        Returns "" if the coordinator could not reach it, and None if the coordinator did not report a result.
+        Returns "" if the coordinator could not reach the machine, and None if it did not report a result.
         """
         self._poll_until(lambda: self.responses.reached_address is not None, until_s)
         return self.responses.reached_address

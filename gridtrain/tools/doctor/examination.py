@@ -81,7 +81,7 @@ class Examination:
         return max(0.0, self._until_s - time.monotonic())
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings.  The subprocess is ended even after `KeyboardInterrupt`."""
+        """Yield all findings.  The process of `TorchProbe` is terminated even after `KeyboardInterrupt`."""
         torch = self._probe()
         try:
             yield machine_check.check_python()
@@ -126,9 +126,8 @@ class Examination:
     def _greeting_finding(self, probe: DoctorProbe) -> Finding:
         run = f'run "{self._invitation.run}"'
         if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
-            return ok(
-                "invitation", f"valid for {run}; this check did not use it up", run=self._invitation.run
-            )
+            text = f"valid for {run}; this check does not count as a use"
+            return ok("invitation", text, run=self._invitation.run)
         if probe.responses.is_denied:
             fix = "ask the run's owner for a new one (gridtrain invite)"
             return failure("invitation", UNKNOWN_INVITATION, fix)
@@ -142,8 +141,8 @@ class Examination:
         return failure("invitation", text, fix)
 
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
-        """Yield the findings of a machine that was admitted earlier, with an invitation that is no longer
-        valid."""
+        """Yield the findings after a refusal: this machine may have been admitted earlier, so that it needs
+        no valid invitation."""
         folder = identity_folder(self._invitation.run, self._invitation.coordinator)
         if not any(folder.glob("worker-*.key")):
             yield refused
@@ -184,8 +183,8 @@ class Examination:
             yield warning("invitation", "in use by a worker on this machine", fix)
 
     def _retry_unused(self, store: InvitationStore) -> Iterator[Finding]:
-        """Yield the findings with an invitation that the workers on this machine have not needed, if one is
-        valid: a new key would be admitted with it."""
+        """Yield the findings for another invitation that no worker on this machine has used, if it is valid:
+        a new key would be admitted with it."""
         for other in store.unused(self._invitation):
             invited = replace(other, address=self._invitation.address)
             with closing(DoctorProbe(invited, Identity.from_secret(other.token))) as probe:
@@ -352,7 +351,10 @@ def _reachable(probe: DoctorProbe, address: str | None) -> Finding:
         "other workers cannot connect to this machine; it can still train, by connecting to them or "
         "through a relay"
     )
-    fix = "to change this, forward a port to it and join with --listen and --advertise, or open its firewall"
+    fix = (
+        "to change this, forward a port to this machine and join with --listen and --advertise, or open its "
+        "firewall"
+    )
     return warning("reachable", text, fix, listened=probe.address)
 
 

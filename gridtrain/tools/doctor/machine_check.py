@@ -124,8 +124,8 @@ class TorchProbe:
 def _late(said: bytes | str | None, took_s: float) -> Finding:
     """Return the finding about a process that has not finished in time.
 
-    It is a warning, because a busy machine imports torch slowly; but it is a failure if a GPU driver does not
-    answer, because training would hang as well.
+    The finding is a warning, because a busy machine imports torch slowly, or a failure if a GPU driver does
+    not answer, because training would also hang.
     """
     text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
     at = ""
@@ -134,7 +134,7 @@ def _late(said: bytes | str | None, took_s: float) -> Finding:
             at = json.loads(line)["at"]
     here = _installed() or (
         "torch" if at in ("gpu", "product") else ""
-    )  # it was imported, even if its version is unknown
+    )  # torch was imported, even if its version is unknown
     if at == "gpu":
         check = "python -c 'import torch; print(torch.cuda.is_available())'"
         return failure(

@@ -146,7 +146,7 @@ class Option:
         return text
 
     def _check_minimum(self, value: float, where: str) -> OptionValue:
-        if not (self.minimum or 0) <= value < float("inf"):  # NaN is not
+        if not (self.minimum or 0) <= value < float("inf"):  # also refuses NaN
             raise self._value_error(where, value, f"a {self.kind.value} >= {self.minimum or 0:g}")
         return value
 
@@ -315,7 +315,7 @@ WORKER: tuple[Option, ...] = (
         minimum=1,
         metavar="N",
     ),
-    _optional("checkpoints", TEXT, "Upload checkpoints to this URL as well.", "none", metavar="URL"),
+    _optional("checkpoints", TEXT, "Also upload checkpoints to this URL.", "none", metavar="URL"),
     Option(
         "handover_mib",
         COUNT,

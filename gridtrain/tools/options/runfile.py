@@ -127,7 +127,7 @@ class RunFile:
         """Parse a run.toml.  Raises `ConfigError`, whose text names `path`."""
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} is longer than {MAX_FILE_BYTES} bytes", remedy="store large data in other files"
+                f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="store large data in other files"
             )
         try:
             document = tomllib.loads(content.decode("utf-8"))

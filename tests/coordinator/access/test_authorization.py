@@ -31,7 +31,7 @@ ANNA, BERT, CARL, DORA, EMIL, OPERATOR, US = (
 KEY, OTHER_KEY = b"k" * 32, b"l" * 32
 NAMES = {ANNA: "anna", BERT: "bert", CARL: "carl", DORA: "dora", EMIL: "emil"}
 DAY_S = 86_400.0
-USED_UP = "this invitation is used up"
+USED_UP = "this invitation has no uses left"
 
 
 class Access:

@@ -168,7 +168,7 @@ def test_events_have_the_sentences_of_the_status() -> None:
     )
     board.add_event(1.0, "info", "left", {"name": "bert", "reason": "its run is finished"})
     assert [event["text"] for event in board.events] == [
-        "others can connect to an\ufffdna",
+        "other workers can connect to an\ufffdna",
         "bert has left: its run is finished",
     ]
 

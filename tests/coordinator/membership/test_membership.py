@@ -1129,8 +1129,8 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
     assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
     run.say(B, m.TemporaryLeave("hot"))
     assert run.core.reason == (
-        "no connected worker holds the model; the next ones continue from a checkpoint, or start at step 0 "
-        "if they have none; gridtrain finish ends the run"
+        "no connected worker holds the model; the next workers continue from a checkpoint, or start at step "
+        "0 if they have none; gridtrain finish ends the run"
     )
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
         f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "
@@ -1146,8 +1146,8 @@ def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_re
     run.say(A, m.TemporaryLeave("on battery"))
     again = ScriptedCoordinator(term=2, journal=run.journal)
     assert again.core.snapshot(0.0)["reason"] == (
-        "no worker held the model when the coordinator restarted; waiting for 1 worker; paused workers join "
-        "again when they resume"
+        "no worker held the model when the coordinator restarted; waiting for 1 worker; paused workers "
+        "rejoin when they resume"
     )
 
 

@@ -155,8 +155,9 @@ def test_a_new_process_without_a_checkpoint_is_told_that_it_begins_a_run_again()
     assert run.view.applied == -1 and [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 0}]
     told = [x.reason for x in sent(run.seen, m.RunStateUpdate)]
     assert told[-1] == (
-        "waiting for its start at step 0, because no connected worker has a checkpoint of its 9 steps; to "
-        "continue from them instead, stop this worker and start one with a checkpoint first"
+        "waiting for the run to start at step 0, because no connected worker has a checkpoint of its 9 "
+        "steps; to continue from a checkpoint instead, stop this worker and first start one that has a "
+        "checkpoint"
     )
 
 

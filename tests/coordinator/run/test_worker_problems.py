@@ -52,12 +52,13 @@ def test_calls_of_a_mean_that_others_do_not_make_have_an_event_and_a_text() -> N
     problems = WorkerProblems()
     assert events(problems, 0.0, 5) == []
     assert events(problems, 1.0, 6, **{m.LONE_MEANS: 1.0}) == [
-        "lone_mean anna 6 all workers must call it at the same point; its log names those that do not"
+        "lone_mean anna 6 all workers must call it at the same point; its log names the workers that do not "
+        "call it"
     ]
     assert events(problems, 2.0, 7, **{m.LONE_MEANS: 2.0}) == []
     assert problems.text(2.0) == (
         "called grid.mean without other workers in 2 steps, the latest near step 7: "
-        "all workers must call it at the same point; its log names those that do not"
+        "all workers must call it at the same point; its log names the workers that do not call it"
     )
 
 

@@ -188,8 +188,8 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason == (
         "no connected worker holds stage 1 of 2 after step 13, nor do the connected workers have all stages "
-        "of an earlier step; training continues when a worker that holds it, in memory or on its disk, "
-        "joins: start the stopped workers again with the same command; only if their disks are lost, end "
+        "of an earlier step; training continues when workers with what is missing, in memory or on disk, "
+        "join: start the stopped workers again with the same command; only if their disks are lost, end "
         "this run with gridtrain finish, and start a new one with another --state"
     )
     run.join(D)
@@ -205,8 +205,9 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     assert run.core.reason == (
         "no connected worker holds stage 1 of 3 after step 13, nor do the connected workers have all stages "
         "of an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
-        "unless a worker that still runs with it in memory, or saved it when it left, joins again, the steps "
-        "are lost; then end this run with gridtrain finish, and start a new one with another --state"
+        "the steps are lost, unless a worker rejoins that still has what is missing in memory, or saved it "
+        "when it left; if they are lost, end this run with gridtrain finish, and start a new one with "
+        "another --state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)
@@ -532,7 +533,7 @@ def stopped_run(*leaves: m.Message) -> StagedRun:
 
 CTRL_C, PAUSE = m.Leave("the training script was interrupted"), m.TemporaryLeave("its owner said so")
 AWAITED = (
-    "b left with a stage of step 13 on its disk; training continues when it joins again, or, from step 10, "
+    "b left with a stage of step 13 on its disk; training continues when it rejoins, or, from step 10, "
     "after gridtrain kick b"
 )
 

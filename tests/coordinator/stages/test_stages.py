@@ -174,7 +174,7 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_are_standbys()
     snapshot = run.core.snapshot(run.now_s)
     rows = {row["name"]: row for row in snapshot["members"]}
     assert (rows["a"]["stage"], rows["b"]["stage"], rows["c"]["stage"]) == (0, 1, None)
-    assert rows["c"]["state"] == "spare" and "2 stages x 1 replicas use 2 workers" in rows["c"]["spare"]
+    assert rows["c"]["state"] == "spare" and "2 stages x 1 replica use 2 workers" in rows["c"]["spare"]
     assert snapshot["stages"] == 2
 
 

@@ -116,5 +116,5 @@ def test_repeats_with_aborted_attempts_are_left_out_and_counted() -> None:
     assert summary_sentences(shown)[-1] == (
         "dense among 4 workers: 2 of 5 repeats had aborted attempts and are left out."
     )
-    with pytest.raises(GridtrainError, match="aborted in each of 1 repeats"):
+    with pytest.raises(GridtrainError, match="aborted in every repeat"):
         measure_exchange(setting, [repeat(90.0, 1)])

@@ -96,7 +96,7 @@ def test_a_machine_that_can_join_has_no_failures(coordinator: LiveCoordinator) -
         "gpu": levels(found)["gpu"],
         "prediction": "ok",
     }
-    assert found["invitation"].text == 'valid for run "default"; this check did not use it up'
+    assert found["invitation"].text == 'valid for run "default"; this check does not count as a use'
     assert found["coordinator"].figures["up_Bps"] > 1e4 and found["coordinator"].figures["down_Bps"] > 1e4
     assert 0 < found["coordinator"].figures["rtt_s"] < 10
     assert abs(found["clock"].figures["skew_s"]) < 2
@@ -251,7 +251,7 @@ def test_an_invalid_invitation_is_reported(
     expected = {
         withdrawn: "this invitation was withdrawn by the run's owner",
         short: "this invitation has expired",
-        used: "this invitation is used up",
+        used: "this invitation has no uses left",
         never: UNKNOWN_INVITATION,
     }
     for invitation, text in expected.items():

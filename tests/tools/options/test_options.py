@@ -166,7 +166,7 @@ def test_the_file_is_found_and_its_folders_are_relative_to_it(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cannot be read"):
         RunFile.find({"GRIDTRAIN_CONFIG": str(tmp_path / "gone.toml")})
     (tmp_path / "run.toml").write_bytes(b"#" * 70_000)
-    with pytest.raises(ConfigError, match="longer than"):
+    with pytest.raises(ConfigError, match="larger than"):
         RunFile.find({}, tmp_path)
 
 
