@@ -149,8 +149,8 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     facts += base_lines(snapshot) + received_states(snapshot)
     notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
     notes += [Text(line, style="yellow") for line in problem_lines(snapshot)]
-    if straggler := str(snapshot.get("waited_for") or ""):
-        notes.append(Text(f"the others wait for {straggler}"))
+    if slow := mapping(snapshot.get("waited_for")):
+        notes.append(Text(f"the others wait for {slow.get('name')}, which {slow.get('reason')}"))
     return Group(head, figures, *dim(facts), MembersTable(snapshot), *notes, *dim(events))
 
 

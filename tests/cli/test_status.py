@@ -97,6 +97,12 @@ def test_reported_problems_are_shown_below_the_table() -> None:
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
 
 
+def test_the_slow_member_is_named_with_the_reason() -> None:
+    slow = {"peer": "b" * 64, "name": "[red]bert", "reason": "is busy for 3 s per step; the median is 1 s"}
+    said = "the others wait for [red]bert, which is busy for 3 s per step; the median is 1 s\n"
+    assert said in drawn({**STATUS, "waited_for": slow}) and "wait for" not in drawn(STATUS)
+
+
 def test_events_are_sentences() -> None:
     reason = "`gridtrain worker`, which ran its script, has ended unexpectedly"
     assert event_text({"at_s": 3.0, "event": "lost", "name": "an{0}", "reason": reason}) == (

@@ -114,16 +114,19 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         (
             "training",
             [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)],
-            "w2, which computes 3.25 s per step; the median is 350 ms",
+            {"peer": "2", "name": "w2", "reason": "is busy for 3.25 s per step; the median is 350 ms"},
         ),
-        ("training", [figures(3.0, 0.1)] * 3, ""),
-        ("training", [figures(3.0, 0.1), {}], ""),
-        ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], ""),
+        ("training", [figures(3.0, 0.1)] * 3, None),
+        ("training", [figures(1.0, 0.1), figures(1.1, 0.1), figures(1.2, 0.1)], None),
+        ("training", [{"computing_s": 0.001}, {"computing_s": 0.003}], None),
+        ("training", [figures(3.0, 0.1), {}], None),
+        ("training", [figures(3.0, 0.1)], None),
+        ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], None),
     ],
-    ids=["slow", "alike", "not reported yet", "not training"],
+    ids=["slow", "alike", "similar", "noise", "not reported yet", "alone", "not training"],
 )
 def test_the_member_for_which_the_others_wait_is_named(
-    phase: str, reported: list[dict[str, float]], said: str
+    phase: str, reported: list[dict[str, float]], said: dict[str, str] | None
 ) -> None:
     members = [
         {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain_coordinator.journal.disk_full_mode import DiskFullMode
+from gridtrain_coordinator.run.slow_member import find_slow_member
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe"
 DEVICES = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "CPU, 8 cores")
@@ -247,7 +248,7 @@ class Run:
             "plan_reason": f"{self.shape} of {len(present)} ordered by predicted time: 18.2 ms an exchange "
             "instead of 31.5 ms in join order",
             "stages": self.stages, "links": self._links(present), "relayed": self._relayed(present),
-            "drifts": 0,
+            "drifts": 0, "waited_for": find_slow_member(members) if phase == "training" else None,
             "members": members, "resting": self._resting(second), "events": [],
             "software": "gridtrain (simulated)", "address": "",
             "now_s": float(second), "uptime_s": float(second),
