@@ -26,7 +26,7 @@ from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_share
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
-from gridtrain.core.planning.topology_choice import MAX_DIRECT_MEMBERS
+from gridtrain.core.planning.topology_choice import is_direct_size
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
@@ -226,7 +226,7 @@ class GenerationPlanner:
         )  # fmt: skip
 
     def _may_be_direct(self, peers: Sequence[m.PeerId]) -> bool:
-        return 2 < len(peers) <= MAX_DIRECT_MEMBERS and self._addresses.all_direct(peers)
+        return is_direct_size(len(peers)) and self._addresses.all_direct(peers)
 
     def _prepared_or_searched(
         self, basis: PlanBasis, holders: Collection[m.PeerId], *, is_urgent: bool
@@ -250,7 +250,7 @@ class GenerationPlanner:
         """
         peers = basis.peers
         self.exchange_choice.choose_topology(
-            len(peers), self._rated(peers), lambda: basis.is_direct, is_urgent=is_urgent
+            len(peers), self._rated(peers), basis.is_direct, is_urgent=is_urgent
         )
         if is_urgent:
             self.entry_shares = self._same_entry_shares(peers)
@@ -401,8 +401,8 @@ class GenerationPlanner:
 
         Returns None if there is no choice of topology, or if no rate has been measured.
         """
-        has_choice = 2 < len(peers) <= MAX_DIRECT_MEMBERS
-        return self.measured_links.build_network(peers) if self._has_rates and has_choice else None
+        is_examined = self._has_rates and is_direct_size(len(peers))
+        return self.measured_links.build_network(peers) if is_examined else None
 
     def _first_batch_measurements(
         self, peers: Sequence[m.PeerId]

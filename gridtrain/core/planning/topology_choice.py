@@ -77,6 +77,11 @@ def choose_topology(
     return Topology(False, reason, direct_s / usual_s)
 
 
+def is_direct_size(size: int) -> bool:
+    """Return whether a group of this size may exchange data directly."""
+    return 2 < size <= MAX_DIRECT_MEMBERS
+
+
 def may_be_direct(load: Workload, size: int, network: NetworkModel | None, edges: bool) -> bool:
     """Return whether `choose_topology` makes the exchange direct if that is faster."""
     decided = _without_times(load, size, network, edges)

@@ -248,10 +248,15 @@ def test_a_report_in_one_direction_leaves_the_other_to_be_reported() -> None:
         assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
 
 
-def test_the_topology_of_sixteen_members_is_a_choice() -> None:
+def test_the_links_and_addresses_of_more_than_sixteen_members_are_not_examined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner, peers = Run().core._planner, [bytes([number]) * 32 for number in range(17)]
     planner.measured_links.record(peers[0], [(peers[1], FAST_Bps, FAST_Bps)])
-    assert planner._rated(peers[:16]) is not None and planner._rated(peers) is None
+    monkeypatch.setattr(planner._addresses, "all_direct", lambda members: True)
+    for size, is_choice in ((2, False), (3, True), (16, True), (17, False)):
+        examined = planner._rated(peers[:size]) is not None, planner._may_be_direct(peers[:size])
+        assert examined == (is_choice, is_choice)
 
 
 def test_rates_of_strangers_are_not_stored() -> None:
