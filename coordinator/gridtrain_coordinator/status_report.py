@@ -2,15 +2,15 @@
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second
-
-`gridtrain.cli.status` averages the members' losses for the head of `gridtrain status`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,17 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
+def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean of the losses that members report, weighted by their shares; None if none does."""
+    reported = [
+        (loss, max(member["share"] or 0, 1))
+        for member in members
+        if math.isfinite(loss := member["figures"].get("loss", math.nan))
+    ]
+    total = sum(share for _, share in reported)
+    return sum(loss * share for loss, share in reported) / total if reported else None
+
+
 def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:
     """Count the time in which a worker waits for the slowest member, which is busy for `slowest_s` in each
     step, as waiting instead of communicating."""
@@ -102,9 +113,9 @@ def build_status(
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard shows as well.
 
-    It extends `Membership.snapshot` with waited_for (peer, name and reason of the slow member, or None),
-    software, address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and each
-    member with sent_Bps and received_Bps (None while unknown).
+    It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the slow member, or
+    None), software, address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and
+    each member with sent_Bps and received_Bps (None while unknown).
     """
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
     reported = [member["figures"] for member in active if "computing_s" in member["figures"]]
@@ -123,6 +134,7 @@ def build_status(
     return {
         **snapshot,
         "members": members,
+        "loss": mean_loss(active),
         "waited_for": find_slow_member(active) if snapshot["phase"] == "training" else None,
         "software": software,
         "address": address,

@@ -57,10 +57,8 @@ def test_the_table_is_as_expected() -> None:
     assert drawn({**STATUS, "members": STATUS["members"][::-1]}) == DRAWN, "ordered by rank"
 
 
-def test_the_reported_losses_are_shown_as_their_mean() -> None:
-    anna, bert = STATUS["members"]
-    reporting = [anna | {"figures": {"loss": 2.0}}, bert | {"figures": {"loss": 4.0}, "share": 24}]
-    assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "members": reporting})
+def test_the_mean_of_the_reported_losses_is_shown() -> None:
+    assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "loss": 3.5})
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:

@@ -134,3 +134,24 @@ def test_the_member_for_which_the_others_wait_is_named(
     taken = {"members": members, "step": 7, "phase": phase}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     assert status["waited_for"] == said
+
+
+def test_the_loss_is_the_mean_of_the_members_losses_weighted_by_their_shares() -> None:
+    """A worker that is no member yet has no part in it, and members may report none."""
+    reported = [(0, 30, 2.0), (1, 10, 4.0), (2, 10, None), (3, 10, float("nan")), (None, 0, 99.0)]
+    members = [
+        {
+            "peer": str(at),
+            "name": "w",
+            "rank": rank,
+            "share": share,
+            "figures": {"loss": loss} if loss else {},
+        }
+        for at, (rank, share, loss) in enumerate(reported)
+    ]
+    taken = {"members": members, "step": 7, "phase": "training"}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["loss"] == 2.5
+    taken["members"] = members[2:]
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["loss"] is None

@@ -175,7 +175,7 @@ class Board:
             "ids": [ids.get(rank) for rank in range(graph.size)],
             "waited_for": slow["id"] if slow else None,
         }
-        loss, share = self._loss(), self._share()
+        share = self._share()
         steps_per_s = sanitize.number(status.get("steps_per_s"))
         sent = [row.value("sent_Bps") for row in self._present()]
         point = Point(
@@ -183,7 +183,7 @@ class Board:
             step=int(status["step"]),
             bytes=round(self.exchanged_bytes),
             dense_bytes=round(self.dense_bytes),
-            loss=loss,
+            loss=sanitize.number(status.get("loss")),
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * share if steps_per_s is not None else None,
             sent_Bps=sum(entry for entry in sent if entry is not None)
@@ -333,19 +333,6 @@ class Board:
         """Return the members in rank order."""
         members = (row for row in self._present() if row.value("rank") is not None)
         return sorted(members, key=lambda row: row.value("rank"))
-
-    def _loss(self) -> float | None:
-        """Return the mean of the members' reported `loss`, weighted by their shares."""
-        reported = [
-            (loss, max(row.value("share") or 0, 1))
-            for row in self._active()
-            if (loss := row.value("loss")) is not None
-        ]
-        return (
-            sum(loss * share for loss, share in reported) / sum(share for _, share in reported)
-            if reported
-            else None
-        )
 
     def _share(self) -> int:
         return sum(row.value("share") or 0 for row in self._active())

@@ -14,6 +14,7 @@ from typing import Any
 
 from gridtrain_coordinator.journal.disk_full_mode import DiskFullMode
 from gridtrain_coordinator.run.slow_member import find_slow_member
+from gridtrain_coordinator.status_report import mean_loss
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe"
 DEVICES = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "CPU, 8 cores")
@@ -215,6 +216,7 @@ class Run:
         elif stopped:
             for member in members:
                 member |= {"state": "suspect", "last_heard_s": float(second - TURN_S)}
+        status["loss"] = mean_loss(member for member in status["members"] if member["rank"] is not None)
         return status
 
     def _unranked(self, members: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,17 +50,6 @@ def test_a_restarted_worker_counts_from_zero() -> None:
     assert board.exchanged_bytes == 3000.0 + 500.0
 
 
-def test_loss_is_the_mean_of_reported_losses_weighted_by_share() -> None:
-    big, small, without_loss = (
-        member("a", 0, loss=2.0) | {"share": 30},
-        member("b", 1, loss=4.0),
-        member("c", 2),
-    )
-    board = Board()
-    board.update(status(1, (big, small | {"share": 10}, without_loss)), 0.0)
-    assert board.run["loss"] == 2.5
-
-
 def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
     board = Board()
     standby = member("bert", None) | {"state": "spare", "spare": "every stage has a worker"}
@@ -73,7 +62,8 @@ def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
 
 def test_figures_that_are_not_finite_are_dropped() -> None:
     board = Board()
-    board.update(status(1, (member("a", loss=float("nan"), computing_s=float("inf")),)), 0.0)
+    strange = member("a", loss=float("nan"), computing_s=float("inf"))
+    board.update(status(1, (strange,), loss=float("nan")), 0.0)
     row = board.workers()[0]
     assert (row["loss"], row["computing_s"], board.run["loss"]) == (None, None, None)
     json.dumps(board.full_state(), allow_nan=False)
