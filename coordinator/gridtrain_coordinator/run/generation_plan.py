@@ -149,8 +149,8 @@ class GenerationPlanner:
             (preparation[0].peers, preparation[0].current) == (tuple(peers), run.member_list)
         )
         if preparation is None or not is_continued:
-            avoided = self._measure_round_trips(peers, now_s)
             self._choose_exchange(peers, now_s, is_urgent=False)
+            avoided = self._measure_round_trips(peers, now_s)
             if run.partition.is_pipeline:
                 return True
             firsts = [peer for peer in peers if peer in run.members]
@@ -189,11 +189,11 @@ class GenerationPlanner:
             holders: the members that hold the state; the first of them has rank 0.
             placement: the ranks of a pipeline; None for an unpartitioned model.
         """
-        avoided = self._measure_round_trips(peers, now_s)
         self._reorder_limits.clear_changes()
         self._comparison = None
         is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
+        avoided = self._measure_round_trips(peers, now_s)
         ranks: rank_order.RankOrder | RankPlacement
         if placement is None:
             ranks = self._prepared_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
@@ -212,7 +212,10 @@ class GenerationPlanner:
     def _measure_round_trips(
         self, peers: Sequence[m.PeerId], now_s: float
     ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
-        """Adopt the latest round trips between `peers`; return the pairs with broken links."""
+        """Adopt the latest round trips between `peers`; return the pairs with broken links.
+
+        Called after `_choose_exchange`, which measures them without these pairs.
+        """
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
         return avoided
