@@ -2,6 +2,10 @@
 
 Among few members that all connect directly, on similar links, data take two hops if that is predicted to be
 faster.  `exchange_choice` holds the choice of a run.
+
+A worker that reports a slow link makes all members use the ring or butterfly, which costs less than a really
+slow worker does.  Requiring the reports of both ends would not prevent this: the receiver's answer determines
+what the sender measures, and a busy receiver measures too high a rate.
 """
 
 from __future__ import annotations
