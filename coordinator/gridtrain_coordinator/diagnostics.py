@@ -12,18 +12,18 @@ check are limited, and only the source address of a connection is dialled.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import PeerUp, ReachResult
 from gridtrain.network.transport.zmq.half_open import address_range
+from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.run import events as io
 from gridtrain_coordinator.run.route_table import PeerLocation, dial_back_addresses
 
 MAX_OPEN_CHECKUPS = 32
-MAX_PER_ADDRESS_RANGE, RATE_WINDOW_S = 6, 60.0
+MAX_PER_ADDRESS_RANGE, RATE_WINDOW_S, MAX_ADDRESS_RANGES = 6, 60.0, 1000
 MAX_PINGS = 32
 MAX_PROBED = 3
 
@@ -55,7 +55,7 @@ class Checkups:
     introduce: Introduce
     _hosts: dict[m.PeerId, str] = field(default_factory=dict)
     _open: dict[m.PeerId, _Checkup] = field(default_factory=dict)
-    _recent: deque[tuple[float, str]] = field(default_factory=deque)
+    _requests: RequestRate = field(default_factory=lambda: RequestRate(RATE_WINDOW_S, MAX_ADDRESS_RANGES))
 
     def on_connected(self, up: PeerUp) -> None:
         if up.host:
@@ -107,14 +107,10 @@ class Checkups:
         self, peer: m.PeerId, message: m.DiagnosticRequest, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
         host = self._hosts.get(peer, "")
-        address_block = address_range(host)
-        while self._recent and not 0 <= now_s - self._recent[0][0] < RATE_WINDOW_S:
-            self._recent.popleft()
-        is_crowded = sum(earlier == address_block for _, earlier in self._recent) >= MAX_PER_ADDRESS_RANGE
-        is_known = any(checkup.key == message.peer for checkup in self._open.values())
-        if is_crowded or is_known or len(self._open) >= MAX_OPEN_CHECKUPS or peer in self._open:
+        is_known = peer in self._open or any(known.key == message.peer for known in self._open.values())
+        is_full = is_known or len(self._open) >= MAX_OPEN_CHECKUPS
+        if is_full or not self._requests.allow(address_range(host), now_s, MAX_PER_ADDRESS_RANGE):
             return [io.Send(peer, TOO_MANY_CHECKUPS)]
-        self._recent.append((now_s, address_block))
         self._open[peer] = _Checkup(message.peer)
         effects, probe = self.introduce(message.peer, MAX_PROBED)
         reply = io.Send(peer, m.DiagnosticReply(probe, status()))

@@ -2,8 +2,6 @@
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second
-
-`gridtrain.cli.status` averages the members' losses for the head of `gridtrain status`.
 """
 
 from __future__ import annotations
@@ -12,16 +10,15 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gridtrain_coordinator.run.slow_member import find_slow_member
+from gridtrain_coordinator.run.slow_member import busy_s, find_slow_member
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
-BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +76,22 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
-def _busy_s(figures: Mapping[str, float]) -> float:
-    busy_s = sum(figures.get(name, 0.0) for name in BUSY_METRICS)
-    return busy_s if math.isfinite(busy_s) else 0.0
+def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean of the losses that members report, weighted by their shares; None if none does."""
+    reported = [
+        (loss, max(member["share"] or 0, 1))
+        for member in members
+        if math.isfinite(loss := member["figures"].get("loss", math.nan))
+    ]
+    total = sum(share for _, share in reported)
+    return sum(loss * share for loss, share in reported) / total if reported else None
 
 
 def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:
     """Count the time in which a worker waits for the slowest member, which is busy for `slowest_s` in each
     step, as waiting instead of communicating."""
     communicating_s, waiting_s = figures.get("communicating_s", 0.0), figures.get("waiting_s", 0.0)
-    waited_s = min(slowest_s - _busy_s(figures) - waiting_s, communicating_s)
+    waited_s = min(slowest_s - busy_s(figures) - waiting_s, communicating_s)
     if not waited_s > 0.0:
         return figures
     return {**figures, "communicating_s": communicating_s - waited_s, "waiting_s": waiting_s + waited_s}
@@ -110,14 +113,13 @@ def build_status(
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard also shows.
 
-    It extends `Membership.snapshot` with waited_for (the slow member and its time, as text), software,
-    address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and each member with
-    sent_Bps and received_Bps (None while unknown).
+    It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the slow member, or
+    None), software, address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and
+    each member with sent_Bps and received_Bps (None while unknown).
     """
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
-    busy_s = {m["name"]: _busy_s(m["figures"]) for m in active if "computing_s" in m["figures"]}
-    slowest_s = max(busy_s.values(), default=0.0)
-    straggler = find_slow_member(busy_s) if snapshot["phase"] == "training" else None
+    reported = [member["figures"] for member in active if "computing_s" in member["figures"]]
+    slowest_s = max(map(busy_s, reported), default=0.0)
     members = [
         {
             **member,
@@ -132,7 +134,8 @@ def build_status(
     return {
         **snapshot,
         "members": members,
-        "waited_for": ", which ".join(straggler) if straggler else "",
+        "loss": mean_loss(active),
+        "waited_for": find_slow_member(active) if snapshot["phase"] == "training" else None,
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),

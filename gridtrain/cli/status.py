@@ -125,12 +125,12 @@ def render(snapshot: Mapping[str, Any]) -> Group:
         (phase, "red" if alert else PHASE_STYLES.get(phase, "")), "  ",
         (f"{alert}; " if alert else "", "red"), str(snapshot.get("reason", "")),
     )  # fmt: skip
-    samples = snapshot.get("skipped_samples")
+    samples, loss = snapshot.get("skipped_samples"), snapshot.get("loss")
     skipped = f" ({count(samples)} samples skipped)" if samples else ""
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
         f"step {count(snapshot.get('step'))}{skipped}  {_rate(snapshot.get('steps_per_s'))} steps/s"
-        f"{_mean_loss(snapshot)}"
+        + (f"  loss {loss:.4g}" if isinstance(loss, int | float) else "")
     )
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
     if why := str(snapshot.get("exchange_reason") or ""):
@@ -149,8 +149,8 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     facts += base_lines(snapshot) + received_states(snapshot)
     notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
     notes += [Text(line, style="yellow") for line in problem_lines(snapshot)]
-    if straggler := str(snapshot.get("waited_for") or ""):
-        notes.append(Text(f"the others wait for {straggler}"))
+    if slow := mapping(snapshot.get("waited_for")):
+        notes.append(Text(f"the others wait for {slow.get('name')}, which {slow.get('reason')}"))
     return Group(head, figures, *dim(facts), MembersTable(snapshot), *notes, *dim(events))
 
 
@@ -291,18 +291,6 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
     return f"{age}  {event_text(event)}"
-
-
-def _mean_loss(snapshot: Mapping[str, Any]) -> str:
-    """Return the mean of the losses that members report, weighted by their shares; "" without any."""
-    reported = [
-        (loss, max(member.get("share") or 0, 1))
-        for member in rows(snapshot, "members")
-        if isinstance(loss := mapping(member.get("figures")).get("loss"), int | float)
-    ]
-    if not reported:
-        return ""
-    return f"  loss {sum(loss * share for loss, share in reported) / sum(share for _, share in reported):.4g}"
 
 
 def _rate(value: Any) -> str:

@@ -57,10 +57,8 @@ def test_the_table_is_as_expected() -> None:
     assert drawn({**STATUS, "members": STATUS["members"][::-1]}) == DRAWN, "ordered by rank"
 
 
-def test_the_reported_losses_are_shown_as_their_mean() -> None:
-    anna, bert = STATUS["members"]
-    reporting = [anna | {"figures": {"loss": 2.0}}, bert | {"figures": {"loss": 4.0}, "share": 24}]
-    assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "members": reporting})
+def test_the_mean_of_the_reported_losses_is_shown() -> None:
+    assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "loss": 3.5})
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
@@ -95,6 +93,12 @@ def test_reported_problems_are_shown_below_the_table() -> None:
     anna, bert = STATUS["members"]
     seen = drawn({**STATUS, "members": [anna, {**bert, "reason": "could not write 3 checkpoints in a row"}]})
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
+
+
+def test_the_slow_member_is_named_with_the_reason() -> None:
+    slow = {"peer": "b" * 64, "name": "[red]bert", "reason": "is busy for 3 s per step; the median is 1 s"}
+    said = "the others wait for [red]bert, which is busy for 3 s per step; the median is 1 s\n"
+    assert said in drawn({**STATUS, "waited_for": slow}) and "wait for" not in drawn(STATUS)
 
 
 def test_events_are_sentences() -> None:

@@ -26,12 +26,12 @@ PACKAGES = ("gridtrain", "gridtrain_coordinator", "gridtrain_worker")
 
 @pytest.fixture
 def board() -> Any:
-    """The dashboard of the recorded status."""
-    from oldformats.dashboard import Board
+    """The dashboard of the recorded status, to which the coordinator now adds the mean loss."""
+    from oldformats.dashboard import Board, mean_loss
 
-    made = Board()
+    made, status = Board(), json.loads(json.dumps(KNOWN["status"]))
     made.add_event(AT_S, "info", "joined", {"name": "anna"})
-    made.update(json.loads(json.dumps(KNOWN["status"])), AT_S)
+    made.update(status | {"loss": mean_loss(status["members"])}, AT_S)
     return made
 
 

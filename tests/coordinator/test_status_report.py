@@ -114,16 +114,19 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         (
             "training",
             [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)],
-            "w2, which computes 3.25 s per step; the median is 350 ms",
+            {"peer": "2", "name": "w2", "reason": "is busy for 3.25 s per step; the median is 350 ms"},
         ),
-        ("training", [figures(3.0, 0.1)] * 3, ""),
-        ("training", [figures(3.0, 0.1), {}], ""),
-        ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], ""),
+        ("training", [figures(3.0, 0.1)] * 3, None),
+        ("training", [figures(1.0, 0.1), figures(1.1, 0.1), figures(1.2, 0.1)], None),
+        ("training", [{"computing_s": 0.001}, {"computing_s": 0.003}], None),
+        ("training", [figures(3.0, 0.1), {}], None),
+        ("training", [figures(3.0, 0.1)], None),
+        ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], None),
     ],
-    ids=["slow", "alike", "not reported yet", "not training"],
+    ids=["slow", "alike", "similar", "noise", "not reported yet", "alone", "not training"],
 )
 def test_the_member_for_which_the_others_wait_is_named(
-    phase: str, reported: list[dict[str, float]], said: str
+    phase: str, reported: list[dict[str, float]], said: dict[str, str] | None
 ) -> None:
     members = [
         {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
@@ -131,3 +134,24 @@ def test_the_member_for_which_the_others_wait_is_named(
     taken = {"members": members, "step": 7, "phase": phase}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     assert status["waited_for"] == said
+
+
+def test_the_loss_is_the_mean_of_the_members_losses_weighted_by_their_shares() -> None:
+    """A worker that is no member yet has no part in it, and members may report none."""
+    reported = [(0, 30, 2.0), (1, 10, 4.0), (2, 10, None), (3, 10, float("nan")), (None, 0, 99.0)]
+    members = [
+        {
+            "peer": str(at),
+            "name": "w",
+            "rank": rank,
+            "share": share,
+            "figures": {"loss": loss} if loss else {},
+        }
+        for at, (rank, share, loss) in enumerate(reported)
+    ]
+    taken = {"members": members, "step": 7, "phase": "training"}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["loss"] == 2.5
+    taken["members"] = members[2:]
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["loss"] is None

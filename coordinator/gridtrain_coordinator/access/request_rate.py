@@ -6,8 +6,7 @@ times_s    41.2  55.0  58.3 | now      the requests within the window; a new one
 from __future__ import annotations
 
 from collections import deque
-
-from gridtrain.core.messages import PeerId
+from collections.abc import Hashable
 
 
 class RequestRate:
@@ -19,9 +18,9 @@ class RequestRate:
 
     def __init__(self, window_s: float, max_keys: int) -> None:
         self._window_s, self._max_keys = window_s, max_keys
-        self._times_s: dict[PeerId, deque[float]] = {}
+        self._times_s: dict[Hashable, deque[float]] = {}
 
-    def allow(self, key: PeerId, now_s: float, most: int) -> bool:
+    def allow(self, key: Hashable, now_s: float, most: int) -> bool:
         """Return whether a request is allowed now (at most `most` are per window); if so, count it."""
         times_s = self._times_s.pop(key, None) or deque()
         while times_s and times_s[0] <= now_s - self._window_s:

@@ -20,7 +20,6 @@ from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from gridtrain_coordinator.run.slow_member import find_slow_member
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
@@ -168,15 +167,15 @@ class Board:
         self._staged = int(status.get("stages", 1)) > 1
         is_finished = status["phase"] == "finished"
         self._update_rows([*members, *_paused_rows(status)], at_s, is_finished)
-        slow = self._find_slow_member() if status["phase"] == "training" else None
+        slow = self._waited_for(status)
         ids = {row.value("rank"): row.id for row in self._active()}
         graph = build_graph(status if ids else {**status, "world_size": 0}, run_load)
         self.topology = {
             **graph.to_json(),
             "ids": [ids.get(rank) for rank in range(graph.size)],
-            "waited_for": slow[0] if slow else None,
+            "waited_for": slow["id"] if slow else None,
         }
-        loss, share = self._loss(), self._share()
+        share = self._share()
         steps_per_s = sanitize.number(status.get("steps_per_s"))
         sent = [row.value("sent_Bps") for row in self._present()]
         point = Point(
@@ -184,7 +183,7 @@ class Board:
             step=int(status["step"]),
             bytes=round(self.exchanged_bytes),
             dense_bytes=round(self.dense_bytes),
-            loss=loss,
+            loss=sanitize.number(status.get("loss")),
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * share if steps_per_s is not None else None,
             sent_Bps=sum(entry for entry in sent if entry is not None)
@@ -196,7 +195,7 @@ class Board:
         self.run = self._run(status, facts, point, slow)
 
     def _run(
-        self, status: Mapping[str, Any], facts: dict[str, str], point: Point, slow: tuple[int, str] | None
+        self, status: Mapping[str, Any], facts: dict[str, str], point: Point, slow: dict[str, Any] | None
     ) -> dict[str, Any]:
         states = Counter(row.value("state") for row in self._present())
         return {
@@ -223,7 +222,7 @@ class Board:
             "software": sanitize.text(status.get("software", ""), 64),
             "uptime_s": round(float(status.get("uptime_s", 0.0))),
             "now_s": point.at_s,
-            "waited_for": {"id": slow[0], "reason": slow[1]} if slow else None,
+            "waited_for": slow,
             "backup": sanitize.tree(status["backup"]) if "backup" in status else None,
         }
 
@@ -335,31 +334,14 @@ class Board:
         members = (row for row in self._present() if row.value("rank") is not None)
         return sorted(members, key=lambda row: row.value("rank"))
 
-    def _loss(self) -> float | None:
-        """Return the mean of the members' reported `loss`, weighted by their shares."""
-        reported = [
-            (loss, max(row.value("share") or 0, 1))
-            for row in self._active()
-            if (loss := row.value("loss")) is not None
-        ]
-        return (
-            sum(loss * share for loss, share in reported) / sum(share for _, share in reported)
-            if reported
-            else None
-        )
-
     def _share(self) -> int:
         return sum(row.value("share") or 0 for row in self._active())
 
-    def _find_slow_member(self) -> tuple[int, str] | None:
-        busy_s = {
-            str(row.id): None
-            if (computing_s := row.value("computing_s")) is None
-            else computing_s + (row.value("selecting_s") or 0.0)
-            for row in self._active()
-        }
-        found = find_slow_member(busy_s)
-        return (int(found[0]), found[1]) if found is not None else None
+    def _waited_for(self, status: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the row of the member for which the others wait, and the reason."""
+        slow = status.get("waited_for") or {}
+        row = self._rows.get(sanitize.text(slow.get("peer", ""), 64))
+        return {"id": row.id, "reason": sanitize.text(slow["reason"])} if row is not None else None
 
     # -- output --------------------------------------------------------------------------------
 

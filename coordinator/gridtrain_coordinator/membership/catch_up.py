@@ -153,6 +153,16 @@ class CatchUp:
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
+    def handle_report(self, worker: Worker, applied: int) -> list[Effect]:
+        """Record that a newcomer holds the state after step `applied`, or, below 0, cannot catch up."""
+        if worker.has_caught_up:
+            return []  # it repeats the report until it is a member
+        worker.mark_caught_up()
+        if applied >= 0:
+            return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
+        reason = "it cannot catch up while the others train, and gets it in the next generation"
+        return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
+
     def on_reconnected(self, peer: m.PeerId) -> None:
         """Discard the record of what was sent to a worker that has reconnected, so that lost messages are
         sent again."""

@@ -523,14 +523,8 @@ class Membership:
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
-            case m.CatchUpReport() if worker.has_caught_up:
-                pass  # a worker repeats the report until it is a member
             case m.CatchUpReport(applied):
-                worker.mark_caught_up()
-                if applied >= 0:
-                    return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
-                reason = "it cannot catch up while the others train; the next generation sends it the state"
-                return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
+                return self._catch_up.handle_report(worker, applied)
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):

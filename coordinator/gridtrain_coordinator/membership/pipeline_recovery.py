@@ -21,13 +21,13 @@ from types import MappingProxyType
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.commit.verdict import Outcome, decide_outcome
+from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.departures import Departures
-from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
+from gridtrain_coordinator.membership.view_installer import ViewInstaller, decide_open_step, initial_outcome
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
@@ -92,12 +92,9 @@ class PipelineRecovery:
             patience_s: the time until which to wait for absent members if a stage or a worker is missing.
         """
         run = self._run
-        assert run.definition is not None
         outcome: Outcome | None = None
         if reports:
-            shares = [(member.peer, member.share) for member in run.member_list]
-            eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
-            outcome = decide_outcome(eldest_first, run.definition.ledger, shares, in_stages=True)
+            outcome = decide_open_step(run, reports)
             if self._is_finished(outcome):
                 return self._finish_run(outcome)
         elif not run.has_started:

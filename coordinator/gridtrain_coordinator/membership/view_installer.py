@@ -97,11 +97,7 @@ class ViewInstaller:
 
     def install_next(self, reports: Mapping[m.PeerId, m.FreezeReport], now_s: float) -> list[Effect]:
         """Decide the open step from the reports of members that hold a state, and install a generation."""
-        run = self._run
-        assert run.definition is not None
-        shares = [(member.peer, member.share) for member in run.member_list]
-        eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
-        outcome = decide_outcome(eldest_first, run.definition.ledger, shares)
+        run, outcome = self._run, decide_open_step(self._run, reports)
         if outcome.applied >= 0:
             return self.install(outcome, now_s)
         # A worker that was catching up may have loaded another state in the meantime.
@@ -265,6 +261,14 @@ class ViewInstaller:
         if not run.view_change.is_started:
             return view
         return [*view, Send(peer, m.StartGeneration(run.term, run.generation))]
+
+
+def decide_open_step(run: RunState, reports: Mapping[m.PeerId, m.FreezeReport]) -> Outcome:
+    """Decide the open step from the reports of members that hold a state."""
+    assert run.definition is not None
+    shares = [(member.peer, member.share) for member in run.member_list]
+    eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
+    return decide_outcome(eldest_first, run.definition.ledger, shares, in_stages=run.partition.is_pipeline)
 
 
 def initial_outcome() -> Outcome:

@@ -26,7 +26,7 @@ from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_share
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
-from gridtrain.core.planning.topology_choice import MAX_DIRECT_MEMBERS
+from gridtrain.core.planning.topology_choice import is_direct_size
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.addressing import AddressBook
@@ -150,8 +150,8 @@ class GenerationPlanner:
             (preparation[0].peers, preparation[0].current) == (tuple(peers), run.member_list)
         )
         if preparation is None or not is_continued:
-            avoided = self._measure_round_trips(peers, now_s)
             self._choose_exchange(peers, now_s, is_urgent=False)
+            avoided = self._measure_round_trips(peers, now_s)
             if run.partition.is_pipeline:
                 return True
             firsts = [peer for peer in peers if peer in run.members]
@@ -190,11 +190,11 @@ class GenerationPlanner:
             holders: the members that hold the state; the first of them has rank 0.
             placement: the ranks of a pipeline; None for an unpartitioned model.
         """
-        avoided = self._measure_round_trips(peers, now_s)
         self._reorder_limits.clear_changes()
         self._comparison = None
         is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
+        avoided = self._measure_round_trips(peers, now_s)
         ranks: rank_order.RankOrder | RankPlacement
         if placement is None:
             ranks = self._prepared_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
@@ -214,7 +214,10 @@ class GenerationPlanner:
     def _measure_round_trips(
         self, peers: Sequence[m.PeerId], now_s: float
     ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
-        """Adopt the latest round trips between `peers`; return the pairs with broken links."""
+        """Adopt the latest round trips between `peers`; return the pairs with broken links.
+
+        Called after `_choose_exchange`, which measures them without these pairs.
+        """
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
         return avoided
@@ -228,7 +231,7 @@ class GenerationPlanner:
         )  # fmt: skip
 
     def _may_be_direct(self, peers: Sequence[m.PeerId]) -> bool:
-        return 2 < len(peers) <= MAX_DIRECT_MEMBERS and self._addresses.all_direct(peers)
+        return is_direct_size(len(peers)) and self._addresses.all_direct(peers)
 
     def _prepared_or_searched(
         self, basis: PlanBasis, holders: Collection[m.PeerId], *, is_urgent: bool
@@ -252,7 +255,7 @@ class GenerationPlanner:
         """
         peers = basis.peers
         self.exchange_choice.choose_topology(
-            len(peers), self._rated(peers), lambda: basis.is_direct, is_urgent=is_urgent
+            len(peers), self._rated(peers), basis.is_direct, is_urgent=is_urgent
         )
         if is_urgent:
             self.entry_shares = self._same_entry_shares(peers)
@@ -403,8 +406,8 @@ class GenerationPlanner:
 
         Returns None if there is no choice of topology, or if no rate has been measured.
         """
-        has_choice = 2 < len(peers) <= MAX_DIRECT_MEMBERS
-        return self.measured_links.build_network(peers) if self._has_rates and has_choice else None
+        is_examined = self._has_rates and is_direct_size(len(peers))
+        return self.measured_links.build_network(peers) if is_examined else None
 
     def _first_batch_measurements(
         self, peers: Sequence[m.PeerId]

@@ -81,11 +81,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     for kind, body in entries:
         match kind:
             case "run":
-                facts = tuple((str(name), str(text)) for name, text in dict(body["facts"]).items())
-                spec = parse_spec(body["ledger"])
-                model = _model(body["model"]) if body.get("model") else None
-                stages = body.get("stages", 1)
-                definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
+                definition = _definition(body)
             case "generation":
                 latest, phase, highest_step, left_workers = body, "", 0, {}
                 for line in body["members"]:
@@ -93,12 +89,8 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     names.pop(peer, None)  # reinserted, so that the latest names come last
                     names[peer] = str(line["name"])
             case "state" if "checkpoint" in body:  # the phase has not changed
-                entry = body["checkpoint"]
-                at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
-                checkpoints[at] = {
-                    m.Span(*span): [bytes.fromhex(text) for text in digests]
-                    for span, digests in entry["blocks"]
-                }
+                at, digests = _confirmed_checkpoint(body["checkpoint"])
+                checkpoints[at] = digests
             case "state" if "left" in body:  # the phase has not changed
                 entry = body["left"]
                 peer = bytes.fromhex(entry["peer"])
@@ -115,7 +107,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
-                    checkpoints = {at: digests for at, digests in checkpoints.items() if at[0] < step}
+                    checkpoints = {at: known for at, known in checkpoints.items() if at[0] < step}
     end_reason = reason if phase == RunPhase.FINISHED else None
     if latest is None:
         return RecoveredRun(definition, is_ending=is_ending, end_reason=end_reason)
@@ -190,6 +182,18 @@ def _member_entry(member: m.Member) -> dict[str, Any]:
     if member.entries_share == m.WHOLE_SHARE:
         del entry["entries_share"]
     return entry
+
+
+def _definition(body: Mapping[str, Any]) -> m.Setup:
+    facts = tuple((str(name), str(text)) for name, text in dict(body["facts"]).items())
+    model = _model(body["model"]) if body.get("model") else None
+    spec, stages = parse_spec(body["ledger"]), body.get("stages", 1)
+    return m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
+
+
+def _confirmed_checkpoint(entry: Mapping[str, Any]) -> tuple[StateId, dict[m.Span, list[bytes]]]:
+    digests = {m.Span(*span): [bytes.fromhex(text) for text in them] for span, them in entry["blocks"]}
+    return (entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])), digests
 
 
 def _stage_checkpoint(line: Mapping[str, Any]) -> m.CheckpointInfo:

@@ -1,33 +1,42 @@
-"""Selects the slow worker that delays the others long enough to be named by the status and the web page."""
+"""Selects the slow member that delays the others long enough to be named by the status and the web page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Any
 
 SLOW = 1.25
-"""A worker delays the others if its compute time is at least this many times the median."""
+"""A member delays the others if it is busy for at least this many times the median."""
 
 NOTICEABLE_S = 0.005
+BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 
 
-def find_slow_member(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
-    """Return the worker for which the others wait, and why; None if no worker stands out.
+def busy_s(figures: Mapping[str, float]) -> float:
+    """Return the time that a worker spent on its own work in its latest step; 0.0 if it is not finite."""
+    seconds = sum(figures.get(name, 0.0) for name in BUSY_METRICS)
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def find_slow_member(members: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
+    """Return the peer and the name of the member for which the others wait, and the reason.
+
+    Returns None if no member stands out.
 
     Args:
-        busy_s: by worker, the time that it spent on its own work in its latest step, in seconds.
+        members: the active members, as in the status.
     """
-    known = {
-        who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)
-    }
+    known = [(busy_s(member["figures"]), member) for member in members if "computing_s" in member["figures"]]
     if len(known) < 2:
         return None
-    usual_s = median(known.values())
-    slowest = max(known, key=lambda who: known[who])
-    if known[slowest] < SLOW * usual_s or known[slowest] - usual_s < NOTICEABLE_S:
+    usual_s = median(seconds for seconds, _ in known)
+    slowest_s, slowest = max(known, key=lambda each: each[0])
+    if slowest_s < SLOW * usual_s or slowest_s - usual_s < NOTICEABLE_S:
         return None
-    return slowest, f"computes {_seconds(known[slowest])} per step; the median is {_seconds(usual_s)}"
+    reason = f"is busy for {_seconds(slowest_s)} per step; the median is {_seconds(usual_s)}"
+    return {"peer": slowest["peer"], "name": slowest["name"], "reason": reason}
 
 
 def _seconds(seconds: float) -> str:

@@ -18,7 +18,7 @@ use the same residual, and a dense step adds the residual to its contribution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -51,7 +51,6 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.topology_choice import (
-    MAX_DIRECT_MEMBERS,
     USUAL_TOPOLOGY,
     Topology,
     choose_topology,
@@ -225,22 +224,20 @@ class ExchangeChoice:
         self,
         size: int,
         network: NetworkModel | None,
-        edges: Callable[[], bool],
+        edges: bool,
         *,
         is_urgent: bool = False,
     ) -> None:
         """Choose the topology of an exchange with open topology for a generation of `size` members.
 
         Args:
-            network: see `topology_choice.choose_topology`.
-            edges: returns the argument `edges` of that function; called only if the exchange can be direct.
+            network, edges: see `topology_choice.choose_topology`.
             is_urgent: see `best_order`.
         """
         self.topology = USUAL_TOPOLOGY
         is_whole_model = self._setup is not None and self._setup.stages == 1
         if is_whole_model and as_direct(self.chosen or self._named) is not None:
-            has_edges = size <= MAX_DIRECT_MEMBERS and edges()
-            self.topology = choose_topology(self.workload, size, network, has_edges, is_urgent=is_urgent)
+            self.topology = choose_topology(self.workload, size, network, edges, is_urgent=is_urgent)
 
     def usual_topology_reason(self, size: int, network: NetworkModel) -> str:
         """Return the reason to change from a direct exchange to a ring or butterfly; "" if there is none."""

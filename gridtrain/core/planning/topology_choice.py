@@ -2,6 +2,10 @@
 
 Among few members that all connect directly, on similar links, data take two hops if that is predicted to be
 faster.  `exchange_choice` holds the choice of a run.
+
+A worker that reports a slow link makes all members use the ring or butterfly, which costs less than a really
+slow worker does.  Requiring the reports of both ends would not prevent this: the receiver's answer determines
+what the sender measures, and a busy receiver measures too high a rate.
 """
 
 from __future__ import annotations
@@ -75,6 +79,11 @@ def choose_topology(
         return Topology(True, f"direct: {format_seconds(direct_s)}, {name} {format_seconds(usual_s)}")
     reason = f"{name}: {format_seconds(usual_s)}, direct {format_seconds(direct_s)}"
     return Topology(False, reason, direct_s / usual_s)
+
+
+def is_direct_size(size: int) -> bool:
+    """Return whether a group of this size may exchange data directly."""
+    return 2 < size <= MAX_DIRECT_MEMBERS
 
 
 def may_be_direct(load: Workload, size: int, network: NetworkModel | None, edges: bool) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain_coordinator.journal.disk_full_mode import DiskFullMode
+from gridtrain_coordinator.run.slow_member import find_slow_member
+from gridtrain_coordinator.status_report import mean_loss
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe"
 DEVICES = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "CPU, 8 cores")
@@ -214,6 +216,7 @@ class Run:
         elif stopped:
             for member in members:
                 member |= {"state": "suspect", "last_heard_s": float(second - TURN_S)}
+        status["loss"] = mean_loss(member for member in status["members"] if member["rank"] is not None)
         return status
 
     def _unranked(self, members: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -247,7 +250,7 @@ class Run:
             "plan_reason": f"{self.shape} of {len(present)} ordered by predicted time: 18.2 ms an exchange "
             "instead of 31.5 ms in join order",
             "stages": self.stages, "links": self._links(present), "relayed": self._relayed(present),
-            "drifts": 0,
+            "drifts": 0, "waited_for": find_slow_member(members) if phase == "training" else None,
             "members": members, "resting": self._resting(second), "events": [],
             "software": "gridtrain (simulated)", "address": "",
             "now_s": float(second), "uptime_s": float(second),

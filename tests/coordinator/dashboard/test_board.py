@@ -12,7 +12,7 @@ from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COL
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.prometheus import exposition
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from gridtrain_coordinator.run.slow_member import find_slow_member
+from gridtrain_coordinator.status_report import RateMeter, build_status
 
 
 def status(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
@@ -50,17 +50,6 @@ def test_a_restarted_worker_counts_from_zero() -> None:
     assert board.exchanged_bytes == 3000.0 + 500.0
 
 
-def test_loss_is_the_mean_of_reported_losses_weighted_by_share() -> None:
-    big, small, without_loss = (
-        member("a", 0, loss=2.0) | {"share": 30},
-        member("b", 1, loss=4.0),
-        member("c", 2),
-    )
-    board = Board()
-    board.update(status(1, (big, small | {"share": 10}, without_loss)), 0.0)
-    assert board.run["loss"] == 2.5
-
-
 def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
     board = Board()
     standby = member("bert", None) | {"state": "spare", "spare": "every stage has a worker"}
@@ -73,7 +62,8 @@ def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
 
 def test_figures_that_are_not_finite_are_dropped() -> None:
     board = Board()
-    board.update(status(1, (member("a", loss=float("nan"), computing_s=float("inf")),)), 0.0)
+    strange = member("a", loss=float("nan"), computing_s=float("inf"))
+    board.update(status(1, (strange,), loss=float("nan")), 0.0)
     row = board.workers()[0]
     assert (row["loss"], row["computing_s"], board.run["loss"]) == (None, None, None)
     json.dumps(board.full_state(), allow_nan=False)
@@ -209,18 +199,23 @@ def test_a_stage_is_shown_only_for_a_partitioned_model() -> None:
         assert board.workers()[0]["stage"] == expected
 
 
-def test_no_straggler_is_named_unless_the_run_trains() -> None:
-    members = tuple(
-        member(name, rank, computing_s=seconds)
-        for rank, (name, seconds) in enumerate((("a", 0.1), ("b", 0.1), ("c", 0.9)))
+def test_the_page_names_the_same_slow_member_as_the_status() -> None:
+    """b computes for long, but c applies its updates for longer."""
+    members = (
+        member("a", 0, computing_s=0.1),
+        member("b", 1, computing_s=0.5),
+        member("c", 2, computing_s=0.1, applying_s=0.9),
     )
     board = Board()
-    for phase, named in (("training", True), ("paused", False)):
-        board.update(status(1, members) | {"phase": phase}, 0.0)
-        assert (board.run["waited_for"] is not None, board.topology["waited_for"] is not None) == (
-            named,
-            named,
-        )
+    slow = {"id": 2, "reason": "is busy for 1.00 s per step; the median is 500 ms"}
+    for phase, named in (("training", slow), ("paused", None)):
+        report = status(1, members) | {"phase": phase}
+        report = build_status(report, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+        board.update(report, 0.0)
+        assert board.run["waited_for"] == named
+        assert board.topology["waited_for"] == (named and named["id"])
+    board.update(status(1, members, waited_for={"peer": "left", "name": "d", "reason": "is busy"}), 0.0)
+    assert board.run["waited_for"] is None
 
 
 def applied(whole: dict[str, Any], tick: dict[str, Any]) -> dict[str, Any]:
@@ -310,16 +305,6 @@ def test_edges_are_those_of_the_exchange() -> None:
     assert len(pairs("tree", 8)) == 7
     assert pairs("ring", 6, 3) == [(0, 1), (0, 2), (1, 3), (2, 3), (2, 4), (3, 5), (4, 5)]
     assert pairs("ring", 41) == []
-
-
-def test_the_straggler_is_far_slower_than_the_median() -> None:
-    assert find_slow_member({"a": 0.1, "b": 0.11, "c": 0.3}) == (
-        "c",
-        "computes 300 ms per step; the median is 110 ms",
-    )
-    assert find_slow_member({"a": 0.1, "b": 0.11, "c": 0.12}) is None
-    assert find_slow_member({"a": 0.001, "b": 0.003}) is None  # noise
-    assert find_slow_member({"a": 9.0}) is None and find_slow_member({"a": None, "b": 1.0}) is None
 
 
 def test_rows_have_the_live_columns() -> None:

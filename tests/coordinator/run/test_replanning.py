@@ -27,6 +27,7 @@ FACTS = (
     ("exchange", "GTopK(density=0.001, values=fp16, topology=butterfly)"),
 )
 SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
+SETUP_AUTO = replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)")))
 FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
 
@@ -248,10 +249,15 @@ def test_a_report_in_one_direction_leaves_the_other_to_be_reported() -> None:
         assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
 
 
-def test_the_topology_of_sixteen_members_is_a_choice() -> None:
+def test_the_links_and_addresses_of_more_than_sixteen_members_are_not_examined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner, peers = Run().core._planner, [bytes([number]) * 32 for number in range(17)]
     planner.measured_links.record(peers[0], [(peers[1], FAST_Bps, FAST_Bps)])
-    assert planner._rated(peers[:16]) is not None and planner._rated(peers) is None
+    monkeypatch.setattr(planner._addresses, "all_direct", lambda members: True)
+    for size, is_choice in ((2, False), (3, True), (16, True), (17, False)):
+        examined = planner._rated(peers[:size]) is not None, planner._may_be_direct(peers[:size])
+        assert examined == (is_choice, is_choice)
 
 
 def test_rates_of_strangers_are_not_stored() -> None:
@@ -293,7 +299,7 @@ def test_with_ranks_in_the_order_of_joining_links_change_nothing() -> None:
 
 
 def test_the_first_exchange_is_chosen_by_the_latest_links_and_not_while_a_generation_is_made() -> None:
-    run = Run(setup=replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)"))))
+    run = Run(setup=SETUP_AUTO)
     run.rates(set())
     run.core.run.view_change.request("another worker is waiting")
     assert run.heartbeat_until_frozen(9.0) == "another worker is waiting"
@@ -307,3 +313,28 @@ def test_the_first_exchange_is_chosen_by_the_latest_links_and_not_while_a_genera
         run.next_generation()
         assert not run.core._planner._reorder_limits.due_reporters(run.now_s), "the plan uses all rates"
     assert "a step takes 1.06 s" in choice.reason
+
+
+def test_avoided_pairs_count_in_a_plan_that_reconsiders_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurements for the exchange do not contain them; those for the rank order do."""
+    run, seen = Run(setup=SETUP_AUTO), []
+    run.rates(set())
+    for peer in PEERS:
+        run.say(peer, m.Heartbeat(0, 0, 0, ((FIRST_STEP_FIGURE, 1.0),)))
+    run.next_generation()
+    planner, newcomer = run.core._planner, b"e" * 32
+    assert not planner.exchange_choice.is_open
+    for _ in range(FAILURES_BEFORE_AVOIDING):
+        planner.link_failures.record(A, B, run.now_s)
+    search = rank_order.search_rank_order
+
+    def counted(load: Any, links: rank_order.LinkMeasurements, *rest: Any, **options: Any) -> Any:
+        seen.append(links.rtt_s[A, B])
+        return search(load, links, *rest, **options)
+
+    monkeypatch.setattr(rank_order, "search_rank_order", counted)
+    run.join(newcomer, setup=None)
+    run.say(newcomer, SETUP_AUTO, m.LinkLatencies(((A, 0.001),)))
+    run.say(newcomer, m.CatchUpReport(0, b""))
+    run.heartbeat_until_frozen(9.0)
+    assert seen == [AVOIDED_PAIR_RTT_S]
