@@ -204,7 +204,7 @@ def test_a_stop_ends_the_wait_for_room_at_once(new_group: Any, tmp_path: Path) -
     (tmp_path / "final.safetensors").mkdir()
     agent = NoAgent()
 
-    def wait(timeout_s: float) -> None:
+    def wait(timeout_s: float, known: AgentDirective) -> None:
         waits_s.append(timeout_s)
         agent.directive = AgentDirective(stop=True)
 
