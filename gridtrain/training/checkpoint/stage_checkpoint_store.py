@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -263,11 +264,9 @@ class StageCheckpointStore:
         """Create a new folder for a copy from another worker.  Raises `OSError`."""
         stage = self.folder_of(held.layers)
         stage.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in stage.glob(".copy-*"):
-            shutil.rmtree(left, ignore_errors=True)  # its sender was lost
-        folder = stage / f".copy-{held.applied + 1:08d}"
-        folder.mkdir()
-        return folder
+        partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
+        # An earlier copy of this checkpoint may still be being adopted.
+        return Path(tempfile.mkdtemp(partial.suffix, partial.stem, stage))
 
     def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:
         """Publish a copy from another worker if it is the checkpoint that was announced; otherwise discard
