@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def unsupported_scaler_error() -> ConfigError:
     )
 
 
-def state_options(config: JoinConfig) -> ModelStateOptions:
+def state_options(config: JoinConfig, should_stop: Callable[[], bool]) -> ModelStateOptions:
     """Return the options for checkpoints and departure.  Each worker on a machine has its own folder, in a
     folder named after the coordinator's key."""
     folder = Path(config.state_dir)
@@ -89,6 +90,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
         url=config.checkpoints,
         max_transfer_bytes=_parse_int("handover_mib", config.handover_mib) << 20,
         is_chosen=bool(config.state_dir),
+        should_stop=should_stop,
     )
 
 

@@ -99,8 +99,8 @@ class PauseController:
         """Wait until the agent requests that the script end, but not longer than `timeout_s`; return whether
         it has."""
         until_s = time.monotonic() + timeout_s
-        while not self.should_stop and (left_s := until_s - time.monotonic()) > 0.0:
-            self._agent.wait(left_s)
+        while not (known := self._agent.directive).stop and (left_s := until_s - time.monotonic()) > 0.0:
+            self._agent.wait(left_s, known)
         return self.should_stop
 
     @property
@@ -228,10 +228,12 @@ class PauseController:
 
     def _await_permission(self) -> bool:
         """Wait until this worker may train; return False if it has to stop."""
+        known = self._agent.directive
         while self._should_pause():
             if self.should_stop:
                 return False
-            self._agent.wait(POLL_INTERVAL_S)
+            self._agent.wait(POLL_INTERVAL_S, known)
+            known = self._agent.directive
         return True
 
     def _rejoin(self, held: CheckpointInfo | None, touched: bool) -> bool:
@@ -239,8 +241,9 @@ class PauseController:
         give_up_s = time.monotonic() + self._session.config.deadlines.paused_s
         retry_s = RETRY_FIRST_S
         while True:
+            known = self._agent.directive
             try:
-                self._apply_rates(self._agent.directive)
+                self._apply_rates(known)
                 self._session.resume(*self._connect(), held, touched=touched)
                 return True
             except CoordinatorUnreachable as error:
@@ -251,7 +254,7 @@ class PauseController:
                 if not self.is_run_over(refusal):
                     raise
                 return False
-            self._agent.wait(retry_s)
+            self._agent.wait(retry_s, known)
             retry_s = min(RETRY_MOST_S, 2 * retry_s)
             if not self._await_permission():
                 return False

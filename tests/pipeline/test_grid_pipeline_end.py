@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_group import LOSING, Seen, Workers, undisturbed
+from pipeline_group import LOSING, WITHIN_S, Seen, Workers, undisturbed
 from safetensors.torch import load_file
 
 import gridtrain
 from gridtrain.core.messages import EndRun, OperatorReply, Refused
 from gridtrain.pipeline.pipeline import Pipeline
-from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
+from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints, step_folder
 from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.checkpoint.remote_store import RemoteStore
 
@@ -28,10 +29,20 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
 ) -> None:
     url = f"file://{tmp_path}/storage"
     _, calm = undisturbed(tmp_path / "calm", steps=17)
+    parts = [tmp_path / "a" / name / f"blocks-{a:03}-{a + 2:03}" for name in ("anna", "bert") for a in (0, 2)]
+
+    def await_copies(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        """Wait before the last step for the checkpoints of step 10, which are copied in the background."""
+        if grid.step == 11:
+            workers.wait(lambda: all(step_folder(part, 10).is_dir() for part in parts))
+
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5, cuts=(0, 2, 4)) as workers:
+        workers.before = await_copies
         workers.add("anna", "bert", url=url)
         workers.finish("anna", "bert")
         whole = workers.assembled()
+    for copying in (thread for thread in threading.enumerate() if thread.name == "gridtrain-copy"):
+        copying.join(WITHIN_S)  # of step 12; the end of a process would end it
     for name in ("anna", "bert"):
         assert (
             "a run with more steps can continue from the state folders of workers with all of the model's "
@@ -41,8 +52,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
-    # A copy of another worker's checkpoint may still be deleted.
-    shutil.copytree(tmp_path / "a" / "anna", tmp_path / "anna", ignore=shutil.ignore_patterns(".copy-*"))
+    shutil.copytree(tmp_path / "a" / "anna", tmp_path / "anna")
     for copied in sorted((tmp_path / "anna").glob("blocks-*/step-00000012"))[1:]:
         shutil.rmtree(copied)  # the stages of step 12 are on two disks, unless one was copied before the end
     assert export_model(tmp_path / "anna", tmp_path / "exported.safetensors").step == 10

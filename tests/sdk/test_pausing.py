@@ -333,8 +333,8 @@ class EndedPause(NoAgent):
         super().__init__()
         self._end, self._is_known = end, is_known
 
-    def wait(self, timeout_s: float) -> None:
-        super().wait(timeout_s)
+    def wait(self, timeout_s: float, known: AgentDirective) -> None:
+        super().wait(timeout_s, known)
         if not self._is_known():
             return
         if self._end is not None:

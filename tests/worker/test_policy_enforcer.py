@@ -28,6 +28,7 @@ from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
+from gridtrain.training.pause import PauseController
 from gridtrain_worker import control_socket, policy_enforcer
 from gridtrain_worker.budget import FILE
 from gridtrain_worker.control_socket import (
@@ -271,6 +272,22 @@ def test_pause_resume_and_stop_are_obeyed(
     ask_agent(folder / SOCKET, {"ask": "stop"})
     wait_until(lambda: link.directive.stop)
     assert enforcer.is_stopping
+
+
+def test_a_stop_just_before_the_wait_for_it_is_noticed(
+    make: Callable[..., PolicyEnforcer], folder: Path
+) -> None:
+    class StoppedLink(AgentLink):
+        def wait(self, *args: Any) -> None:
+            ask_agent(folder / SOCKET, {"ask": "stop"})
+            wait_until(lambda: self.directive.stop)
+            super().wait(*args)
+
+    session: Any = None  # a worker that is not paused needs none
+    link = StoppedLink(make().path, lambda: 0)
+    pauses = PauseController(session, link, None, lambda upload, download: None)
+    until_s = time.monotonic() + WITHIN_S
+    assert pauses.await_stop(2 * WITHIN_S) and time.monotonic() < until_s
 
 
 def test_resume_says_that_the_rules_still_pause_the_worker(make: Callable[..., PolicyEnforcer]) -> None:

@@ -81,7 +81,7 @@ class NoAgent:
     def report(self, **state: Any) -> None:
         self.reported = [*self.reported[-99:], state]
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, known: AgentDirective) -> None:
         time.sleep(min(timeout_s, 0.02))
 
 
@@ -128,10 +128,10 @@ class AgentLink:
         self._state = state
         self._report()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the directive may have changed, but not longer than `timeout_s`."""
+    def wait(self, timeout_s: float, known: AgentDirective) -> None:
+        """Wait until the directive differs from `known`, but not longer than `timeout_s`."""
         with self._condition:
-            self._condition.wait(timeout_s)
+            self._condition.wait_for(lambda: self.directive != known, timeout_s)
 
     def _report(self) -> None:
         self._send({**self._state, "moved_bytes": self._moved_bytes(), "why_waiting": self._why_waiting()})

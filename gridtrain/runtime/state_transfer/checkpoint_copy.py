@@ -13,6 +13,7 @@ are sent first, and without a rate cap.
 from __future__ import annotations
 
 import logging
+import shutil
 import struct
 import threading
 from collections import deque
@@ -194,29 +195,30 @@ class CheckpointCopier:
         """
         try:
             if block.index == 0:
-                self._close_incoming()
-                folder = self._disk.make_copy_folder(block.checkpoint)
-                self._incoming = _IncomingCopy(block, folder, self._max_bytes)
+                self._discard_incoming()
+                self._incoming = _IncomingCopy(block, self._disk, self._max_bytes)
             elif self._incoming is not None and self._incoming.receive(block):
-                held, folder = self._incoming.checkpoint, self._incoming.folder
-                self._close_incoming()
-                _in_thread(self._disk.adopt_copy, held, folder)
+                complete, self._incoming = self._incoming, None
+                complete.close()
+                _in_thread(self._disk.adopt_copy, complete.checkpoint, complete.folder)
         except OSError as error:
             log.warning("cannot write a copy of another stage's checkpoint: %s", error)
-            self._close_incoming()
+            self._discard_incoming()
 
-    def _close_incoming(self) -> None:
+    def _discard_incoming(self) -> None:
+        """Remove an incomplete copy, if any, for example because its sender was lost."""
         if self._incoming is not None:
             self._incoming.close()
+            shutil.rmtree(self._incoming.folder, ignore_errors=True)
         self._incoming = None
 
 
 class _IncomingCopy:
     """Writes one checkpoint, block by block, to the files of a folder."""
 
-    def __init__(self, first: m.CheckpointBlock, folder: Path, max_bytes: int) -> None:
-        self.checkpoint, self.folder = first.checkpoint, folder
+    def __init__(self, first: m.CheckpointBlock, disk: CheckpointDisk, max_bytes: int) -> None:
         self._layout = BlockLayout(_read_sizes(bytes(first.payload), first.total, max_bytes))
+        self.checkpoint, self.folder = first.checkpoint, disk.make_copy_folder(first.checkpoint)
         self._total, self._index = first.total, 1
         self._file: BinaryIO | None = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,9 @@ from gridtrain.training.checkpoint.checkpoint_store import (
 )
 
 log = logging.getLogger("gridtrain")
+
+WRITER_TIMEOUT_S = 300.0
+"""The longest time that a change of the stages waits for a checkpoint that is being written."""
 
 _BLOCKS = re.compile(r"blocks-(\d{3,})-(\d{3,})")
 
@@ -193,6 +197,14 @@ class StageCheckpointStore:
             self._writer.join(timeout_s)
         return self._writer is None or not self._writer.is_alive()
 
+    @property
+    def unfinished(self) -> Path | None:
+        """The folder of the checkpoint that is being written, if any."""
+        if self._latest is None or self.wait(0.0):
+            return None
+        blocks, step = self._latest
+        return checkpoint_store.step_folder(self.folder_of(blocks), step)
+
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
         """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`
         if it does not match the stage."""
@@ -209,7 +221,8 @@ class StageCheckpointStore:
     def save_now(self, held: CheckpointInfo) -> None:
         """Write a checkpoint of the layers in memory immediately, because the model is partitioned again.
         Raises `OSError` if it cannot be written."""
-        self.wait()
+        if not self.wait(WRITER_TIMEOUT_S):
+            raise OSError(f"{self.unfinished} is still being written")
         content = self._pack_state(held)
         if content is None:
             log.warning("the state of step %d is no longer in memory", held.applied + 1)
@@ -263,11 +276,9 @@ class StageCheckpointStore:
         """Create a new folder for a copy from another worker.  Raises `OSError`."""
         stage = self.folder_of(held.layers)
         stage.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in stage.glob(".copy-*"):
-            shutil.rmtree(left, ignore_errors=True)  # its sender was lost
-        folder = stage / f".copy-{held.applied + 1:08d}"
-        folder.mkdir()
-        return folder
+        partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
+        # An earlier copy of this checkpoint may still be being adopted.
+        return Path(tempfile.mkdtemp(partial.suffix, partial.stem, stage))
 
     def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:
         """Publish a copy from another worker if it is the checkpoint that was announced; otherwise discard
@@ -295,7 +306,7 @@ class StageCheckpointStore:
 
     def discard_after(self, after: int) -> None:
         """Remove the checkpoints after step index `after`, because the group has abandoned their history."""
-        self.wait()
+        self.wait(WRITER_TIMEOUT_S)
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again
         for _, folder in self.stages() if self._can_keep_refused() else ():

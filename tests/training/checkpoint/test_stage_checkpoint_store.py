@@ -186,6 +186,20 @@ def test_a_copy_is_stored_only_if_its_tensors_have_the_stated_digest(tmp_path: P
     assert whole or not folder.exists()
 
 
+def test_a_copy_that_is_being_adopted_survives_the_next_one(tmp_path: Path) -> None:
+    mine, theirs = store_in(tmp_path / "mine"), store_in(tmp_path / "theirs")
+    theirs.write(BLOCKS, snapshot(10))
+    theirs.wait()
+    (info,) = theirs.stored_checkpoints()
+    folder = mine.make_copy_folder(info)
+    for file in theirs.files_to_copy(info):
+        (folder / file.name).write_bytes(file.read_bytes())
+    later = CheckpointInfo(19, info.history, LedgerState(step=20), layers=BLOCKS)
+    assert {mine.make_copy_folder(info), mine.make_copy_folder(later)} != {folder}
+    mine.adopt_copy(info, folder)
+    assert mine.stored_checkpoints() == (info,)
+
+
 class PowerCut:
     """Records whether the files of a renamed folder were synced before, as a power cut requires."""
 
