@@ -160,7 +160,7 @@ class CatchUp:
         worker.mark_caught_up()
         if applied >= 0:
             return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
-        reason = "it cannot catch up while the others train, and gets it in the next generation"
+        reason = "it cannot catch up while the others train; the next generation sends it the state"
         return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
