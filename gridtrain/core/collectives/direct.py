@@ -15,8 +15,8 @@ The owner of segment s starts with its own part and adds the parts of ranks s + 
 order as a ring, so both produce bit-identical results.  A payload that arrives too early is held; at
 most one payload is held for each sender and slice, and none that is longer than the slice.
 
-All slices of a member carry the same flags, so whether the step is skipped is known when one slice
-is complete.  A retry starts from the beginning, because it repeats only two hops.
+All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
+A retry starts from the beginning, because it repeats only two hops.
 """
 
 from __future__ import annotations
