@@ -70,7 +70,7 @@ class AllGather(CollectiveBase):
         return sender, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin)
 
     def _forward(self, origin: int, flags: int) -> list[CollectiveEffect]:
-        """Forward the payload of `origin` down the tree; a direct all-gather sends only this rank's payload."""
+        """Forward the payload of `origin` down the tree; if direct, send only the payload of this rank."""
         if self._direct:
             others = [rank for rank in range(self._world_size) if rank != origin]
             hops = [(rank, 0) for rank in others if origin == self._rank]

@@ -82,8 +82,8 @@ class RingAllReduce(CollectiveBase):
         self.received = b""
         self._right_lacks: bytes | None = None  # contents of the neighbour's RESUME; None: not arrived
         self._forwarded_flags: dict[tuple[int, int], int] = {}  # flags of forwarded messages, by slice
-        # The next message of each slice of which messages are still to arrive: REDUCE, then GATHER.  No REDUCE
-        # arrives for this rank's own segment, and no GATHER for the segment whose sum this rank completes.
+        # The next message of each slice that awaits one: first REDUCE, then GATHER.  No REDUCE arrives for
+        # this rank's own segment, and no GATHER for the segment whose sum this rank completes.
         self._due: dict[tuple[int, int], PayloadSlot] = {}
         if world_size > 1:
             for segment in range(world_size):
@@ -200,8 +200,8 @@ class RingAllReduce(CollectiveBase):
     def _forward(self, slot: PayloadSlot, flags: int) -> list[CollectiveEffect]:
         """Forward a message to the right neighbour, and record its flags for a retry.
 
-        A retry forwards only messages that the neighbour's RESUME reports as missing.  Until RESUME arrives, it
-        forwards nothing; `_resume` then sends what is missing.
+        A retry forwards only messages that the neighbour's RESUME reports as missing.  Until RESUME arrives,
+        nothing is forwarded; `_resume` then sends the missing messages.
         """
         if flags:
             key = slot.segment, slot.slice

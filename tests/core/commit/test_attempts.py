@@ -47,7 +47,7 @@ def test_early_messages_are_counted_and_bounded_for_each_peer(monkeypatch: pytes
         assert mine.receive(PEERS[0], data(at(0)), nbytes, 0.0) == []
         assert mine.early_bytes(PEERS[0]) == stored_bytes
     mine.receive(PEERS[1], data(at(1)), 400, 0.0)
-    with pytest.raises(RemoteProtocolError, match="rank 0 has sent 4 early messages of 401 bytes"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 has sent 4 early messages, 401 bytes in all"):
         mine.receive(PEERS[0], data(at(0)), 1, 0.0)
     mine.drop_early(PEERS[0])
     assert (mine.early_bytes(PEERS[0]), mine.early_bytes(PEERS[1])) == (0, 400)
