@@ -45,7 +45,7 @@ class Hop:
 class HopExchange(CollectiveBase):
     """One gTop-k exchange along a schedule.
 
-    A partner may be several hops ahead; at most one early payload is held for each hop.
+    A partner may be several hops ahead; at most one early payload is deferred for each hop.
 
     Args:
         name: name of the exchange in error messages.

@@ -147,7 +147,7 @@ class LedgerSpec:
     Attributes:
         delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
             are exchanged while the samples of the next step are being processed.
-        shards: the number of samples of each shard, if members read the data set shard by shard
+        shards: the number of samples in each shard, if members read the data set shard by shard
             (`core.commit.shard_leases`); otherwise empty.
     """
 
