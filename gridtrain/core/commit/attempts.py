@@ -429,8 +429,8 @@ class Attempts:
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}, which is not one of the "
-                        f"{len(self._collectives)} channels of round {self._current_round}",
+                        f"rank {rank} sent data for {channel}, which is not a channel of round "
+                        f"{self._current_round}",
                         remedy=NEVER_SENT,
                     )
                 return list(self._advance_collective(collective, rank, message))

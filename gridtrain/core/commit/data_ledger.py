@@ -124,7 +124,7 @@ def assign(
     owners = {batch.peer for batch in state.pending} | {peer for peer, _ in state.leases}
     if strangers := (held.keys() | owners) - set(peers):
         names = sorted(peer.hex()[:8] for peer in strangers)
-        raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
+        raise LocalProtocolError(f"positions of step {state.step} are assigned to non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
     is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # never consumed

@@ -57,7 +57,7 @@ def make_rank_assignment(
 
 
 def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m.Member, ...]:
-    """Return the members with the addresses that this worker dials; a member that dials it has no address.
+    """Return the members with the addresses that this worker dials, or "" if the member dials this worker.
 
     If this worker itself has an address in the list, the keys decide who dials (see `m.Member.address`).
     """

@@ -91,7 +91,7 @@ class PeerLinks:
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Accept peers outside the generation, between which and this worker latencies are to be measured.
+        """Accept peers outside the generation while the links between them and this worker are measured.
 
         The peers that have an address are dialled.
         """

@@ -230,7 +230,8 @@ class ViewChanges:
         return self.generation.start(now_s)
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
-        """Handle a StandbyNotice: execute the verdict, and leave the generation for want of a rank.
+        """Handle a StandbyNotice: execute the verdict, and leave the generation; the next one has no rank for
+        this worker.
 
         Afterwards, this worker is in the same situation as a worker that has just joined.
         """

@@ -338,7 +338,7 @@ ON_REQUEST = "on request"
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether `gridtrain worker resume` ends a pause for this reason, in which no rule has a part."""
+    """Return whether `gridtrain worker resume` ends the pause: whether only the owner has ordered it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 

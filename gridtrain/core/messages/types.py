@@ -90,7 +90,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundId:
-    """Identifies one attempt at the exchange of a step, in a generation that a term's coordinator made."""
+    """Identifies one attempt at the exchange of one step, in one generation and term."""
 
     term: UInt
     generation: UInt

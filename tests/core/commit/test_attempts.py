@@ -93,7 +93,7 @@ def test_data_of_an_unknown_channel_waits_only_while_more_collectives_follow() -
     assert mine.early_bytes(PEERS[0]) == 7
     mine = member(2)
     mine.submit(at(0), {}, 10.0, 0.0)
-    with pytest.raises(RemoteProtocolError, match="not one of the 0 channels"):
+    with pytest.raises(RemoteProtocolError, match="which is not a channel of round"):
         mine.receive(PEERS[0], data(at(0), group=5), 7, 0.0)
 
 
