@@ -65,7 +65,7 @@ class ThresholdHint:
         self._slack = _SLACK_START
 
     def mark_missed(self) -> None:
-        """Record that the threshold was too high, because fewer than k elements reached it."""
+        """Record that the threshold was too high: fewer than k elements reached it."""
         self.misses += 1
         self._slack = max(_SLACK_MIN, self._slack * 0.8)
 

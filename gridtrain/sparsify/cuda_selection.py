@@ -33,7 +33,7 @@ from gridtrain.sparsify.tensor_selection import (
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
 _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
-_CAPACITY_FACTOR = 4  # times k keys
+_CAPACITY_FACTOR = 4  # capacity of the buffer of keys, as a multiple of k
 _MIN_CAPACITY = 1 << 14
 
 
@@ -201,7 +201,7 @@ def _programs(device: torch.device) -> int:
 
 @functools.cache
 def are_kernels_correct(device: torch.device) -> bool:
-    """Whether the Triton kernels can be used on `device` and select the same entries as torch's operations.
+    """Return whether the Triton kernels work on `device` and select the same entries as torch's operations.
 
     The kernels are tested once on small vectors before they are used, because Triton needs a C compiler, a
     suitable driver and a supported device, and reports problems only when a kernel is launched.  If the test
@@ -223,8 +223,8 @@ def are_kernels_correct(device: torch.device) -> bool:
     if not agree:
         warnings.warn(
             f"Triton cannot be used to select entries on {device} ({problem}); torch's operations are used "
-            "instead, which select the same entries more slowly -> check that a C compiler is installed and "
-            "that this version of Triton supports the driver",
+            "instead; they select the same entries, but more slowly -> check that a C compiler is installed "
+            "and that this version of Triton supports the driver",
             stacklevel=2,
         )
     return agree

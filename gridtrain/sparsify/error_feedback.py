@@ -73,7 +73,7 @@ class ErrorFeedback:
     """The residual and the momentum vector of one worker, with their second buffers.
 
     Args:
-        n: the number of elements of the flat gradient.
+        n: the number of elements in the flat gradient.
         device: the device on which entries are selected.
         momentum: the DGC momentum m, 0 <= m < 1; if it is 0, there is no momentum vector u.
         chunk: the length of the chunks in which entries are selected; 0 to select among all.
@@ -160,14 +160,14 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
-        """Prepare to skip the step: return a state with an empty payload, which does not change on commit.
+        """Prepare to skip the step: return a prepared state with an empty payload, which `commit` ignores.
 
         A worker whose gradient is not finite takes part in the round with this payload.
 
         Args:
             kind: the encoding of the values.
             start: the first element of the part.
-            n: the number of elements of the part; None for the whole vector.
+            n: the number of elements in the part; None for the whole vector.
         """
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
         n = self.residual_N.numel() if n is None else n
@@ -304,7 +304,8 @@ class ErrorFeedback:
         """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state is from a model of a different size, or only one of the two has momentum.
+            ConfigError: the state is from a model of a different size, or from an exchange that differs from
+                this one in having momentum.
         """
         expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -6,7 +6,7 @@
     equal                     5.   5.  -5.      selected, lowest index first, up to k entries in total
     selected   the indices 1, 3, 4
 
-`make_selection` chooses.  Without chunks, all implementations select the same entries for the same bits:
+`make_selection` chooses the implementation.  Without chunks, all of them select the same entries:
 
     HostSelection     vectors in host memory          one pass, block by block (`cpu_selection`)
     TensorSelection   any device, only torch          compare and nonzero; a histogram of the leading bits

@@ -123,7 +123,7 @@ class TensorSelection:
     def indices(self, acc_N: Tensor, k: int) -> Tensor:
         """Return the indices of the selected entries: (K,) int64 on the device, ascending.
 
-        See `Selection.select` for the other arguments and the errors.
+        See `Selection.select` for the meaning of k, the order of ties and the errors.
         """
         check_k(acc_N.numel(), k)
         bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK

@@ -113,7 +113,7 @@ def test_a_text_that_is_no_invitation_is_refused(text: str) -> None:
     other = f"{text.replace(' ', '')!r} is not an invitation; an invitation begins with gridtrain1:"
     assert str(caught.value) == (
         f"{other if text else 'no invitation was given'} -> copy the whole line that the run's owner gave you"
-        + ("" if text else "; if a command was meant to print it, read that command's output")
+        + ("" if text else "; if a command was meant to print the invitation, read what it printed")
     )
 
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     answer |= {"readings": dict.fromkeys(answer["readings"]), "absent": absent}
     assert sensor_lines(answer) == [
         "  battery, idle: not available (psutil is not installed)",
-        "  temperature: not available (it reports no value)",
+        "  temperature: not available (the sensor reports no value)",
     ]
 
 

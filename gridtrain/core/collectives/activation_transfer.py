@@ -1,4 +1,4 @@
-"""Sends activations from one pipeline stage to the next in slices, as a payload from one rank to another.
+"""Sends activations or gradients in slices from a rank of one pipeline stage to a rank of another stage.
 
     sender                                   receiver
       ACTIVATION hop = 3, slice 0 (the header) -->

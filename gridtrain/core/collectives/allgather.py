@@ -45,7 +45,7 @@ class AllGather(CollectiveBase):
         super().__init__("all-gather", rank, world_size, flags)
         self._own_flags = int(flags)  # `_flags` includes those of payloads that arrived before the start
         self._direct = direct
-        # Each origin's payload that has not arrived: (sender, slot).
+        # For each origin whose payload has not arrived: the payload's sender and slot.
         self._missing = {origin: self._arrival(origin) for origin in range(world_size) if origin != rank}
 
     def start(self) -> list[CollectiveEffect]:
@@ -70,7 +70,7 @@ class AllGather(CollectiveBase):
         return sender, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin)
 
     def _forward(self, origin: int, flags: int) -> list[CollectiveEffect]:
-        """Forward the payload of `origin` down its tree; if direct, send only this rank's payload."""
+        """Forward the payload of `origin` down the tree; if direct, send only the payload of this rank."""
         if self._direct:
             others = [rank for rank in range(self._world_size) if rank != origin]
             hops = [(rank, 0) for rank in others if origin == self._rank]

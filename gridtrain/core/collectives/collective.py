@@ -103,7 +103,7 @@ class ReplacePayload:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveComplete:
-    """The buffer holds the whole update; `flags` combines the flags of all contributions."""
+    """This rank's part of the collective is complete; `flags` combines the flags of all contributions."""
 
     flags: int
 
@@ -120,7 +120,7 @@ class Collective(Protocol):
     def start(self) -> list[CollectiveEffect]: ...
 
     def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
-        """Process a payload of this round and channel; hold it if it arrives early.
+        """Process a payload of this round and channel; store a payload that arrives early until it is due.
 
         Raises:
             RemoteProtocolError: the payload cannot belong to this collective: a wrong sender for the slot, an
@@ -179,7 +179,7 @@ def check_expected(
     Args:
         core: name of the collective in the error message, for example "ring, rank 1 of 4".
         due: (sender's rank, slot) of the expected payload; None if no payload is expected.
-        otherwise: description of the expectation in the error message if `due` is None.
+        otherwise: text after "expected" in the error message if `due` is None.
     """
     if not _is_expected(from_rank, slot, due):
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"

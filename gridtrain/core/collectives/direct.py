@@ -12,11 +12,11 @@ All segments are exchanged at the same time, so each member sends and receives a
 that hops cost more time than bytes.  Every member is connected to every other member.
 
 The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1, in the same
-order as a ring, so both produce bit-identical results.  A payload that arrives too early is held; at
-most one payload is held for each sender and slice, and none that is longer than the slice.
+order as a ring, so both produce bit-identical results.  A payload that arrives too early is deferred; at
+most one payload is deferred for each sender and slice, and none that is longer than the slice.
 
-All slices of a member carry the same flags, so whether the step is skipped is known when one slice
-is complete.  A retry starts from the beginning, because it repeats only two hops.
+All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
+A retry starts from the beginning, because it repeats only two hops.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DirectAllReduce(CollectiveBase):
         return frozenset(sender for sender, _ in self._missing)
 
     def _check_length(self, from_rank: int, slot: PayloadSlot, payload: Any) -> None:
-        """Raise `RemoteProtocolError` if the payload is too long to be held until it is due.
+        """Raise `RemoteProtocolError` if the payload is too long to be stored until it is due.
 
         A payload may be up to 64 MiB long; the buffer checks the exact length only when it adds the payload.
         """

@@ -1,9 +1,10 @@
-"""Executes a schedule of hops for the butterfly and the tree: decides when a hop ends and the next one sends.
+"""Executes a schedule of hops for the butterfly and the tree: decides when one hop ends and the next begins.
 
-    schedule   fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
-                            ^ the current hop: own payload sent; the partner's is awaited or has arrived
+    rank 1 of 6 in a butterfly    fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
+                                               ^ the current hop
 
-A hop ends when the awaited payload, if any, has been merged or adopted; only then does the next hop send.
+The current hop has sent this rank's payload.  It ends when the payload that it receives, if any, has been
+merged or adopted; only then is the payload of the next hop sent.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Hop:
 class HopExchange(CollectiveBase):
     """One gTop-k exchange along a schedule.
 
-    A partner may be several hops ahead; at most one early payload is held for each hop.
+    A partner may be several hops ahead; at most one early payload is deferred for each hop.
 
     Args:
         name: name of the exchange in error messages.
@@ -86,7 +87,7 @@ class HopExchange(CollectiveBase):
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send this rank's payload, before the partner's is merged into it; finish after the last hop."""
+        """Send this rank's payload before the partner's is merged into it; complete if no hop remains."""
         if not self._hops:
             return self._completed()
         hop = self._hops[0]

@@ -4,12 +4,12 @@ The vector is split into P segments, and each segment into slices.  Slices trave
 are busy at the same time.  Each slice goes around the ring twice.  For example, with P = 3 the sum of segment
 0 is complete at rank 2:
 
-    REDUCE   0 --hop 0--> 1 --hop 1--> 2          each member adds its own part, then sends it on
-    GATHER   2 --hop 0--> 0 --hop 1--> 1          the sum goes around, and each member stores it
+    REDUCE   0 --hop 0--> 1 --hop 1--> 2          each member adds its own part and forwards the sum
+    GATHER   2 --hop 0--> 0 --hop 1--> 1          each member stores the complete sum and forwards it
 
 The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with
 the same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
-member they are complete, and GATHER carries the result on unchanged.
+member the flags are complete, and GATHER carries them unchanged.
 
 A retry of an aborted attempt (same generation, same contributions) would produce the same bits again, so it
 resumes from the messages that have arrived.  Only the receiver has a record of these messages, so each rank
@@ -44,7 +44,7 @@ MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024
 """Smallest size of a slice.
 
-A message costs each end about 0.3 ms of CPU time, the time that it takes to send 40 KiB at 1 Gbit/s.
+A message costs each end about 0.3 ms of CPU time, in which 40 KiB could be sent at 1 Gbit/s.
 """
 PREFERRED_SLICES = 8
 """Preferred number of slices of a segment: one is sent and one is added while the other slices wait."""
@@ -80,10 +80,10 @@ class RingAllReduce(CollectiveBase):
         self._own_flags = int(flags)
         self.attempt = 0
         self.received = b""
-        self._right_lacks: bytes | None = None  # of a retry; None: no RESUME has arrived
-        self._forwarded_flags: dict[tuple[int, int], int] = {}  # of slices that are sent on with flags
-        # The next message of each slice that has not passed completely.  A rank receives each segment twice,
-        # but starts its own (no REDUCE arrives) and completes its right neighbour's (no GATHER).
+        self._right_lacks: bytes | None = None  # contents of the neighbour's RESUME; None: not arrived
+        self._forwarded_flags: dict[tuple[int, int], int] = {}  # flags of forwarded messages, by slice
+        # The next message of each slice that awaits one: first REDUCE, then GATHER.  No REDUCE arrives for
+        # this rank's own segment, and no GATHER for the segment whose sum this rank completes.
         self._due: dict[tuple[int, int], PayloadSlot] = {}
         if world_size > 1:
             for segment in range(world_size):
@@ -155,7 +155,7 @@ class RingAllReduce(CollectiveBase):
         return _MISSING_REDUCE if due.phase is CollectivePhase.REDUCE else _MISSING_GATHER
 
     def _resume(self, from_rank: int, slot: PayloadSlot, payload: Any) -> list[CollectiveEffect]:
-        """Handle the right neighbour's RESUME: send the messages that it needs and this rank has."""
+        """Handle the right neighbour's RESUME: send those missing messages that this rank has."""
         right = (self._rank + 1) % self._world_size
         is_awaited = self.attempt > 0 and self._right_lacks is None
         due = (right, PayloadSlot(CollectivePhase.RESUME)) if is_awaited else None
@@ -192,22 +192,23 @@ class RingAllReduce(CollectiveBase):
         elif lack == _MISSING_GATHER and own_lack == _MISSING_NOTHING:
             slot = PayloadSlot(CollectivePhase.GATHER, hop, segment, slice_)
         else:
-            return []  # the neighbour has it, or this rank sends it on when it arrives
+            return []  # the neighbour lacks no message, or this rank forwards the message on arrival
         flags = self._forwarded_flags.get((segment, slice_), 0)
         flags |= self._own_flags if segment == self._rank else 0
         return [self._to_right(slot, flags)]
 
     def _forward(self, slot: PayloadSlot, flags: int) -> list[CollectiveEffect]:
-        """Forward a message to the right neighbour if the neighbour does not have it.
+        """Forward a message to the right neighbour, and record its flags for a retry.
 
-        In a retry, the message is not sent until the neighbour's RESUME has arrived.
+        A retry forwards only messages that the neighbour's RESUME reports as missing.  Until RESUME arrives,
+        nothing is forwarded; `_resume` then sends the missing messages.
         """
         if flags:
             key = slot.segment, slot.slice
             self._forwarded_flags[key] = self._forwarded_flags.get(key, 0) | flags
         if self.attempt:
             if self._right_lacks is None:
-                return []  # sent once its RESUME arrives
+                return []
             lack = self._right_lacks[slot.segment * self._slices + slot.slice]
             if lack > (_MISSING_REDUCE if slot.phase is CollectivePhase.REDUCE else _MISSING_GATHER):
                 return []

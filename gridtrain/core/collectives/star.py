@@ -9,14 +9,14 @@ members but one are behind NAT.  The root's link carries P - 1 times as much as 
 bottleneck that rings were designed to avoid, so the star is also the baseline for comparisons with rings.
 
     SparseStar   the root receives all payloads, sums them in rank order and truncates the sum once, to its k
-                 largest entries.  It keeps dropped values and rounding errors in its residual.
-    DenseStar    the vector is sent in slices; the root adds each slice as it arrives, and sends its sum as
-                 soon as it is complete, while later slices are still arriving.
+                 largest entries.  The root keeps dropped values and rounding errors in its residual.
+    DenseStar    the vector is sent in slices; the root adds each slice on arrival, and sends the sum of a
+                 slice as soon as it is complete, while later slices are still arriving.
 
-All slices of a member carry the same flags, so whether the step is skipped is known when one slice
-is complete.  Only the root adds, and all members store its sums bit for bit, so the results are equal.  The
-order of the additions may differ between runs, because with a fixed order the root would have to hold the
-vectors of all members except the slowest.
+All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
+Only the root adds, and all members store its sums bit for bit, so the results are equal.  The order of the
+additions may differ between runs, because with a fixed order the root would have to hold the vectors of all
+members except the slowest.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DenseStar(_Star):
 
     def __init__(self, rank: int, world_size: int, slices: int, flags: int) -> None:
         super().__init__(rank, world_size, slices, flags)
-        self._missing_parts = [world_size - 1] * slices  # the root's, by slice
+        self._missing_parts = [world_size - 1] * slices  # at the root, by slice
 
     def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
         self._accept(from_rank, slot, flags)

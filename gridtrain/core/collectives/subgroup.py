@@ -1,8 +1,11 @@
-"""A collective among some of the ranks, such as the replicas of a stage, which it renumbers from 0.
+"""A collective among some of the ranks, such as the replicas of a stage, renumbered from 0.
 
-    ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
-    rank 3                     handle(from 0) <------------------- a payload from 2
-                               a payload from any other rank violates the protocol
+For example, rank 3 in a subgroup of the ranks (2, 3) is rank 1 of 2 in the inner collective:
+
+    the inner collective's SendTo(0)    ----> SendTo(2)
+    its handle(from_rank=0)             <---- a payload from rank 2
+
+A payload from a rank outside the subgroup violates the protocol.
 
 The replicas of a stage exchange their gradients in a subgroup (`core.group.rank_layout`).
 """

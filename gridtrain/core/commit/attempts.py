@@ -2,17 +2,17 @@
 
     submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
                      ^                                                ABORT: the next attempt, same gradient
-                     +---- early messages, held ----+                 two in a row: the root requests a Freeze
+                     +-- early messages, deferred --+                 ABORT twice: the root requests a Freeze
 
 The first buckets may be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
-The attempt of a pipeline is open from its first activation on (`submit(has_more=True)`), because the members
+The attempt of a pipeline is open from the first activation on (`submit(has_more=True)`), because the members
 wait for each other long before there is a gradient; if a member is lost or votes NO, all stop waiting.  The
 trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
 (`add_collectives`) up to the last one.
 
-A message that a correct member may have sent is processed, held or dropped; any other message raises
+A message that a correct member may have sent is processed, deferred or dropped; any other message raises
 `RemoteProtocolError`.  Section 6 of PROTOCOL.md defines the rules.
 """
 
@@ -66,12 +66,12 @@ from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 ABORTS_BEFORE_FREEZE = 2
 
 MAX_EARLY_MESSAGES = 8192
-"""Maximum number of early messages that are held for one peer."""
+"""Maximum number of early messages that are deferred for one peer."""
 
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
-"""Largest total size of the early messages that are held for one peer.
+"""Largest total size of the early messages that are deferred for one peer.
 
-It covers a flow control window, one message beyond the window, and small messages.
+The size covers a flow control window, one message beyond the window, and small messages.
 """
 
 MAX_STALE_MESSAGES = 20_000
@@ -99,7 +99,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EarlyViolation:
-    """A held message has turned out to violate the protocol; handle this effect like `ProtocolViolation`."""
+    """A deferred message has proved to violate the protocol; handle this effect like `ProtocolViolation`."""
 
     peer: m.PeerId
     reason: str
@@ -175,12 +175,12 @@ class Attempts:
 
     @property
     def prepared_vote(self) -> tuple[m.RoundId, bytes, int] | None:
-        """The round of the prepared attempt, its digest, and its flags; None if there is none."""
+        """The round, digest and flags of the prepared attempt; None if no attempt is prepared."""
         prepared = self.prepared_attempt
         return (prepared.round_id, prepared.digest, self.flags) if prepared is not None else None
 
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Return the size in bytes of this peer's held messages, which flow control has not acknowledged."""
+        """Return the size in bytes of a peer's deferred messages, which flow control has not acknowledged."""
         return self._early[peer].nbytes if peer in self._early else 0
 
     # -- events ----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Attempts:
         loss_reason, self._loss_reason = self._loss_reason, ""
         failure = loss_reason and f"{loss_reason}, before the round began"
         if not _can_resume({**self._collectives, **collectives}, before):
-            failure = "the messages of the ring's aborted attempt are no longer held"
+            failure = "the messages of the ring's aborted attempt have been discarded"
         if failure:
             self._collectives |= collectives
             effects = self.advance(Failed(failure), now_s)
@@ -229,7 +229,7 @@ class Attempts:
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Start additional collectives; ignore them if their round is over or this member has voted on it."""
+        """Start additional collectives, unless their round is over or this member has voted on the round."""
         attempt = self.open_attempt
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
@@ -262,11 +262,12 @@ class Attempts:
         """Process a message according to its round (commit rule 1).
 
         A message of the open round is delivered, a message of a past round is dropped, and a message of a
-        later round is held.
+        later round, or for a later collective of the open round, is deferred.
 
         Args:
             peer: a member of this generation.
-            nbytes: size of all frames of the message, which counts towards the peer's limit while it is held.
+            nbytes: size of all frames of the message, which counts towards the peer's limit while the message
+                is deferred.
 
         Raises:
             RemoteProtocolError: a correct member would not have sent the message, or a limit is exceeded.
@@ -290,7 +291,7 @@ class Attempts:
         return []
 
     def drop_early(self, peer: m.PeerId) -> None:
-        """Drop the held messages of a peer that has violated the protocol."""
+        """Drop the deferred messages of a peer that has violated the protocol."""
         self._early.pop(peer, None)
 
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
@@ -384,7 +385,7 @@ class Attempts:
         return [effect for peer, early in held.items() for effect in self._replay(peer, early, now_s)]
 
     def _replay(self, peer: m.PeerId, early: _EarlyMessages, now_s: float) -> list[AttemptEffect]:
-        """Process a peer's held messages; hold messages of later rounds again."""
+        """Process a peer's deferred messages; messages of later rounds remain deferred."""
         effects: list[AttemptEffect] = []
         for message, nbytes in early.messages:
             try:
@@ -428,8 +429,8 @@ class Attempts:
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}, which is not one of the "
-                        f"{len(self._collectives)} channels of round {self._current_round}",
+                        f"rank {rank} sent data for {channel}, which is not a channel of round "
+                        f"{self._current_round}",
                         remedy=NEVER_SENT,
                     )
                 return list(self._advance_collective(collective, rank, message))
@@ -459,7 +460,7 @@ class Attempts:
         return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
 
     def find_wrong_flag(self) -> str:
-        """Return how the complete round's flags contradict this member's state; "" if they do not."""
+        """Return how the complete round's flags contradict this member's state; "" if both agree."""
         if is_absent(self.flags, self.rank) != self.is_absent:
             return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
         if self.flags >= absent_flag(self.rank_assignment.world_size):
@@ -518,7 +519,8 @@ def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, 
 def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the sender may not send this message to this rank.
 
-    Members vote and the root decides.  A message is checked on arrival, even if it is then held.
+    Only the root receives votes, and only the root sends decisions.  A message that is deferred has also
+    been checked on arrival.
     """
     match message:
         case m.Vote():
@@ -530,7 +532,7 @@ def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
 def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
     """Raise `RemoteProtocolError` for a round that no member can have reached.
 
-    Such a message would be held forever.
+    Such a message would be deferred forever.
     """
     if there.step > here.step + MAX_STEPS_AHEAD or there.attempt >= ABORTS_BEFORE_FREEZE:
         raise RemoteProtocolError(
@@ -544,8 +546,8 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
 def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
     if messages > MAX_EARLY_MESSAGES or nbytes > MAX_EARLY_BYTES:
         raise RemoteProtocolError(
-            f"rank {from_rank} has sent {messages} early messages of {nbytes} bytes; at most "
-            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes are held for one member",
+            f"rank {from_rank} has sent {messages} early messages, {nbytes} bytes in all; at most "
+            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes of one member are deferred",
             remedy=NEVER_SENT,
         )
 

@@ -49,6 +49,7 @@ from gridtrain.core.commit.shard_leases import HandOut
 from gridtrain.core.commit.spans import coalesce, subtract, take_first
 from gridtrain.core.messages import DeferredBatch, LedgerSpec, LedgerState, PeerId, Span
 from gridtrain.errors import ConfigError, LocalProtocolError
+from gridtrain.quantities import format_count
 
 MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
 
@@ -74,8 +75,8 @@ def validate(spec: LedgerSpec) -> None:
         )
     if spec.epochs is not None and not 1 <= spec.epochs * spec.size <= MAX_POSITION:
         raise ConfigError(
-            f"epochs is {spec.epochs} and the data set has {spec.size} samples; epochs must be at least 1, "
-            "and their product must be < 2**63",
+            f"epochs is {spec.epochs} and the data set has {format_count(spec.size, 'sample')}; epochs must "
+            "be at least 1, and epochs times the number of samples must be < 2**63",
             remedy="use epochs=1",
         )
     if spec.steps is not None and not 1 <= spec.steps <= MAX_POSITION:
@@ -83,7 +84,7 @@ def validate(spec: LedgerSpec) -> None:
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """Return whether the run is over, because all passes are consumed or all steps are committed."""
+    """Return whether the run is over: whether all passes are consumed, or all steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps + spec.delay
@@ -123,7 +124,7 @@ def assign(
     owners = {batch.peer for batch in state.pending} | {peer for peer, _ in state.leases}
     if strangers := (held.keys() | owners) - set(peers):
         names = sorted(peer.hex()[:8] for peer in strangers)
-        raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
+        raise LocalProtocolError(f"positions of step {state.step} are assigned to non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
     is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # never consumed
@@ -188,7 +189,7 @@ def commit(
 ) -> LedgerState:
     """Return the state after the commit of step `state.step`, which consumes exactly the assigned samples.
 
-    With a delay, it consumes the pending batches instead, and the assigned ones become pending.
+    With a delay, the step consumes the pending batches instead, and the assigned samples become pending.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -202,7 +203,8 @@ def commit(
     state = _take(spec, state, assignment)
     if spec.delay:
         contributed = [batch.spans for batch in state.pending if batch.peer not in absent]
-        # With a delay, only a faulty member is absent: its pending batch stays, and its new one is returned.
+        # With a delay, only a faulty member is absent.  Its pending batch stays pending, and the samples that
+        # the step has assigned to it are re-queued.
         returned = [span for peer, spans in assignment.items() if peer in absent for span in spans]
         pending = [batch for batch in state.pending if batch.peer in absent]
         pending += [
@@ -311,7 +313,7 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
 
 
 def _rest_of_pass(spec: LedgerSpec, state: LedgerState) -> tuple[Span, ...]:
-    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned, or
+    """Return the positions from the cursor to the end of the pass; () once the last pass is assigned, and
     while members have leases in a pass that is fully assigned."""
     cursor = state.cursor
     is_last = spec.epochs is not None and cursor >= spec.epochs * spec.size

@@ -79,8 +79,8 @@ class HandOut:
 
     Args:
         free: the positions of the pass that are neither assigned nor re-queued.
-        counts: the members that take positions, in rank order, each with its number of samples.  Their sum
-            must not exceed the number of positions that are leased, re-queued or free.
+        counts: the members that take positions, in rank order, each with its number of samples.  The sum of
+            these numbers must not exceed the number of positions that are leased, re-queued or free.
 
     Attributes:
         taken: the spans of each member.
@@ -138,7 +138,7 @@ class HandOut:
         return piece
 
     def _split_longest(self, count: int) -> Span | None:
-        """Remove and return the second half of the longest lease, or `count` positions if that is more."""
+        """Remove and return the second half of the longest lease, or its last `count` positions if more."""
         if not self._leases:
             return None
         owner = max(self._leases, key=lambda peer: (_length(self._leases[peer]), peer))

@@ -193,7 +193,7 @@ class TwoPhaseCommit:
     def tick(self, now_s: float) -> list[CommitEffect]:
         """Decide ABORT if this member is the root and a timeout has passed.
 
-        Other members only wait; the caller reports to the coordinator.
+        On any other member, nothing happens; the caller reports the timeout to the coordinator.
         """
         if now_s < self.deadline_s or self.rank != ROOT:
             return []

@@ -1,8 +1,8 @@
 """Decides from the members' reports whether a step interrupted by a membership change was committed (rule 6).
 
-    S = the members that reported, A = the highest applied step among them
-    at A - 1   the member is prepared for A, and applies it
-    at A       all of S are prepared for the same (round, digest) of step A + 1: COMMIT it, otherwise ABORT
+    S = the members that reported, A = the highest step that any of them has applied
+    a member at A - 1   is prepared for A, and applies it
+    all of S at A       COMMIT if all are prepared for the same (round, digest) of A + 1, otherwise ABORT
 
 This is safe, because a step is applied only after all members, including all of S, have voted YES.  The
 coordinator's journal stores the verdict, which never changes afterwards.

@@ -36,7 +36,7 @@ _VERSION = re.compile(r"gridtrain(\d{1,9}):")
 _ENCRYPTED = 1
 _QUOTES = "'\"`<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 _INVISIBLE = "\u200b\ufeff\u00ad"  # inserted by some programs to allow line breaks
-_COPY_AGAIN = "copy the whole line again, from gridtrain1: to its end, or ask the run's owner for a new one"
+_COPY_AGAIN = "copy the whole line again, from gridtrain1: on, or ask the run's owner for a new invitation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def parse(text: str) -> Invitation:
             if line
             else "no invitation was given",
             remedy="copy the whole line that the run's owner gave you"
-            + ("" if line else "; if a command was meant to print it, read that command's output"),
+            + ("" if line else "; if a command was meant to print the invitation, read what it printed"),
         )
     if version[0] != PREFIX:
         newer = int(version[1]) > 1

@@ -28,7 +28,10 @@ class LoopStallDetector:
         self._last_call_s = math.inf
 
     def may_have_stalled(self, now_s: float) -> bool:
-        """Return whether `measure_stall` may find a stall; this test is cheap and nearly always False."""
+        """Return False if `measure_stall` cannot find a stall.
+
+        This check is cheaper, because it does not need the deadline.
+        """
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:

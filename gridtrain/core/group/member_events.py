@@ -108,7 +108,7 @@ class AddCollectives:
 
 @dataclass(frozen=True, slots=True)
 class StayPresent:
-    """The trainer has submitted to `round` or must take part, so an empty contribution is not allowed."""
+    """The trainer has submitted to `round` or must do so; an empty contribution is no longer allowed."""
 
     round: m.RoundId
 
@@ -345,7 +345,7 @@ class CollectiveCompleted(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigest(MemberEffect):
-    """Compute the digest of the updates, because all collectives are complete; `DigestComputed` follows."""
+    """All collectives are complete: compute the digest of the updates.  `DigestComputed` follows."""
 
     flags: int
 
@@ -362,7 +362,7 @@ class ResolveRound(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DeliverMean(MemberEffect):
-    """Deliver the average that the trainer waits for, or None if the generation ends before it is known.
+    """Deliver the average that the trainer awaits; None if the generation ended before it was computed.
 
     `missing` are the names of the members that finished their part of the step without a value.
     """
@@ -450,7 +450,7 @@ class LoadCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint(MemberEffect):
-    """Write the state in memory to disk, because stages of a new partition are assembled from it.
+    """Write to disk the state in memory, from which stages of a new partition are assembled.
 
     `StageCheckpointsChanged` follows.
     """
@@ -482,7 +482,7 @@ class StoreCheckpointBlock(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DiscardCheckpoints(MemberEffect):
-    """Delete the checkpoints of later steps, because the group has rolled back to `after_step`."""
+    """Delete the checkpoints of steps after `after_step`, to which the group has rolled back."""
 
     after_step: int
 
@@ -504,7 +504,7 @@ class SourceDisconnected(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class SetCatchUpTarget(MemberEffect):
-    """Set the state that catch-up must reach, because a MembershipView has made this worker a member."""
+    """A MembershipView has made this worker a member: set the state that catch-up must reach."""
 
     applied: int
     history: bytes

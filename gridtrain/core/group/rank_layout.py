@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from gridtrain.core.messages import Member, PeerId, Span
 from gridtrain.errors import LocalProtocolError
+from gridtrain.quantities import format_count
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ T = TypeVar("T")
 def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
     """Group `members`, which are in rank order, by stage.
 
-    If their number is not a multiple of `stages`, return one group of all members; the coordinator never
-    makes such a generation, but a worker may report one.
+    If the number of members is not a multiple of `stages`, return one group of all members; the coordinator
+    never makes such a generation, but a worker may report one.
     """
     if not members or len(members) % stages:
         return [list(members)]
@@ -52,7 +53,8 @@ class RankLayout:
         """Return the layout of a generation; `world_size` must be a multiple of `stages`."""
         if world_size % stages:
             raise LocalProtocolError(
-                f"the generation has {world_size} members; it must be a multiple of the {stages} stages"
+                f"the generation has {format_count(world_size, 'member')}; the number of members must be a "
+                f"multiple of the number of stages ({stages})"
             )
         return cls(stages, world_size // stages)
 
@@ -154,7 +156,7 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """Checkpoints from which this member assembles its stage: (layers, rank that stores them)."""
+        """Checkpoints from which this member assembles its stage: (layers, rank that has the checkpoint)."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 _READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "temperature": "temperature_C"}
 NOT_NEEDED = "not read, because no rule needs it"
-NO_VALUE = "it reports no value"
+NO_VALUE = "the sensor reports no value"
 
 
 @dataclass(frozen=True, slots=True)

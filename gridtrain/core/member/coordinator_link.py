@@ -1,4 +1,4 @@
-"""A worker's side of joining the coordinator: Join, Welcome, Setup, the worker's name, and outdated terms.
+"""A worker's side of the link to the coordinator: Join, Welcome, Setup, the worker's name, outdated terms.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
                            Welcome, term t < ours    fenced: CurrentGeneration reports our term
@@ -70,7 +70,7 @@ class CoordinatorLink:
         return self.is_fenced and not isinstance(message, _CARRIES_TERM)
 
     def connected(self, generation: int) -> list[MemberEffect]:
-        self.is_fenced = False  # until it announces its term
+        self.is_fenced = False  # until the coordinator announces its term
         return [self._join_message(generation)]
 
     def disconnected(self, reason: str) -> list[MemberEffect]:

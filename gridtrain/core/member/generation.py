@@ -1,4 +1,4 @@
-"""One member's view of a generation (Ready, rounds, complaints), from its MembershipView to the next one.
+"""One member's view of a generation (Ready, rounds, reports), from its MembershipView to the next one.
 
     FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |
@@ -110,7 +110,7 @@ class Generation:
 
     @property
     def absent_round(self) -> tuple[m.RoundId, bytes] | None:
-        """The round that now needs an empty contribution, and the others' optimizer settings.
+        """The round that now needs an empty contribution, and the other members' optimizer settings, or None.
 
         `SubmitRound` or `StayPresent` follows.
         """
@@ -138,7 +138,7 @@ class Generation:
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
         """Return this member's data positions in the open step, and two numbers that weight its contribution:
-        its samples, and the samples of all members.
+        the number of its samples, and that of all members' samples.
 
         All members of one replica of a pipeline process the same samples, so the result contains the
         positions of all of them, first stage first.
@@ -160,7 +160,7 @@ class Generation:
     def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Return each member's data positions in the open step, computed only from replicated state.
 
-        They are computed once for each state of the ledger.
+        The positions are computed once for each state of the ledger.
         """
         ledger = self._context.replica_state.ledger
         if self._assigned is None or self._assigned[0] is not ledger:
@@ -195,10 +195,11 @@ class Generation:
         if missing := self.required_peers.missing:
             lost = "the connection to 1 peer is" if len(missing) == 1 else f"{len(missing)} connections are"
             return (
-                f"{lost} lost; only the coordinator can plan without {'it' if len(missing) == 1 else 'them'}"
+                f"{lost} lost; only the coordinator can make a generation without "
+                f"{'this peer' if len(missing) == 1 else 'these peers'}"
             )
         if self._is_stall_reported:
-            return "a step cannot be committed, and only the coordinator can freeze it"
+            return "a step cannot be committed, and only the coordinator can start a new generation"
         return ""
 
     # -- the clock -----------------------------------------------------------------------------
@@ -284,7 +285,7 @@ class Generation:
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         """Report to the coordinator that a connection was lost; while RUNNING, also fail the open round.
 
-        The report is sent in every phase, so that a member that exits during a view change is detected too.
+        The report is sent in every phase, so that the exit of a member during a view change is also detected.
         """
         effects: list[MemberEffect] = []
         rank, required = self.rank_assignment.rank_of(peer), self.required_peers
@@ -343,7 +344,7 @@ class Generation:
         return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """Handle StartGeneration: begin training, because all members are ready."""
+        """Handle StartGeneration, which means that all members are ready: begin training."""
         if not self._is_forming:
             return []
         assignment, context = self.rank_assignment, self._context
@@ -353,8 +354,8 @@ class Generation:
         self.phase = MemberPhase.RUNNING
         self.stragglers.started([batch.peer for batch in context.replica_state.ledger.late], now_s)
         self.required_peers.restart_running_wait(now_s)
-        # Not done at the MembershipView: a restarted coordinator's view may name the first step of a
-        # generation that has since committed further steps, whose checkpoints may be on this worker's disk.
+        # Not discarded at the MembershipView, because that of a restarted coordinator may name the first step
+        # of a generation that has since committed further steps, whose checkpoints may be on this disk.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         means = self._means.repeat_known() if self.stragglers.is_enabled else []
@@ -368,7 +369,7 @@ class Generation:
     def freeze(self) -> None:
         """Handle Freeze: stop voting and applying updates.
 
-        Averages continue, because some members may already have received the open one.
+        Averages continue, because some members may already have received the open average.
         """
         self.phase = MemberPhase.FROZEN
 
@@ -388,7 +389,7 @@ class Generation:
         return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """Close the open step after the run's last step, so that the trainer learns of the end."""
+        """Close the open step after the run's last step, so that the trainer learns that the run is over."""
         self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.RUNNING, False, False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
@@ -403,13 +404,13 @@ class Generation:
         if self.phase is MemberPhase.FROZEN:
             return []
         effects = self.attempts.deliver_data(rank, data)
-        if effects is None:  # not of the open attempt: dropped, held, or a violation
+        if effects is None:  # not of the open attempt: dropped, deferred, or a violation
             peer = self.rank_assignment.members[rank].peer
             return self._process_effects(self.attempts.receive(peer, data, nbytes, now_s), now_s)
         return effects
 
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Process a message from a member, other than Data.
+        """Process a message of any type except Data from a member.
 
         Raises:
             RemoteProtocolError: the message violates the protocol.
@@ -417,7 +418,7 @@ class Generation:
         context, assignment, state = self._context, self.rank_assignment, self._context.replica_state
         match message:
             case m.Vote() | m.Decision():
-                # FORMING: held, since a peer may receive StartGeneration first.
+                # While FORMING, the message is deferred: the peer may have received StartGeneration first.
                 if self.phase is MemberPhase.FROZEN:
                     return []
                 effects = self.attempts.receive(peer, message, nbytes, now_s)
@@ -526,7 +527,7 @@ class Generation:
             return effects
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
-        if is_overdue and not self._is_stall_reported:  # the root has not reported it
+        if is_overdue and not self._is_stall_reported:  # the root has not reported the stall
             reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
@@ -567,7 +568,7 @@ class Generation:
         return [Send(context.coordinator, report)]
 
     def _state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
-        """Request the state from its source, because the forwarded state has the wrong digest."""
+        """Handle a forwarded state with the wrong digest: request the state from its source."""
         is_current = self._is_forming and generation == self.rank_assignment.generation
         if not is_current or self._context.replica_state.is_synced:
             return []
@@ -620,7 +621,7 @@ class Generation:
         return self._process_effects(effects, now_s) + self.stragglers.tick(now_s)
 
     def _abandon_round(self, now_s: float) -> list[MemberEffect]:
-        """Vote NO, because the trainer is leaving, and end the round without the root's decision."""
+        """Vote NO for a trainer that is leaving, and end the round without the root's decision."""
         reason = "this worker is leaving"
         effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
         attempt = self.attempts.open_attempt

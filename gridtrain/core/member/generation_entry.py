@@ -50,14 +50,14 @@ def make_rank_assignment(
         )
     if len(members) % stages:
         raise RemoteProtocolError(
-            f"the member list from the coordinator has {len(members)} entries; it must be a multiple of the "
-            f"model's {stages} stages"
+            f"the member list from the coordinator has {len(members)} entries; this number must be a "
+            f"multiple of the number of stages ({stages})"
         )
     return assignment
 
 
 def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m.Member, ...]:
-    """Return the members with the addresses that this worker dials; empty for members that dial it.
+    """Return the members with the addresses that this worker dials, or "" if the member dials this worker.
 
     If this worker itself has an address in the list, the keys decide who dials (see `m.Member.address`).
     """
@@ -161,9 +161,10 @@ def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
 def _is_model_stale(
     view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Return whether `view` expects the script's or a checkpoint's model, but this worker's has changed.
+    """Return whether `view` expects the model that the script built or loaded, but the model has changed.
 
-    Catch-up or an earlier generation may have changed it.  A stage is never stale, because it is rebuilt.
+    Catch-up or an earlier generation may have changed the model.  A stage is never stale, because it is
+    rebuilt.
     """
     if own.joining or context.is_pipelined or not context.replica_state.is_modified:
         return False

@@ -1,9 +1,9 @@
 """Requests and serves the state while the group waits for newcomers, and decides whom to ask or ask again.
 
-    joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
-                                                                      StateLoaded
-                                                                      if nothing arrives: ask the source
-    holding   <-- StateRequest      SendState, now or as soon as the member holds the state
+    member that joins          StateRequest --> the source, or the member that forwards the state
+                               <-- StateBlock .., each stored (StoreStateBlock); at last StateLoaded
+                               no block in time: StateRequest --> the source
+    member with the state      <-- StateRequest; SendState, now or as soon as the member is synced
 
 The member list names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).
@@ -101,7 +101,7 @@ class IncomingState:
     # -- the state that this member holds ----------------------------------------------------------
 
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
-        """Send this member's state once it is synced, or a stored checkpoint of the requester's stage."""
+        """Send this member's state once the member is synced, or a stored checkpoint of the peer's stage."""
         at, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = at.rank_of(peer)
         stage = at.layout.stage_of(rank) if rank is not None else 0

@@ -151,7 +151,7 @@ class MemberCore:
     @property
     def pause_reason(self) -> str:
         """The reason why training must wait for the coordinator (commit rule 10); empty if there is none."""
-        is_obeyed = not self.coordinator_link.is_fenced  # a fenced one is ignored
+        is_obeyed = not self.coordinator_link.is_fenced  # a fenced coordinator is ignored
         if self.coordinator in self._context.peer_links.connected and is_obeyed:
             return ""
         if not self.term or self.is_finished:
@@ -162,7 +162,7 @@ class MemberCore:
         )
 
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Return the size in bytes of the peer's messages that are held for a later round."""
+        """Return the size in bytes of the peer's messages that are deferred to a later round."""
         generation = self._view_changes.generation
         return generation.attempts.early_bytes(peer) if generation is not None else 0
 

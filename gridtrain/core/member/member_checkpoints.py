@@ -5,7 +5,7 @@
                      LoadCheckpoints        if all checkpoints of this member's stage are on this disk
                      CheckpointRequest -->  otherwise: request the missing checkpoints, one at a time
                      <-- CheckpointRequest  SendCheckpoint, as soon as the checkpoint is on this disk
-    a step           SendCheckpoint         send the latest to a member of the next stage, as disks fail
+    a step           SendCheckpoint         send the latest to a member of the next stage: a disk may fail
     StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
@@ -67,7 +67,7 @@ class MemberCheckpoints:
         return self._coordinator_link.send(m.StageCheckpointList(self.stored, self._generation))
 
     def discard(self, applied: int) -> list[MemberEffect]:
-        """Discard the checkpoints of steps after `applied`, because the group has rolled back."""
+        """Discard any checkpoints of steps after `applied`: the group has rolled back these steps."""
         stored = tuple(checkpoint for checkpoint in self.stored if checkpoint.applied <= applied)
         if len(stored) == len(self.stored):
             return []
@@ -86,7 +86,7 @@ class MemberCheckpoints:
         return effects + (self.load(assignment, connected) if is_pipelined else [])
 
     def enter_standby(self) -> None:
-        """Stop loading and saving, because this worker no longer holds a stage."""
+        """Stop loading and saving: as a standby, this worker holds no stage."""
         self.loading, self._saving = (), None
 
     def leave_generation(self) -> None:
@@ -197,7 +197,7 @@ class MemberCheckpoints:
         return [SendCheckpoint(peer, assignment.term, assignment.generation, stored, is_awaited=True)]
 
     def serve_pending(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Answer the requests whose checkpoints were not stored when they arrived."""
+        """Answer the requests that arrived before their checkpoints were stored."""
         requests, self._pending_requests = self._pending_requests, {}
         return [effect for peer, x in requests.items() for effect in self.serve(assignment, peer, x)]
 

@@ -81,7 +81,7 @@ class PeerLinks:
 
         An accepted connection stays open until the other peer closes it or sends a message, which the
         transport's access control then refuses.  If this worker closed the connection, the other peer would
-        still consider it open and would not dial again when it returns to the group.
+        still consider the connection open, and would not redial on its return to the group.
         """
         strangers = set(self._dialled_addresses).difference(known)
         self._dialled_addresses = {
@@ -91,7 +91,7 @@ class PeerLinks:
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Accept peers outside the generation that measure links to this worker, or are measured by it.
+        """Accept peers outside the generation while the links between them and this worker are measured.
 
         The peers that have an address are dialled.
         """

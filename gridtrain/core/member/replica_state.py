@@ -1,9 +1,9 @@
-"""The state that a worker holds: its step, layers and history, and whether it is synced after its return.
+"""The state that a worker holds: step, layers and history, and whether the worker is synced after a return.
 
     MembershipView at step a, and the worker holds
         step a, its stage's layers   synced
-        step a, other layers         `memory_layers`: a stage is assembled from it, or it is used again when
-                                     the previous partition is restored
+        step a, other layers         `memory_layers`: a stage is assembled from these layers, or they are used
+                                     again when the previous partition is restored
         another step                 not synced: received, or loaded from disk
 
 While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
@@ -38,7 +38,7 @@ class ReplicaState:
         self.is_synced = False
         self.memory_layers: m.Span | None = None
         self.is_modified = False
-        self._layers = m.Span(0, 1)  # layers of the state if it is synced
+        self._layers = m.Span(0, 1)  # layers of the state if the worker is synced
 
     @property
     def position(self) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""Determines the connections that a member needs before and during training; reports peers it cannot reach.
+"""Determines the connections that a member needs before and during training; reports unreachable peers.
 
     unpartitioned model   the exchange's neighbours, the root, the state source; the latter two are connected
                           to all members
@@ -60,8 +60,8 @@ def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) ->
 def _required_in_pipeline(assignment: RankAssignment, trainer: TrainerJoined) -> frozenset[int]:
     """Return the required ranks for a model in stages.
 
-    The stages are a ring: activations go to the next stage and back, and the next stage also stores copies of
-    checkpoints, those of the last stage in the first.
+    The stages form a ring: activations go to the next stage, and gradients come back from there.  The next
+    stage also stores copies of checkpoints; the first stage stores those of the last stage.
     """
     rank, own, world_size = assignment.rank, assignment.members[assignment.rank], assignment.world_size
     if rank == ROOT:

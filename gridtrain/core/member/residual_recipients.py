@@ -183,7 +183,7 @@ class ResidualTransfer:
     def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
         """Return the reason why this member cannot use a valid block, or an empty string if it can."""
         if self.is_refusing:
-            return "it is leaving as well"
+            return "it is also leaving"
         # This member may not yet have received the commit of the step after which the sender stopped.
         if not is_synced or block.applied not in (applied, applied + 1):
             return f"it is at step {applied + 1}; the residual is of step {block.applied + 1}"
@@ -196,7 +196,7 @@ class ResidualTransfer:
             return [DropResidual(peer)]
         if self.is_refusing:
             del self._received[peer]
-            return [DropResidual(peer), _make_reply(assignment, peer, False, "it is leaving as well")]
+            return [DropResidual(peer), _make_reply(assignment, peer, False, "it is also leaving")]
         received.is_complete = True
         return [_make_reply(assignment, peer, True, "")]
 
@@ -240,8 +240,8 @@ def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> m.Member:
     allowed = residual_recipients(rank, assignment.world_size, assignment.stages) if rank is not None else ()
     if rank is None or assignment.rank not in allowed:
         raise RemoteProtocolError(
-            f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only its "
-            "neighbours in the ring may receive it",
+            f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only the "
+            "sender's neighbours in the ring may receive a residual",
             remedy=NEVER_SENT,
         )
     return assignment.members[rank]

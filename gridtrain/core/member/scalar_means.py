@@ -7,16 +7,17 @@ a step's `optimizer.step()` have the index `BEFORE_STEP_INDEX` + i, and those af
 number of the next step.  Weights have the index `WEIGHTS_INDEX`.
 
 If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
-call in the next generation.  So that all members receive the same average even if some of them received it in
-the earlier generation, these repeat their call with the average and `KNOWN_INDEX`, and the root sends it to
-the others.  If the group may continue without stalled trainers, members repeat what they know on their own.
+call in the next generation.  Some members may have received the average in the earlier generation.  So that
+all members receive the same value, these members repeat their call with the average and `KNOWN_INDEX`, and
+the root sends it to the others.  If the group may continue without stalled trainers, members repeat the
+averages that they know at the start of the generation, without a call of the trainer.
 
 The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
 step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
 without a value whether they have submitted, with a MeanReply of the index `SUBMITTED_INDEX` and their own
-rank; from then on they report it in each step, with a MeanRequest of this index.  A MeanReply with this index
-and another rank, before the average, names a rank that has made no call.  The root stores the latest
-`MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
+rank; from then on, these ranks report each submission with a MeanRequest of this index.  A MeanReply with
+this index and another rank, before the average, names a rank that has made no call.  The root stores the
+latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class ScalarMeans:
         self.known = dict(known)
         self._absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
-        self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # and the ranks without a value
-        self._submitted: dict[int, int] = {}  # the latest step to which a rank makes no more calls
+        self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # the average, ranks without a value
+        self._submitted: dict[int, int] = {}  # by rank: the latest step for which it makes no more calls
         self._reported_step = -1  # of `trainer_submitted`
         self._is_asked = False  # whether the root wants to know when this member has submitted
         self._asked_ranks: set[int] = set()
@@ -96,8 +97,8 @@ class ScalarMeans:
         return self._request_from_root(key)
 
     def repeat_known(self) -> list[MemberEffect]:
-        """Report the averages that the others may request again, because this member's trainer may have
-        stalled; in order, so that none seems to have been passed."""
+        """Report the averages that other members may request again: this member's trainer may have stalled,
+        and then repeats no call.  They are sent in order, so that the root takes none as already passed."""
         latest = max(self.known, default=(0, 0))[0]
         keys = sorted(key for key in self.known if key[0] >= latest - 1)
         if self._rank_assignment.rank != ROOT:
@@ -149,7 +150,7 @@ class ScalarMeans:
         return self._request_from_root(self.awaited_key) if self.awaited_key is not None else []
 
     def cancel(self) -> list[MemberEffect]:
-        """Cancel the awaited average, because the generation ends."""
+        """Cancel the awaited average at the end of the generation."""
         key, self.awaited_key = self.awaited_key, None
         return [] if key is None else [DeliverMean(*key, None)]
 
@@ -180,7 +181,7 @@ class ScalarMeans:
 
     def _deliver(self, key: MeanKey, value: float) -> list[MemberEffect]:
         if self.awaited_key != key:
-            self._missing.clear()  # they belong to this earlier average
+            self._missing.clear()  # these ranks belong to the average in this reply, an earlier one
             return []
         self.awaited_key = None
         if key[1] != WEIGHTS_INDEX:
@@ -194,7 +195,7 @@ class ScalarMeans:
     def _collect(
         self, key: MeanKey, rank: int, value: float, *, is_known: bool = False
     ) -> list[MemberEffect]:
-        """Store a value, and reply to all members once the average is complete, or known to one of them.
+        """Store a value, and reply to the members that have called once the average is complete or known.
 
         A member that repeats a step receives the known result.
         """
@@ -209,8 +210,8 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute and send an average; wait for the values of all ranks, except those that are absent or have
-        contributed to a later one."""
+        """Compute and send an average; with `must_wait`, only if no rank that is still to contribute is
+        missing (`_has_passed`)."""
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
         if key < (

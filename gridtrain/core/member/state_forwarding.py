@@ -73,7 +73,7 @@ class StateForwarding:
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
         """Record that a block arrived; ignore blocks from upstream that have arrived before.
 
-        Blocks may arrive again after a connection broke, because blocks sent meanwhile are requested again.
+        Blocks may arrive again after a connection broke, because those in transit are requested again.
         """
         if peer == self.upstream:
             if index < self._next_block:

@@ -1,4 +1,4 @@
-"""Decides from its usual delay when a step goes on without a slow or stalled trainer (`wait="auto"`).
+"""Decides, from a trainer's usual delay, when a step continues without that trainer (`wait="auto"`).
 
     member that waits        root                               member whose trainer has stalled
       submits, waits
@@ -16,10 +16,10 @@ the group only once (commit rule 14).
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
-attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if it were absent
-from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.  Nor
-can it be absent from the other buckets alone, because a late batch may be handed out again, and the part
-already sent would be counted twice.
+attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if that trainer were
+absent from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.
+Nor can the trainer be absent from the other buckets alone, because a late batch may be handed out again, and
+the part already sent would be counted twice.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Stragglers:
     Attributes:
         absent: the ranks that were absent from the last committed step.
         is_enabled: whether steps may continue without some members in this generation.
-        absence: the step that this member is missing, and the others' optimizer settings; or None.
+        absence: the step that this member misses, and the other members' optimizer settings; None if this
+            member takes part.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Stragglers:
     def accepts(self, *, is_absent: bool) -> bool:
         """Return whether to accept the trainer's submission or, with `is_absent`, the I/O loop's empty one.
 
-        A trainer's submission that was made before the empty one is used, even if it is handled later.
+        The loop makes no empty submission after the trainer's, so the first one that is handled counts.
         """
         if is_absent:
             self._has_contributed_nothing = self.absence is not None
@@ -203,7 +204,8 @@ class Stragglers:
     def committed(self, flags: int, now_s: float) -> list[MemberEffect]:
         """Record that the open step was committed with these flags, and that the next one is open.
 
-        Returns the root's log events about members that were absent from it, but not from the previous step.
+        Returns the root's log events about members that were absent from this step, but not from the previous
+        one.
         """
         if self._submission is not None:
             self._wait.record(now_s - self._submission[1])
@@ -221,7 +223,7 @@ class Stragglers:
         return events
 
     def repeat(self) -> None:
-        """Repeat reports and requests, because they may have been lost; called at each heartbeat."""
+        """Let `tick` repeat reports and requests, which may have been lost; called at each heartbeat."""
         self._is_reported = False
         self._requested.clear()
 
@@ -262,7 +264,8 @@ class Stragglers:
         return max(self._earliest_s, min(due_s))
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Report that this member is waiting; as the root, request late members to stay absent."""
+        """Report that this member is waiting; as the root, request late members to be absent; comply with
+        such a request."""
         if now_s < self._earliest_s:
             return []
         effects: list[MemberEffect] = []
@@ -282,10 +285,11 @@ class Stragglers:
 
     @property
     def _absence_due_s(self) -> float:
-        """The time at which this member complies with the root's request; infinite if it does not.
+        """The time at which this member complies with the root's request to be absent; infinite if the root
+        has not sent one, or if this member takes part or has been absent for too long.
 
-        A trainer that has returned is given its usual time, because the others report immediately that they
-        are waiting.
+        A trainer that has returned is given its usual time, because the other members report immediately that
+        they are waiting.
         """
         if self._takes_part or self.absence is not None or self._requested_settings is None:
             return math.inf
@@ -307,7 +311,7 @@ class Stragglers:
 
     @property
     def _report_due_s(self) -> float:
-        """The time at which this member reports that it is waiting; infinite if it does not."""
+        """The time at which this member reports that it is waiting; infinite if no report is due."""
         if not self.is_enabled or self._submission is None or self._is_reported:
             return math.inf
         return self._submission[1] + (0.0 if self.absent else self._wait.limit_s())
@@ -327,7 +331,8 @@ class Stragglers:
             return False
         counts, shares = self._count_samples(), [share for _, share in self._assignment.shares]
         has_samples = any(counts[rank] for rank in self._waiting)
-        # Shares, not this step's samples: at the end of a pass, there may be fewer than in a late batch.
+        # Shares count, not this step's samples: at the end of a pass, a step may have fewer samples than a
+        # late batch.
         return has_samples and sum(shares[rank] for rank in self._waiting) >= QUORUM * sum(shares)
 
     def late_s(self, ranks: Iterable[int]) -> float:

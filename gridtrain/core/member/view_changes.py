@@ -1,4 +1,4 @@
-"""Handles the changes of the generation that the coordinator announces, and routes each message to its part.
+"""Handles the changes of the generation that the coordinator announces, and routes messages to their parts.
 
                      MembershipView                 synced and connected
 APART ----------------------------> FORMING ----------------------> FORMING (Ready sent)
@@ -62,7 +62,7 @@ class ViewChanges:
         if peer == self._coordinator:
             return self._receive_from_coordinator(message, now_s)
         if peer in context.peer_links.excluded:
-            return []  # received before it was disconnected
+            return []  # received before the peer was disconnected
         if isinstance(message, CatchUpMessage):
             return context.catch_up.receive(peer, message)
         if (
@@ -194,7 +194,7 @@ class ViewChanges:
         members = changes.apply(self._listed) if changes.base == self.generation_number else None
         if members is None:
             self._unlisted_generation = changes.generation
-            reason = f"the changes to generation {changes.base}'s member list do not apply to this worker's"
+            reason = f"changes to generation {changes.base}'s member list do not apply to this worker's list"
             return self._coordinator_link.rejoin(reason, self.generation_number)
         self._pages = {0: m.MemberListPage(changes.term, changes.generation, 0, 1, members)}
         return []
@@ -205,7 +205,7 @@ class ViewChanges:
         context = self._context
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
         if not pages and view.generation == self._unlisted_generation:
-            return []  # it is sent again with the list
+            return []  # the coordinator sends the view again, with the list
         self._pages.clear()
         members = tuple(member for page in pages for member in page.members)
         assignment = make_rank_assignment(context.own_id, view, members, context.trainer)
@@ -230,7 +230,8 @@ class ViewChanges:
         return self.generation.start(now_s)
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
-        """Execute the verdict and leave the generation, because the next one has no rank for this worker.
+        """Handle a StandbyNotice: execute the verdict, and leave the generation; the next one has no rank for
+        this worker.
 
         Afterwards, this worker is in the same situation as a worker that has just joined.
         """

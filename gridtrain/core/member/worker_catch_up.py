@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start catching up from these sources; report sources that are no longer listed as disconnected."""
+        """Start catching up from these sources; report as disconnected the sources that they replace."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected
@@ -86,7 +86,7 @@ class WorkerCatchUp:
         return [SourceConnected(peer)] if peer in self.sources else []
 
     def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
-        """Restart the wait for a connection, because a source may reconnect from the same address."""
+        """If a source was disconnected, restart the wait for a connection: it may soon reconnect."""
         if peer in self.sources:
             self._unreachable_since_s = now_s
         return self.source_lost(peer)
@@ -100,16 +100,16 @@ class WorkerCatchUp:
         return self.last_report
 
     def fail(self) -> m.CatchUpReport:
-        """Abandon catch-up and return a report that this worker holds no state and needs all of it."""
+        """Abandon catch-up and return a report that this worker holds no state and needs the whole state."""
         self.sources = ()
         return self.report(-1, b"")
 
     def already_synced(self) -> None:
-        """End catch-up, because this worker holds the state of the generation that begins."""
+        """End catch-up.  Called when this worker already holds the state of the generation that begins."""
         self.sources = ()
 
     def finish(self) -> None:
-        """End catch-up and drop the report, because the generation's state was loaded."""
+        """End catch-up and drop the report.  Called when the generation's state has been loaded."""
         self.sources, self.last_report = (), None
 
     # -- outside of a generation: sources that cannot be reached ---------------------------------

@@ -159,7 +159,7 @@ class WorkerInfo(Message):
 
 
 STATE_LEFT = "state_left_bytes"
-"""Heartbeat metric: number of bytes of its state that the worker has not received yet."""
+"""Heartbeat metric: number of bytes of the state that the worker has not received yet."""
 
 STATE_BYTES = "state_bytes"
 """Heartbeat metric: number of bytes of state that the worker has received since it joined."""
@@ -177,7 +177,7 @@ SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Heartbeat metric: number of consecutive steps, up to the latest, that this worker knows were skipped."""
 
 MISSED_STEPS = "missed_steps"
-"""Heartbeat metric: number of steps that the group committed without this worker, whose loop had stalled."""
+"""Heartbeat metric: number of steps that the group committed while this worker's trainer had stalled."""
 
 LONE_MEANS = "lone_means"
 """Heartbeat metric: number of steps in which this worker called `grid.mean` and other workers did not."""
@@ -338,7 +338,7 @@ ON_REQUEST = "on request"
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether `gridtrain worker resume` ends a pause; it does not if a rule is also a reason."""
+    """Return whether `gridtrain worker resume` ends the pause: whether only the owner has ordered it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
@@ -424,7 +424,7 @@ class ExpectProbes(Message):
 class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
-    It reports the times with LinkLatencies.  The addresses are as in `Member`.
+    The receiver reports the times with LinkLatencies.  The addresses are as in `Member`.
     """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
@@ -465,7 +465,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    A receiver that has its generation's list may be sent `MemberListChanges` instead of the pages.
+    A receiver that has the list of its current generation may be sent `MemberListChanges` instead.
     """
 
     term: UInt
@@ -580,7 +580,7 @@ class StandbyNotice(Message):
 @message(37)
 @dataclass(frozen=True, slots=True)
 class StartGeneration(Message):
-    """Order to begin training, because all members are ready (commit rule 8)."""
+    """Order to begin training, sent when all members are ready (commit rule 8)."""
 
     term: UInt
     generation: UInt

@@ -38,8 +38,8 @@ class Data(Message):
 class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
-    `compute_s` is the time from the previous commit to the trainer's submission, from which the root learns
-    when to expect the next one; None if the trainer was absent.
+    `compute_s` is the time from the previous commit to the trainer's submission, from which the root
+    estimates when to expect the next submission; None if the trainer was absent.
     """
 
     round: RoundId
@@ -62,7 +62,7 @@ class Decision(Message):
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
-    """Report that the sender is alive and working on this round; the receiver extends its deadline."""
+    """Report that the sender is alive and working on this round; extends the deadline for the sender."""
 
     round: RoundId
     progress: UInt
@@ -85,8 +85,8 @@ class Waiting(Message):
 class ProceedWithout(Message):
     """Root's request to a member that has not submitted: submit an empty contribution to the step.
 
-    A member whose trainer has begun to submit ignores it.  The payload contains the optimizer settings with
-    which the other members apply the step.
+    A member whose trainer has begun to submit ignores the request.  The payload contains the optimizer
+    settings with which the other members apply the step.
     """
 
     round: RoundId

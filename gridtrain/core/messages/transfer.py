@@ -144,7 +144,7 @@ class StateRequest(Message):
         is_whole: whether the whole state is requested; otherwise only the part that may differ between
             sources, after catch-up or if another source resumes a transfer.
         blocks_received: number of blocks that the requester has; the source sends the blocks after these, or
-            the last one again if there are none.
+            the last block again if the requester has all of them.
         digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 
@@ -202,8 +202,8 @@ class CheckpointRequest(Message):
 class CheckpointBlock(Message):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
-    The receiver stores the checkpoint on its own disk.  It either holds the next stage (the first stage, if
-    the sender holds the last stage), or has sent a CheckpointRequest.
+    The receiver, which stores the checkpoint on its own disk, either holds the next stage (the first stage,
+    if the sender holds the last stage), or has sent a CheckpointRequest.
     """
 
     term: UInt

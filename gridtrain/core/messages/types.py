@@ -25,6 +25,7 @@ from gridtrain.core.messages.declaration import (
     Text,
     UInt,
 )
+from gridtrain.quantities import format_count
 
 PROTOCOL_VERSION = 4
 
@@ -89,7 +90,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundId:
-    """One attempt at one step's exchange, in one generation of one term."""
+    """Identifies one attempt at the exchange of one step, in one generation and term."""
 
     term: UInt
     generation: UInt
@@ -99,7 +100,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """One collective within a round: a bucket of the gradient, or a micro-batch of a pipeline."""
+    """Identifies one collective of a round: that of a gradient bucket, or of a pipeline's micro-batch."""
 
     group: Count = 0
     kind: Count = 0
@@ -146,7 +147,7 @@ class LedgerSpec:
     Attributes:
         delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
             are exchanged while the samples of the next step are being processed.
-        shards: the number of samples of each shard, if members read the data set shard by shard
+        shards: the number of samples in each shard, if members read the data set shard by shard
             (`core.commit.shard_leases`); otherwise empty.
     """
 
@@ -162,8 +163,9 @@ class LedgerSpec:
             return f"{self}; the delay must be 0 or 1"
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
-                f"{len(self.shards)} shards of {sum(self.shards)} samples, the smallest with "
-                f"{min(self.shards)}; each must have at least 1, and their sum must be {self.size}"
+                f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')}, "
+                f"the smallest with {min(self.shards)}; each shard must have at least 1 sample, and all of "
+                f"them together {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
@@ -171,13 +173,13 @@ class LedgerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeferredBatch:
-    """A batch that its member contributes to a later step than the one that handed it out.
+    """A batch that step `step` assigned to member `peer`, which contributes it to a later step.
 
     Attributes:
-        spans: the positions of the batch; () if the member was absent and had none, or if its batch was
-            re-queued because it was too late.
-        total_samples: number of samples that step `step` handed out; the batch keeps that step's weight.
-        step: the step that handed the batch out, from which the member was absent if the batch is late.
+        spans: the positions of the batch; () if no positions were assigned to the member, or if they were
+            re-queued because the batch was too late.
+        total_samples: number of samples that step `step` assigned to all members, which determines the
+            weight of the batch.
     """
 
     peer: PeerId
@@ -194,16 +196,16 @@ class LedgerState:
         step: the next step to commit.
         cursor: the first position that has not been assigned.
         requeued: positions whose members were lost before the step was committed; they are assigned first.
-        consumed: number of samples of committed steps, including the skipped ones.
-        skipped: number of samples of committed steps whose update was skipped.
+        consumed: number of samples in committed steps, including steps whose update was skipped.
+        skipped: number of samples in committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
             assigned by shares.
         late: the batches of members that are absent, sorted by peer.
         pending: the batches of the previous step, if `LedgerSpec.delay` is 1, sorted by peer.
         leases: the positions of a shard that later steps assign to each member, if `LedgerSpec.shards` is
             not empty, sorted by peer.
-        restart_generation: the generation that began at step 0 again, because earlier states were
-            lost; 0 if none did.
+        restart_generation: the generation that began again at step 0, because earlier states were lost; 0 if
+            there is none.
     """
 
     step: UInt = 0
@@ -254,7 +256,11 @@ class Member:
 
     def find_problem(self) -> str | None:
         if len(self.piece_digests) != len(self.pieces):
-            return f"{len(self.piece_digests)} digests of {len(self.pieces)} pieces; each piece must have one"
+            digests, pieces = len(self.piece_digests), len(self.pieces)
+            return (
+                f"{format_count(digests, 'digest')} for {format_count(pieces, 'piece')}; each piece must "
+                "have a digest"
+            )
         return next(
             (problem for layers, _ in self.pieces if (problem := layers.find_problem_of_layers())), None
         )

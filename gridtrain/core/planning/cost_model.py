@@ -97,9 +97,10 @@ def exchange_cost(
 
 
 def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
-    """Return whether an exchange has too many messages to simulate.
+    """Return whether the exchange has more messages than may be simulated.
 
-    The messages of one slice per segment are counted; for a star, those of all slices.
+    Of a ring and a direct exchange, the messages of one slice of each segment are counted; of a dense star,
+    those of all slices.  Other exchanges are always simulated.
     """
     match load.kind:
         case ExchangeKind.DENSE:
@@ -115,7 +116,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
     """Return the CPU time per packet, which is 0 if the cores cannot handle packets one by one.
 
-    Many packets are then read at once.  All members exchange at the pace of the slowest link.
+    Many packets are then read at once.  The slowest link sets the rate at which all members handle packets.
     """
     slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
     members, cores = (network.size, host_cores) if host_cores is not None else (1, 1)

@@ -292,7 +292,7 @@ class ExchangeChoice:
     def reconsider(
         self, size: int, network: NetworkModel | None, compute_s: Sequence[float], *, edges: bool = False
     ) -> str:
-        """Change the choice if steps become sufficiently faster; return the reason, or "" if it is kept.
+        """Change the choice if steps become sufficiently faster; return the reason, or "" without a change.
 
         A choice made for a single worker is not kept for several workers: without measurements it becomes
         open again.
@@ -442,7 +442,7 @@ def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFac
     """Return advice to use local steps, or more of them; "" if computation takes at least
     `LOCAL_STEPS_COMPUTE_SHARE` of a step of the run.
 
-    Local steps are only recommended, because they change what is optimized; only the script may decide that.
+    Local steps are only recommended: they change what is optimized, so only the script may choose them.
     """
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""

@@ -241,7 +241,7 @@ class LinkMeasurements:
 
 
 def _median_without(ordered_Bps: Sequence[float], places: Sequence[int]) -> float:
-    """Return the median of the ascending rates, ignoring those at the indices `places`; without any,
+    """Return the median of the ascending rates, ignoring those at the indices `places`; if no rate is left,
     `MAX_UNCONFIRMED_Bps`."""
     count = len(ordered_Bps) - len(places)
     middle = [(count - 1) // 2, count // 2]

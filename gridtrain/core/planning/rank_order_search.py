@@ -283,7 +283,7 @@ def _hops_estimator(
     previous hop has arrived.
 
     Args:
-        own_bytes: (P,) the size of each member's own payload; after a merge, it sends a whole payload.
+        own_bytes: (P,) the size of each member's own payload; after a merge, a member sends a whole payload.
     """
     size, whole_bytes = len(alpha_s), load.unit_bytes
     exchange = tree if load.kind is ExchangeKind.TREE else butterfly

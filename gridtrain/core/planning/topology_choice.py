@@ -39,8 +39,8 @@ class Topology:
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring or in a butterfly.
         reason: the reason for the choice, as text; empty if there was nothing to choose.
-        usual_speedup: the speed of the ring or butterfly relative to a direct exchange, if it is chosen
-            because it is faster.
+        usual_speedup: the speed of the ring or butterfly relative to a direct exchange, if the ring or
+            butterfly is chosen because it is faster.
     """
 
     is_direct: bool

@@ -23,7 +23,7 @@ VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
 DENSE_VALUE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 LEVEL_BITS = {"int4": 4, "int2": 2}
-LEVEL_BLOCK_SHIFT = 6  # with these, 2**(low bits + 6) indices share a scale of 2 bytes
+LEVEL_BLOCK_SHIFT = 6  # with int4 and int2, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (measured: 4 to 9, decision 0068)
 MAX_MESSAGES = 30_000
 """An exchange with more messages is simulated with fewer slices, or estimated if one slice has too many."""

@@ -98,9 +98,9 @@ def bottleneck_cuts_within(
     known: float,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """Return the same result as `bottleneck_cuts`, but faster, if some partition costs at most `known`.
+    """Return the same result as `bottleneck_cuts`, but faster.
 
-    All costs must be at least 0.
+    Some partition must cost at most `known`, and all costs must be at least 0.
     """
     within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):

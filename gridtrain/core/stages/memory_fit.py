@@ -76,7 +76,8 @@ def shortage_text(
     needed = costs.memory(worst, start, stop)
     big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
-        f"no partition of {len(layers)} layers into {len(devices)} stages fits: in the best one, stage "
+        f"no partition of {format_count(len(layers), 'layer')} into {format_count(len(devices), 'stage')} "
+        f"fits: in the best one, stage "
         f"{worst} ({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its device "
         f"has only {format_bytes(devices[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
         f"({format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"

@@ -6,7 +6,7 @@ All members of a committed step have the same timings, so all members choose the
     number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
             warm-up  measured  warm-up  measured
                         |                   |
-                  t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample
+                  t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample, n samples
 
 The times of two sizes give the fixed cost of a micro-batch, which `step_time.propose_micro_batches` weighs,
 together with the cost of the links, against the bubble.  The trials use at least the number of micro-batches

@@ -31,6 +31,7 @@ from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottleneck_cuts_within
 from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, PartitionCost, StageCostModel
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 
 
 def best_partition(
@@ -59,7 +60,7 @@ def best_partition(
     running = running or ExecutionSettings()
     if not 1 <= len(devices) <= len(layers):
         raise ConfigError(
-            f"{len(layers)} layers cannot be divided into {len(devices)} stages",
+            f"{format_count(len(layers), 'layer')} cannot be divided into {len(devices)} stages",
             remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
     trained = sum(each.trainable > 0 for each in layers)

@@ -13,7 +13,7 @@ from gridtrain.core.planning.svg_elements import FAINT, INK, svg_page, svg_text
 from gridtrain.core.stages.memory_fit import format_layers
 from gridtrain.core.stages.stage_cost import Layer, StageCost
 from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
-from gridtrain.quantities import format_bytes, format_seconds
+from gridtrain.quantities import format_bytes, format_count, format_seconds
 
 BAR = 24
 MAX_NAMES = 44
@@ -115,12 +115,18 @@ def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
         top = TOP + ROW * index
         names = _shortened(format_layers(layers, stage.start, stage.stop).partition(", ")[2])
         parts.append(
-            svg_text(20, top + 14, f"stage {index}: {stage.stop - stage.start} layers", weight="bold")
+            svg_text(
+                20,
+                top + 14,
+                f"stage {index}: {format_count(stage.stop - stage.start, 'layer')}",
+                weight="bold",
+            )
         )
         parts.append(svg_text(20, top + 30, names[:28], colour=FAINT))
         parts += _time_bars(stage, top, longest_s)
         parts += _memory_bars(stage, top, float(largest))
-    title, heading = "How the model is divided into stages", f"{len(layers)} layers in {len(stages)} stages"
+    title = "How the model is divided into stages"
+    heading = f"{format_count(len(layers), 'layer')} in {format_count(len(stages), 'stage')}"
     size = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
     return svg_page(title, heading, subtitle, 20, size, parts)
 

@@ -24,7 +24,7 @@ from gridtrain.core.messages import PeerId, Span
 from gridtrain.core.planning.batch_shares import BatchShares, divide_samples
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.errors import LocalProtocolError
-from gridtrain.quantities import format_seconds, list_first
+from gridtrain.quantities import format_count, format_seconds, list_first
 
 PairCost = Callable[[PeerId, PeerId], float]
 """Returns the round trip between two peers in seconds, which does not depend on their order."""
@@ -118,7 +118,7 @@ def place_ranks(
         LocalProtocolError: there are too few workers, or there is a stage whose state no worker has.
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
-        raise LocalProtocolError(f"{len(peers)} workers cannot be placed in {stages} stages")
+        raise LocalProtocolError(f"{format_count(len(peers), 'worker')} cannot be placed in {stages} stages")
     layout = RankLayout(stages, len(peers) // stages)
     placed, rest = _place_holders(layout, peers, locations)
     _place_disk_holders(layout, placed, rest, locations)
@@ -303,8 +303,8 @@ def _choose_state_sources(
             holders = [group[0]]
             if rank == group[0]:
                 continue
-        # Among members with the stage on disk, those of this stage are preferred, because they read it
-        # anyway.
+        # Among members with the stage on disk, those of this stage are preferred, because they read the
+        # state from disk in any case.
         here = holders or [other for other in disk_holders if other in group] or disk_holders
         sources[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
     return sources
@@ -346,7 +346,8 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
     """Divide a batch among the members of the first stage; only these members read samples.
 
     Args:
-        most: (P,) the batch size that each rank requests; 0 means that any batch size is accepted.
+        most: (P,) the batch size of each rank.  It is the rank's share if `global_batch_size` is None;
+            otherwise it is the maximum of this share, and 0 means no maximum.
         global_batch_size: the number of samples in a step; None if each pipeline uses its first worker's
             batch size.
     """
@@ -357,7 +358,8 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
         )
     counts = divide_samples(global_batch_size, [1.0] * layout.replicas, most[: layout.replicas])
     return BatchShares(
-        (*counts, *rest), f"{global_batch_size} samples divided evenly over {layout.replicas} pipelines"
+        (*counts, *rest),
+        f"{global_batch_size} samples divided evenly over {format_count(layout.replicas, 'pipeline')}",
     )
 
 

@@ -112,7 +112,8 @@ def check_setup(setup: Setup) -> None:
         return
     if len(model.cuts) != setup.stages + 1:
         raise ConfigError(
-            f"there are {len(model.cuts)} cuts for {setup.stages} stages ({list(model.cuts)[:8]})",
+            f"there are {format_count(len(model.cuts), 'cut')} for {format_count(setup.stages, 'stage')} "
+            f"({list(model.cuts)[:8]})",
             remedy="specify one more cut than there are stages",
         )
     layers_of(model)
@@ -362,7 +363,8 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
     locations = restricted_to(locations, members)
     missing = _missing_stages(locations, stages)
     spans = stage_spans(cuts)
-    first = {stage: peer for peer, stage in reversed(list(locations.in_memory.items()))}.values()  # they stay
+    # The longest-serving holder of each stage keeps this stage.
+    first = {stage: peer for peer, stage in reversed(list(locations.in_memory.items()))}.values()
     assemblers: dict[PeerId, int] = {}
     offers = [
         (_largest_overlap(locations.held_spans.get(peer, ()), spans[n]), n, peer)
@@ -374,15 +376,16 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
             assemblers[peer] = stage
     if len(needed) > size or len(assemblers) < len(missing):
         raise ConfigError(
-            f"the state is spread over {len(needed)} workers and there are {size} ranks; "
-            f"{len(assemblers)} workers can assemble the {len(missing)} missing stages",
+            f"the state is spread over {format_count(len(needed), 'worker')}, and {size} can be members; "
+            f"{format_count(len(assemblers), 'worker')} can assemble a stage, and "
+            f"{format_count(len(missing), 'stage')} must be assembled",
             remedy="wait for more workers",
         )
     return Repartition(cuts, tuple(members), assemblers, f"stages are assembled with cuts at {list(cuts)}")
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Return `locations` restricted to these members; they create initial state that only others have."""
+    """Return `locations` restricted to these members, which create initial states that only others have."""
     mine = replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},

@@ -65,8 +65,8 @@ class Layer:
         kept_bytes: size of the tensors that autograd keeps for the backward pass, excluding parameters, per
             sample.
         work_bytes: the largest amount of memory in use during the forward or backward pass, per sample.  It
-            includes the input and the gradient of the output, but not the kept bytes.  If it is None, it is
-            unknown and the sum of input and output is used.
+            includes the input and the gradient of the output, but not the kept bytes.  None if unknown; the
+            sum of input and output is then used.
         fixed_work_bytes: the part of the memory in use that does not depend on the number of samples, such as
             a parameter's gradient before it is accumulated.
     """

@@ -30,7 +30,7 @@ from gridtrain.core.stages.stage_cost import (
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import format_seconds
+from gridtrain.quantities import format_count, format_seconds
 
 MAX_MICRO_BATCHES = 256
 """The maximum number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
@@ -40,7 +40,7 @@ STEP_TIME_TOLERANCE = 0.02
 them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Values of `ahead` to try, because the value for the slowest hop is too small for unbalanced stages."""
+"""Further values of `ahead` to try; the value for the slowest hop is too small for unbalanced stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +225,9 @@ def _reason(
 ) -> str:
     running, stages = chosen.settings, len(chosen.cut.stages)
     text = (
-        f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
-        f"stages: a step takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
+        f"{running.micro_batches} micro-batch{'' if running.micro_batches == 1 else 'es'} of "
+        f"{running.samples} of {format_count(batch, 'sample')} over {format_count(stages, 'stage')}: a step "
+        f"takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
         f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
@@ -246,7 +247,7 @@ def _reason(
             else ", because each micro-batch adds overhead and latency"
         )
     if refused:
-        text += f"; {len(refused)} other numbers do not fit into memory"
+        text += f"; {format_count(len(refused), 'other number')} of micro-batches would need too much memory"
     return text
 
 

@@ -113,7 +113,7 @@ class Faults:
         return self._plan(PlannedFault("fail", who, step, point))
 
     def kill_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """Plan a kill: a worker process gets SIGKILL, and a worker in a thread ends as if by SIGKILL."""
+        """Plan a kill: a worker process gets SIGKILL, and a worker in a thread stops as if by SIGKILL."""
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
@@ -127,8 +127,7 @@ class Faults:
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a stall: the training loop stops for `seconds` at the step's batch; the I/O thread does
-        not."""
+        """Plan a stall: the training loop, but not the I/O thread, stops for `seconds` at its batch."""
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
@@ -175,7 +174,7 @@ class Faults:
         Args:
             inner: the transport without faults.
             name: the worker's name.
-            die: ends the worker when a "kill" is due; the default sends SIGKILL to this process.
+            die: terminates the worker when a "kill" is due; the default sends SIGKILL to this process.
         """
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
@@ -298,7 +297,7 @@ class FaultyTransport(WrappingTransport):
             self._apply_faults(step, "during")
 
     def _apply_faults(self, step: int, point: Point) -> list[PlannedFault]:
-        """Execute the due faults that end or stop the worker; return the faults that change messages."""
+        """Execute the due faults that terminate or pause the worker; return those that change messages."""
         rest: list[PlannedFault] = []
         for fault in self._faults.strike(self._name, self._rank, step, (point,)):
             match fault.action:

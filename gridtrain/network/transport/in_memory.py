@@ -1,4 +1,4 @@
-"""A transport within one process for local groups and tests, whose endpoints can be killed or hidden.
+"""An in-process transport, with endpoints that can be killed or hidden, for local groups and tests.
 
 Messages pass through the codec, so that a message that could not be sent over a network also fails in memory.
 Payloads are copied, so that a sender cannot change a received message.
@@ -92,7 +92,7 @@ class MemoryHub:
     # -- faults, from any thread ---------------------------------------------------------------
 
     def kill(self, peer: PeerId) -> None:
-        """End the endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
+        """Stop an endpoint as if by SIGKILL: its peers get `PeerDown`, its methods raise `EndpointKilled`."""
         with self.lock:
             self.kill_locked(peer)
 

@@ -94,7 +94,7 @@ class ConnectionDenied:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """The result of `Transport.reach`; `address` is the first to answer with the peer's key, or ""."""
+    """The result of `Transport.reach`: the first address at which the peer has answered, or ""."""
 
     peer: PeerId
     address: str

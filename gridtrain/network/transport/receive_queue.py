@@ -13,8 +13,8 @@ the next connection of the same peer, so that a peer cannot evade the cap by rec
 discarded once the peer may no longer connect, because it has left the group or was excluded.
 
 No messages are left unread in libzmq, because an unread queue blocks its connections, and therefore the
-messages of all senders.  Messages in this queue are not counted as processed, so a correct sender uses up its
-credit and stops.  The cap therefore holds on average over one flow-control window.
+messages of all senders.  Messages in this queue are not counted as processed, so a correct sender exhausts
+its credit and stops.  The cap therefore holds on average over one flow-control window.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class ReceiveQueue(Generic[S, T]):
             self._paid_until_s = max(self._paid_until_s, now_s - MAX_LATENESS_S)
 
     def _settle_debts(self, now_s: float) -> bool:
-        """Decrease all debts equally, until one of them is 0 or the elapsed time is used up.
+        """Decrease all debts equally, until one of them is 0 or all of the elapsed time is settled.
 
         Returns whether a debt has reached 0.  The caller must then call this method again, because some of
-        the elapsed time may be left.
+        the elapsed time may not be settled yet.
         """
         if self.rate_Bps is None:
             return False

@@ -1,4 +1,4 @@
-"""Connections through a relay for two peers (NAT) that cannot dial each other: calls, retries and shutdown.
+"""Connections through a relay for two peers that cannot dial each other (NAT): calls, retries and shutdown.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?
@@ -8,8 +8,8 @@
                               ^                      ^--- back-off, new session ------+  RelayFailed, a gap,
                               +--- the relay has disconnected ------------------------+  hang-up of the peer
 
-Packets are encrypted end to end (`secure_channel`).  Bytes that a relay may have forged are not reported as a
-violation by the peer.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
+Packets are encrypted end to end (`secure_channel`).  The peer is not accused of a violation for bytes that a
+relay may have forged.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
 preferred as soon as it exists.
 """
 
@@ -84,7 +84,7 @@ class _RelayedConnection:
 
     def retry_later(self, now_s: float) -> None:
         longest_s = min(CALL_MAX_S, CALL_INITIAL_S * 2 ** min(self.attempt, 16))
-        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # both sides should not call simultaneously
+        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # so that the sides call at different times
         self.attempt += 1
 
 

@@ -18,8 +18,8 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
     attack by a relay                 defence
     --------------------------------  ---------------------------------------------------------------------
     read, alter, forge                every box is authenticated under a key that only the two peers can
-                                      compute from their own keys; the shared secret of the session keys also
-                                      enters into it, so a key that leaks later cannot decrypt older packets
+                                      compute, from their own keys and the session keys' shared secret; a key
+                                      that leaks later therefore cannot decrypt older packets
     reflect, swap packets of peers    keys depend on sender and receiver
     replay or splice sessions         keys depend on both session keys; each serves one session at most
     repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
@@ -75,7 +75,7 @@ class PacketClass(IntEnum):
 
 
 class RejectReason(Enum):
-    """The reason for rejecting a packet.  None proves that the peer is at fault; it may be the relay."""
+    """The reason for rejecting a packet.  In each case, either the peer or the relay may be at fault."""
 
     FORGED = "it cannot be decrypted"
     REPLAYED = "it is a copy"
@@ -131,7 +131,7 @@ class SecureSession:
         root = _derive(static, b"session", ephemeral + session_keys)
         self.peer_public = theirs
         self.is_confirmed = False
-        """Whether a packet from the peer was decrypted, which proves that it has the session as well."""
+        """Whether a packet from the peer was decrypted, which proves that the peer also has the session."""
         self._id = _derive(root, b"name", b"")[:8]
         self._out = {kind: _derive(root, b"lane", me + peer + bytes([kind])) for kind in PacketClass}
         self._in = {kind: _derive(root, b"lane", peer + me + bytes([kind])) for kind in PacketClass}

@@ -133,7 +133,7 @@ class SendQueue(Generic[T]):
         return message
 
     def put_back(self, message: QueuedMessage[T]) -> None:
-        """Return a message to the head of its queue because the socket is full.
+        """Return a message that the socket has refused, because it is full, to the head of its queue.
 
         No message is sent to this peer until `unblock` is called.
         """
@@ -212,7 +212,10 @@ class SendQueue(Generic[T]):
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message and move its peer to the end of the rotation; False if none."""
+        """Choose the next bulk message and move its peer to the end of the rotation.
+
+        Returns False if there is no message to choose.
+        """
         for peer, queues in self._queues.items():
             if queues.bulk and not queues.is_blocked:
                 self._in_transit = queues.bulk.popleft()

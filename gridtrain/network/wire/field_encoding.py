@@ -166,7 +166,7 @@ class RepeatedRecordField(RecordField):
 
     def unpack(self, plain: Any, *frame: Any) -> Any:
         value, known = self._last_unpacked
-        # Types are compared as well, because True == 1.
+        # Types are also compared, because True == 1.
         if type(plain) is tuple and plain == known and set(map(type, plain)) == {int}:
             return value
         value = super().unpack(plain)

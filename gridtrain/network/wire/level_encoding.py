@@ -43,8 +43,8 @@ class LevelCode:
         bits: the bits of a code: the level's number, and above it the sign.
         levels: the magnitudes, as multiples of the scale, ascending.
         limits: the smallest magnitude that is rounded to each level, as a multiple of the scale.
-        top: the smallest multiple of the scale that a block's largest magnitude can be; it is always less
-            than 2 top.
+        top: the smallest multiple of the scale that a block's largest magnitude can be; the magnitude is
+            always less than 2 top.
         steps: the number of scales per octave.
         max_scale: the number of the largest scale.
     """
@@ -81,7 +81,7 @@ def write_levels(
     these entries as `read_levels` returns them.
     """
     sent_K, shift = np.flatnonzero(values_K), -1
-    while shift != (shift := _block_shift(sent_K.size, n)):  # ends, as fewer entries make wider blocks
+    while shift != (shift := _block_shift(sent_K.size, n)):  # ends, because fewer entries make wider blocks
         blocks_K = indices_K.take(sent_K) >> shift
         starts_B, counts_B = _runs(blocks_K)
         scales_B, levels_K = _choose(values_K.take(sent_K), starts_B, counts_B, code)
@@ -123,7 +123,7 @@ def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: Leve
         raise invalid_payload(
             f"{code.name} values have the largest level {tops_B[first]} and scale {words_B[first]} in block "
             f"{first}; the level must be {top} to {len(code.levels) - 1} and the scale {least} to {most}, "
-            "or -1 and 0 if it is empty"
+            "or -1 and 0 if the block is empty"
         )
 
 

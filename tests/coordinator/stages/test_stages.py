@@ -86,7 +86,7 @@ def test_the_first_replica_of_each_stage_initializes_it() -> None:
 
 
 def test_an_impossible_placement_is_an_error() -> None:
-    with pytest.raises(LocalProtocolError, match="1 workers cannot be placed in 2 stages"):
+    with pytest.raises(LocalProtocolError, match="1 worker cannot be placed in 2 stages"):
         place_ranks(2, [A], StateLocations())
     with pytest.raises(LocalProtocolError, match="no worker has the state of stage 1 of 2"):
         place_ranks(2, [A, B], StateLocations(in_memory={A: 0}))

@@ -75,7 +75,7 @@ def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
     assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
     assert leaving.is_leaving
     again = leaving.receive_reply(
-        C, m.ResidualReply(1, 2, False, "it is leaving as well"), assignment_of(B), {A, C, D}, (5, H5)
+        C, m.ResidualReply(1, 2, False, "it is also leaving"), assignment_of(B), {A, C, D}, (5, H5)
     )
     assert [effect.peer for effect in again if isinstance(effect, Send)] == [A, A]
     assert leaving.receive_reply(D, m.ResidualReply(1, 2, True, ""), assignment_of(B), {A}, (5, H5)) == [], (
@@ -113,7 +113,7 @@ def test_a_member_about_to_leave_accepts_no_residual() -> None:
     recipient = ResidualTransfer()
     recipient.receive_block(assignment_of(C), B, piece(), 5, True)
     recipient.refuse()
-    why = "it is leaving as well"
+    why = "it is also leaving"
     assert recipient.mark_complete(assignment_of(C), B) == [
         DropResidual(B),
         Send(B, m.ResidualReply(1, 2, False, why)),
@@ -174,7 +174,7 @@ def test_a_leaving_member_and_one_at_another_step_decline() -> None:
     recipient = ResidualTransfer()
     recipient.begin((), assignment_of(C), set(), 5, H5)
     (answer,) = recipient.receive_block(assignment_of(C), B, piece(), 5, True)
-    assert answer == Send(B, m.ResidualReply(1, 2, False, "it is leaving as well"))
+    assert answer == Send(B, m.ResidualReply(1, 2, False, "it is also leaving"))
     for applied, synced in ((3, True), (6, True), (5, False)):
         (answer,) = ResidualTransfer().receive_block(assignment_of(C), B, piece(), applied, synced)
         assert isinstance(answer, Send) and answer.message.is_accepted is False

@@ -143,7 +143,7 @@ def test_a_member_has_a_digest_for_each_of_its_pieces() -> None:
     member = m.Member(bytes(32), "", "", 1, False, pieces=pieces, piece_digests=(b"", b"x"))
     assert member.find_problem() is None
     problem = replace(member, piece_digests=(b"x",)).find_problem()
-    assert problem == "1 digests of 2 pieces; each piece must have one"
+    assert problem == "1 digest for 2 pieces; each piece must have a digest"
     assert replace(member, pieces=((m.Span(2, 2), 0),), piece_digests=(b"",)).find_problem()
 
 

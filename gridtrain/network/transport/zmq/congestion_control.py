@@ -103,7 +103,7 @@ def choose_control(connection: socket.socket) -> SendMonitor | None:
 
 
 def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
-    """Observe the connection and switch between cubic and bbr if the other one now suits it."""
+    """Observe the connection, and set the congestion control that now suits the connection."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         control = monitor.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT))
         if control != control_of(connection):

@@ -1,4 +1,4 @@
-"""Dials outgoing connections, waits before dialling again (back-off), and limits the unread bytes.
+"""Dials outgoing connections, waits before redialling (back-off), and limits the unread bytes.
 
 OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
                         ^---- back-off ----+------- lost, or no answer in time ---+
@@ -28,9 +28,8 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 
 REDIAL_S, STEADY_S = 0.01, 1.0
-"""A connection that lasted at least `STEADY_S` is redialled within `REDIAL_S`, so that a running process is
-connected again before the coordinator concludes, from several broken connections, that the process has
-ended."""
+"""A connection that lasted at least `STEADY_S` is redialled within `REDIAL_S`, so that a running process has
+reconnected before the coordinator concludes, from several broken connections, that the process has ended."""
 
 MAX_UNREAD_BYTES = 192 * 2**20
 """The maximum number of bytes that may have arrived over one connection without being read.  libzmq limits
@@ -161,7 +160,7 @@ class OutgoingConnection:
         else:
             longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
             self.attempt += 1
-        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # peers should not retry simultaneously
+        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # so that peers retry at different times
         return lost
 
 

@@ -8,8 +8,8 @@ as arguments.
                     |-------------> closed by the other side
                     +-------------> to be closed: too old, too many in its range, or too many in total
 
-A stranger whose connection is closed may connect again immediately, and accepting a connection costs us more
-than it costs the stranger.  Therefore, beyond the soft limits, the oldest connections are closed at a limited
+A stranger whose connection is closed may reconnect immediately, and accepting a connection costs us more than
+it costs the stranger.  Therefore, beyond the soft limits, the oldest connections are closed at a limited
 rate, so that the newest connections have time to send Hello.  Beyond the hard limit, connections are closed
 without delay.
 """
@@ -54,7 +54,7 @@ def address_range(host: str) -> str:
 
 
 def connections_to_close(waiting: HalfOpenConnections, drained_s: float, now_s: float) -> list[int]:
-    """Remove the connections that must be closed now from `waiting`, and return their descriptors.
+    """Remove from `waiting` the connections that must be closed now, and return their descriptors.
 
     Args:
         drained_s: the time until which all arrived data have been read.  A connection that was accepted

@@ -1,4 +1,4 @@
-"""Resolves host names that have only IPv6 addresses (DNS) and limits how long that may take.
+"""Resolves host names that have only IPv6 addresses, and limits how long the caller waits for DNS.
 
 libzmq resolves names only to IPv4 addresses, unless IPv6 is enabled; then it prefers IPv6 addresses, at which
 a coordinator may not be listening.  Therefore a name that has an IPv4 address is left to libzmq, and a name

@@ -44,10 +44,10 @@ Mbit/s."""
 
 RECEIVE_MESSAGES = 0
 """The number of received messages that libzmq queues; 0 means no limit.  A limit can crash libzmq 4.3.5
-(`!_io_error`, stream_engine_base.cpp): a full queue stops its reading, and if the connection is then reset
-while a ZMTP ping remains to be answered or sent, an assertion aborts the process.  A peer could cause this
-crash.  Instead, flow control limits the bulk that a peer may have in this queue, and `FloodDetector` limits
-all other messages; a connection that exceeds these limits is closed."""
+(`!_io_error`, stream_engine_base.cpp): libzmq stops reading when the queue is full, and if the connection is
+then reset while a ZMTP ping remains to be answered or sent, an assertion aborts the process.  A peer could
+cause this crash.  Instead, flow control limits the bulk that a peer may have in this queue, and
+`FloodDetector` limits all other messages; a connection that exceeds these limits is closed."""
 
 HEARTBEAT_TIMEOUT_S = 25.0
 """The approximate time without an answer to TCP's keep-alive probes after which a connection is closed.
@@ -247,7 +247,7 @@ def is_numeric(address: str) -> bool:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether `read` would return a message; this is faster than handling its exception."""
+    """Return whether `read` would return a message; faster than a call of `read` that finds none."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & READ)
 
 

@@ -11,8 +11,8 @@ messages may be lost; therefore the transport reports `PeerDown`, followed by `P
 remains.
 
 libzmq's socket monitors report the loss of a connection.  The monitor of a DEALER reports on its only
-connection; the monitor of the ROUTER reports a file descriptor, which belongs to the peer that sent Hello
-over it.  Messages that the peer sent before the loss are delivered before `PeerDown`.
+connection; the monitor of the ROUTER reports a file descriptor, which identifies the connection of a peer
+that has sent Hello.  Messages that the peer sent before the loss are delivered before `PeerDown`.
 
 The access policy is consulted during the handshake (`handshake`), and again for every message: a connection
 whose key is no longer admitted is closed at its next message.
