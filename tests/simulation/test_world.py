@@ -210,8 +210,8 @@ def check(
 ) -> None:
     """Check guarantees 2 to 4; a run that its owner has ended early may leave positions out."""
     log = world.log
-    if divided(world):
-        return
+    if divided(world) or not (world.finished or world.alive):
+        return  # all have left at once, and no worker joined after them
     assert world.finished, (
         f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
     )
