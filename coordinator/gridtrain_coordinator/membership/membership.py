@@ -455,7 +455,9 @@ class Membership:
         if settled_s is None:
             newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
             settled_s = newest_s + limits.settle_s
-        if run.highest_step and not run.members:  # these may have the latest checkpoint, and say so in their setups
+        if (
+            run.highest_step and not run.members
+        ):  # these may have the latest checkpoint, and say so in their setups
             unknown_s = [worker.joined_s for worker in run.workers.values() if worker.setup is None]
             settled_s = max([settled_s, *(joined_s + limits.regather_s for joined_s in unknown_s)])
         return max(installed_s + limits.generation_gap_s, settled_s)
