@@ -1,4 +1,4 @@
-"""Decides when a pipeline changes batch norm's running statistics, and other buffers set in a forward pass.
+"""Decides when a pipeline changes batch norm's running mean and variance, and buffers set in a forward pass.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each

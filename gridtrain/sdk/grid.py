@@ -142,7 +142,7 @@ class Grid:
             self._has_warned = True
             log.warning(
                 "grid.rank is 0, and grid.is_first is True, on all workers before the first batch; read them "
-                "in the loop, because another worker becomes the first one when this one leaves"
+                "in the loop, because another worker becomes first when the first one leaves"
             )
         return self._session.snapshot.rank
 

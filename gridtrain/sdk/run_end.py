@@ -69,7 +69,8 @@ def finish_run(
 
 
 def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
-    """End without the other workers; if the run ended because a stage is missing, save the own stage."""
+    """End without the other workers; if the run ended because a stage is missing, save this worker's
+    stage."""
     if not model_state.holds_stage:
         text = "%s; at the end this worker held neither the model nor a stage of it"
         log.warning(text, session.end_reason)

@@ -429,7 +429,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
-        """Remove the residual, which another worker has, from the checkpoint of `step`."""
+        """Remove the residual, which was sent to another worker, from the checkpoint of `step`."""
 
     def _left_folder(self, left: LeftResidual) -> Path:
         return self._options.folder

@@ -122,7 +122,7 @@ def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, 
         (home / "gridtrain" / running / "coordinator.json").touch()
     line = one_sentence(gridtrain("status"), code=3)
     assert f'run "default" is running on this machine as this user: {home}/gridtrain/default/coordi' in line
-    named = f" (this user has {running})" if running else ""
+    named = f" (this user's runs: {running})" if running else ""
     assert f"in the folder of the run's run.toml, name the run with --run NAME{named}, or its state" in line
 
 

@@ -87,7 +87,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
         Args:
             rank: this member's rank.
             world_size: the number of members.
-            flags: the round's flags (`core.group.round_flags`); with any flag, the contribution is empty.
+            flags: this member's flags (`core.group.round_flags`); with any, its contribution is empty.
         """
         ...
 

@@ -247,7 +247,7 @@ def _not_running_error(folder: Path, run: str, state: Path | None) -> Coordinato
         )
     option = "" if run == "default" else f" --run {run}"
     found = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONTACT_FILE}"))
-    known = f" (this user has {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
+    known = f" (this user's runs: {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
     return CoordinatorUnreachable(
         f'no coordinator of the run "{run}" is running on this machine as this user: '
         f"{folder / CONTACT_FILE} does not exist",

@@ -206,8 +206,8 @@ class CheckpointStore:
             self._own = list_checkpoints(self.folder)
 
     def keep_other_history(self, facts: Facts, current: CheckpointInfo) -> Path | None:
-        """Move the checkpoints that were written with these settings, but belong to another history than the
-        group's state, to a new folder `earlier-N`.
+        """Move the checkpoints that were written with these settings, but belong to a different history than
+        the group's state, to a new folder `earlier-N`.
 
         Returns this folder, or None if there are no such checkpoints.  Raises `OSError`."""
         found = []
@@ -250,7 +250,7 @@ class CheckpointStore:
         self._writer.start()
 
     def drop_residual(self, step: int) -> None:
-        """Remove the residual, which another worker has received, from the checkpoint of `step`, even if the
+        """Remove the residual, which was sent to another worker, from the checkpoint of `step`, even if the
         checkpoint is still being written."""
         self._dropped_residual = step  # set first, because the writer reads it after the rename
         self._drop_residual(step)
