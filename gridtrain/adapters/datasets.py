@@ -5,8 +5,8 @@
     data = StreamShards(stream, "index.json")      # on all workers, with the same stream
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
-The rows of a shard, `stream.shard(num_shards, index)`, are written into the cache when it is opened, and
-compared with the index.  They are therefore read and mapped only once, can be shuffled, and a run can resume
+When a shard is opened, its rows, `stream.shard(num_shards, index)`, are written into the cache and compared
+with the index.  They are therefore read and mapped only once, can be shuffled, and a run can resume
 in the middle of a shard.
 Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and divides the shards itself.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError, DataError, describe_type
+from gridtrain.quantities import format_count
 from gridtrain.training.data import shard_index, shard_rows
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy
@@ -48,7 +49,8 @@ class StreamShards(Shards):
         found = [shard.url for shard in self.index.shards]
         if found != _places(count):
             raise ConfigError(
-                f"the stream has {count} shards, but {index} describes {len(found)} files from {found[0]}",
+                f"the stream has {format_count(count, 'shard')}, but {index} describes "
+                f"{format_count(len(found), 'file')} from {found[0]}",
                 remedy="write the index of this stream with gridtrain.adapters.datasets.write_index",
             )
 

@@ -209,7 +209,7 @@ class GTopKState:
                         return is_skipped(flags)
                     case _:
                         buffer.apply(effect)
-            # One message of each before a second, which may be a sum that depends on the first of all others.
+            # One message from each rank before a second, which may depend on all first messages.
             from_rank = min(sorted(core.waiting_for()), key=received.__getitem__)
             received[from_rank] += 1
             head_H, payload = channel.receive(from_rank, most_bytes)

@@ -186,7 +186,7 @@ class LayerPositions:
     """Computes what a layer needs besides the hidden states: the attention mask and the rotary embeddings.
 
     Args:
-        rotary: the model's module for rotary embeddings; None if it has none.  Its buffers are not in any
+        rotary: the model's module for rotary embeddings, or None.  The module's buffers are not in any
             state, so a model on the meta device gets new ones.
     """
 
@@ -254,7 +254,7 @@ class _Tokens(_Plain):
 
 
 class _Positions(_Plain):
-    """The embedding of the positions in GPT-2, which is added to the embedding of the tokens."""
+    """Adds GPT-2's embedding of the positions to the embedding of the tokens."""
 
     def _change(self, hidden: Tensor, others: Mapping[str, Tensor]) -> Tensor:
         return hidden + super()._change(_positions(hidden, others), {})
@@ -308,7 +308,8 @@ def _draw_values(model: PreTrainedModel) -> Init:
 def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
     """Return a function that also gives a block's adapters their initial values.
 
-    Each has its own seed, because the numbers drawn before it depend on the base's files and on libraries.
+    Each adapter has a seed of its own, because the numbers drawn before it depend on the base's files and on
+    libraries.
     """
 
     @torch.no_grad()

@@ -52,8 +52,8 @@ class GlooChannel:
         if not 0 <= payload_bytes <= most_bytes:
             raise RemoteProtocolError(
                 f"local rank {from_rank} announced a payload of {payload_bytes} bytes; "
-                f"the allowed range is 0 to {most_bytes}",
-                remedy="start all processes of the group from the same script and version",
+                f"a payload may have at most {most_bytes} bytes",
+                remedy="run the same script and the same version of gridtrain in all processes",
             )
         if not payload_bytes:
             return head, b""

@@ -52,7 +52,7 @@ class GridLoader:
         return self._batches
 
     def finish(self) -> None:
-        """End the loop.  This worker finishes together with the run, or leaves the run if it has not
+        """End the loop.  This worker finishes together with the run, or leaves a run that has not
         ended."""
         if self._batches is not None and not self._grid.finished and next(self._batches, None) is not None:
             self._grid.close("its training loop ended before the run")

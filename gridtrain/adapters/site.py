@@ -92,10 +92,11 @@ class Site:
 
     @classmethod
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
-        """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
+        """Set up torch.distributed from torchrun's variables, join the run on rank 0, and return the site.
 
-        Without torchrun the site consists of this process only.  The connections and files that this method
-        opens are closed at the end of the `with` statement.  The arguments are those of `gridtrain.join`.
+        Without torchrun the site consists of this process only.  The arguments are those of
+        `gridtrain.join`.  At the end of the `with` statement the leader leaves the run and, unless an error
+        was raised, every process closes its connections to the others.
         """
         owns_group = not dist.is_initialized()
         if owns_group:
@@ -126,8 +127,8 @@ class Site:
         return self.grid is not None and self.grid.is_first
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
-        """Wrap `optimizer`.  Every process of the site must call it, with the arguments of
-        `grid.optimizer`.
+        """Wrap `optimizer`.  Every process of the site must call this method, with the arguments
+        of `grid.optimizer`.
 
         Raises:
             ConfigError: an argument is invalid, or a process's base differs from the leader's.
@@ -287,7 +288,7 @@ class Site:
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
         """Receive a message from `rank`.  If a SIGTERM arrives in the meantime, exit only after the message,
-        so that a failure is reported before torchrun ends all processes because of it."""
+        so that a failure is reported before torchrun stops all processes because of it."""
         self._listening = True
         try:
             head, payload = self._channel.receive(rank, most_bytes)

@@ -1,4 +1,4 @@
-"""Decides when a pipeline changes batch norm's running mean and variance, and other buffers set by a forward.
+"""Decides when a pipeline changes batch norm's running mean and variance, and buffers set in a forward pass.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
@@ -16,7 +16,7 @@ only if a replica has one sample in a step, because micro-batches are otherwise 
 
 Other buffers (a moving average, spectral norm's vectors, a counter, a norm with its own forward) change with
 each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that the
-first one used, and does not change the buffers.  A step that is not committed restores them.
+first one used, and does not change the buffers.  A step that is not committed restores the buffers.
 
     forward pass of m   0 --> b1 --> 1 --> b2 --> 2 --> b3       repeated pass of 1: reads b1, leaves b3
 """
@@ -93,7 +93,7 @@ class MiniBatchStatistics:
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
         """Return the context manager for a micro-batch's forward pass, and for its backward pass, in which
-        activation checkpointing may repeat a forward pass; it collects statistics only the first time."""
+        activation checkpointing may repeat a forward pass.  Collects statistics only if `first_time`."""
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics

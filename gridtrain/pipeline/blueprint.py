@@ -34,6 +34,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.model_blocks import Block, blocks_of
 from gridtrain.pipeline.random_seeds import borrowed_generators, derive_initial_seed
 from gridtrain.pipeline.stage import TiedParameter
+from gridtrain.quantities import format_count
 
 Init = Callable[[nn.Module, int], None]
 Model = nn.Module | Sequence[Block]
@@ -132,7 +133,8 @@ class Blueprint:
         """
         if not 0 <= start < stop <= len(self.blocks):
             raise ConfigError(
-                f"the model has {len(self.blocks)} blocks, so blocks {start} to {stop - 1} cannot be built",
+                f"the model has {format_count(len(self.blocks), 'block')}, so blocks {start} to {stop - 1} "
+                "cannot be built",
                 remedy="use 0 <= start < stop <= number of blocks",
             )
         shared = self._values_from_earlier_blocks(start, stop)
@@ -252,7 +254,7 @@ class Blueprint:
         if unset:
             raise ConfigError(
                 f"{_abbreviate_names(unset)} of {self._block_label(index)} got no value from reset_parameters"
-                f"{' and init' if self._init else ''}",
+                f"{' or init' if self._init else ''}",
                 remedy="pass init=, a function of (block, its number) that sets them; values that a "
                 "constructor writes on the meta device are lost",
             )
@@ -334,7 +336,7 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 @contextmanager
 def _seeded_generator(seed: int, index: int) -> Iterator[None]:
-    """Seed the CPU's generator for a block and restore its state afterwards."""
+    """Return a context manager that seeds the CPU's generator for a block and restores it on exit."""
     with borrowed_generators(torch.device("cpu")):
         torch.default_generator.manual_seed(derive_initial_seed(seed, index))
         yield

@@ -64,10 +64,10 @@ def infer_boundary_specs(
 
 
 def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
-    """Return a layer for which a single sample is too few, such as "layer 3, BatchNorm1d", and whether it is
-    normalized nevertheless; ("", True) if there is none.
+    """Return a layer for which a single sample is too few, such as "layer 3, BatchNorm1d", and whether it
+    can process a single sample nevertheless; ("", True) if there is none.
 
-    A layer that cannot process a single sample takes precedence over layers that normalize it.
+    A layer that cannot process a single sample takes precedence over layers that can.
     """
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)

@@ -41,8 +41,8 @@ class HeldStage:
             differently.
         make: a function that makes the optimizer for given parameters.
         options: the options of the run.
-        session: the session, which provides this worker's rank; the residual's length and loss are reported
-            to it.
+        session: the session, which provides this worker's rank, and to which the residual's length and lost
+            residuals are reported.
         base: the frozen parameters of the whole model, which are not part of the state.
 
     Attributes:

@@ -29,7 +29,7 @@ MAX_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
 """The free memory must be at least this many times the memory that autograd stores, because layers need more
-while they run, and other programs may need memory as well."""
+while they run, and other programs may also need memory."""
 
 
 def parse_micro_batches(micro_batches: int | str) -> int | None:
@@ -136,7 +136,7 @@ class MicroBatchCount:
         if chosen > MAX_MICRO_BATCHES:
             raise ValueError(f"{chosen} micro-batches are chosen; at most {MAX_MICRO_BATCHES} are supported")
         if chosen < 0 or len(trials) >= len(micro_batch_trials.TRIALS) or not (alike and fit):
-            raise ValueError(f"{chosen} micro-batches after {len(trials)} trials are not a valid state")
+            raise ValueError(f"{chosen} micro-batches after trial {len(trials)} are not a valid state")
         self._trial_timings, self._chosen = trials, chosen or self._configured
 
 

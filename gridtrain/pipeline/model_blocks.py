@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, describe_type
 from gridtrain.pipeline.tensor_tree import map_tensors, tensors_in
+from gridtrain.quantities import format_count
 
 Block = nn.Module | Callable[[Any], Any]
 
@@ -177,7 +178,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
         )
     if example is None:
         raise ConfigError(
-            "split_at= requires example=, an input to check that forward calls the parts one after another",
+            "split_at= requires example=, an input with which the order of the calls in forward is checked",
             remedy="pass a small input, such as one with two samples",
         )
     parts = {name: known[name] for name in names}
@@ -230,7 +231,7 @@ class _ChainTrial:
             self._seen.append(name)
             if len(args) != 1 or kwargs:
                 raise ConfigError(
-                    f'forward calls "{name}" with {len(args) + len(kwargs)} arguments',
+                    f'forward calls "{name}" with {format_count(len(args) + len(kwargs), "argument")}',
                     remedy="pass one value to each block: pack several values into a tuple, in a Sequence",
                 )
             self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')

@@ -52,7 +52,7 @@ def describe_staged_model(
             activations.
         batch_size: the number of samples in a replica's step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
-            omits the layers, so that the model is not partitioned again.
+            omits the layers, so that the model is not repartitioned.
     """
     measured = None if profile is None else Profile.of(profile, len(staging.blueprint.blocks))
     layers = _unmeasured_layers(staging) if measured is None else measured.layers

@@ -44,7 +44,7 @@ def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
 
 
 def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
-    """Return the seed of the generators for a layer; `layer` is its number in the whole model."""
+    """Return the seed of the generators for a layer; `layer` is the layer's number in the whole model."""
     return _hash_seed(step_seed, micro_batch, layer)
 
 
@@ -58,7 +58,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
-    """Hold the lock of the process's generators and restore their states afterwards."""
+    """Return a context manager that holds the lock of the process's generators and restores them on exit."""
     with sampler.GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

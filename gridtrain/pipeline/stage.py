@@ -69,7 +69,7 @@ class Stage:
         loss: a function of (output, targets) that returns the mean over the samples as a scalar tensor; only
             for the last stage.
         first_layer: the number of the model's layers in previous stages.
-        tied: the parameters of which other stages hold copies as well.
+        tied: the parameters of which other stages also hold copies.
         rematerialise: whether to store only inputs and repeat the forward pass before the backward pass
             (GPipe, section 2.3).
     """
@@ -308,7 +308,7 @@ class Stage:
         """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
-                f"a mini-batch ended with {len(self._kept)} micro-batches without a backward pass"
+                f"a mini-batch ended before the backward pass of {len(self._kept)} of its micro-batches"
             )
         for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
             if before is not None:

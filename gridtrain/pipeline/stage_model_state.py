@@ -62,7 +62,7 @@ class StageModelState(ModelState):
     """The state of the model's stage that this worker holds; other workers hold the other stages.
 
     Args:
-        profile: the costs of the model's layers, which the coordinator uses to partition the model again.
+        profile: the costs of the model's layers, which the coordinator uses to repartition the model.
         memory_bytes: the memory that training may use on this worker; 0 if unknown.
         measure_flops: a function that measures this device's float32 operations per second.
     """
@@ -148,7 +148,7 @@ class StageModelState(ModelState):
     @property
     def others_wait(self) -> bool:
         snapshot = self._session.snapshot
-        # In any other phase its replicas may be gone as well.
+        # In any other phase the stage's replicas may also be gone.
         return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
 
     def export(self, folder: Path) -> None:
@@ -184,7 +184,7 @@ class StageModelState(ModelState):
         return (
             "the state folders of workers with all of the model's stages (see docs/operations.md), and "
             f"gridtrain export FOLDER {out} writes the whole model from them, copied into FOLDER; this "
-            f"worker's is {self._options.folder}"
+            f"worker's folder is {self._options.folder}"
         )
 
     @property
@@ -256,8 +256,8 @@ class StageModelState(ModelState):
             is_alone = self._held.places.is_alone(snapshot)
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"
             log.warning(
-                "stage %d %s: step %d is on this worker's disk; unless another one has it, the other workers "
-                "wait for this worker, or continue from earlier checkpoints",
+                "stage %d %s: step %d is on this worker's disk; unless another worker has this state, the "
+                "others wait for this worker, or continue from earlier checkpoints",
                 *(stage, why, snapshot.applied + 1),
             )
 

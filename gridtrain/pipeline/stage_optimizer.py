@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 Settings = list[dict[str, Any]]
@@ -44,8 +45,8 @@ class StageOptimizer(WrappingOptimizer):
             scheduled = any(_SCHEDULER_KEY in group for group in now)
             who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
-                f"{who} {len(now)} parameter groups, but the stage that this worker now holds has "
-                f"{len(others)}",
+                f"{who} {format_count(len(now), 'parameter group')}, but the stage that this worker now "
+                f"holds has {len(others)}",
                 remedy="create the same groups for every stage, even if some of them are empty",
             )
         settings, self.inner = self.settings(), inner

@@ -214,7 +214,7 @@ class StageState:
         return update
 
     def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
-        """Return the number of samples of each micro-batch, at least as many as the model needs to train."""
+        """Return the number of samples in each micro-batch, at least as many as the model needs to train."""
         least = 2 if self.lone_sample_layer else 1
         return schedule.divide_samples(samples, min(micro_batches, max(1, samples // least)))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, encode_tensor, encoded_bytes
+from gridtrain.quantities import format_count
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
 """Dtypes that numpy and Python convert without a copy."""
@@ -90,7 +91,11 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A tuple, named tuple, list or dict in a tree; `keys` are the keys of a dict, in its order."""
+    """A tuple, named tuple, list or dict in a tree.
+
+    Attributes:
+        keys: the keys of a dict, in the dict's order; empty for the other containers.
+    """
 
     container: type
     keys: tuple[Any, ...]
@@ -239,7 +244,8 @@ class TensorTreeSpec:
         """
         leaves = self.leaves
         if len(buffers) != len(leaves):
-            raise RemoteProtocolError(f"got {len(buffers)} buffers; expected {len(leaves)} for {self}")
+            got = format_count(len(buffers), "buffer")
+            raise RemoteProtocolError(f"got {got}; expected {len(leaves)} for {self}")
         values = []
         for i, (leaf, buffer) in enumerate(zip(leaves, buffers, strict=True)):
             due_bytes = leaf.payload_bytes(samples)

@@ -23,6 +23,7 @@ from gridtrain.core.commit.attempts import MAX_EARLY_MESSAGES
 from gridtrain.core.stages.schedule import Schedule
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken, describe_type
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, tensors_in
+from gridtrain.quantities import format_count
 
 _REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
 
@@ -69,8 +70,8 @@ def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
     if kept > most:
         raise ConfigError(
             f"with {schedule.micro_batches} micro-batches and the schedule {schedule.name}, {kept} of them "
-            f"are in flight at once; with {buffers} tensors each, a worker stores at most {most} for a "
-            "neighbour",
+            f"are in flight at once; with {format_count(buffers, 'tensor')} each, a worker stores at most "
+            f"{most} for a neighbour",
             remedy=f'use at most micro_batches={most}, or schedule="1f1b" with a small ahead',
         )
 

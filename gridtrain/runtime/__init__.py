@@ -16,7 +16,7 @@ the member core (`gridtrain.core.member`).
 - `io_loop`: passes events to the core, and executes the core's effects with the modules below and the
   transport.
 - `step_rounds`, `open_round`, `missed_step`, `buffers/`, `activation_buffers`: the rounds in which this
-  worker takes part, the steps that its trainer has missed, and the data that they exchange.
+  worker takes part, the steps that its trainer has missed, and the data that rounds exchange.
 - `state_transfer/`: sends and receives model state, snapshots, updates, checkpoints and residuals.
 - `heartbeat`, `link_probes/`, `compute_rate`, `contribution`: measure this worker's progress, network, speed
   and contribution.

@@ -10,7 +10,7 @@ table:   u64 length of each buffer in bytes        (piece 0)
 pieces:  the buffers in order, each in slices of 1 MiB
 a short transfer, one message:  u64 number of buffers | table | buffers
 summary: digest of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
-figures: f64 seconds of a forward pass | of a backward pass | of the first round trip | f64 samples | f64 most
+figures: the f64 fields of `StepTimings`, in order
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class ComputeRate:
         return True
 
     def turn_s(self, now_s: float) -> float:
-        """Return the current turn's computing time up to now, extrapolated to all its samples; it need not be
-        a counted turn."""
+        """Return the current turn's computing time up to now, extrapolated to all its samples.  The turn
+        need not be counted."""
         return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:

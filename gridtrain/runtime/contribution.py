@@ -34,9 +34,9 @@ class Contribution:
 
     Attributes:
         step: the number of the run's next step.
-        steps, samples: the number of committed steps in which this worker took part, and the number of its
-            samples in them.
-        run_samples: the number of samples of all workers since the run began.
+        steps, samples: the number of committed steps in which this worker took part, and the number of this
+            worker's samples in those steps.
+        run_samples: the number of samples that all workers have processed since the run began.
         sent_bytes, received_bytes: the number of bytes on the wire, including framing.
         world_size: the number of workers that are currently training.
     """
@@ -119,7 +119,8 @@ class ContributionReporter:
         world_size: int,
         last: bool = False,
     ) -> None:
-        """Pass the contribution to the thread that writes it; if `last`, write it before returning."""
+        """Pass the contribution to the writer's thread; if `last` is True, stop that thread and write the
+        contribution in this call."""
         self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return

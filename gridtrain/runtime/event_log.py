@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("gridtrain")
 
 LEFT_BEHIND_TEXT = (
-    "this worker was disconnected for too long, and the group continued without it; it is connected again "
+    "this worker was disconnected for too long, and the group continued without it; it has reconnected "
     "and will receive the group's state after step %d"
 )
 UNREACHABLE_TEXT = (
@@ -17,7 +17,8 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
-    "drifted": "this worker's model differs from the other members' at step %(step)s; it is receiving theirs "
+    "drifted": "this worker's model differs from the other members' at step %(step)s; this worker is "
+    "receiving their model "
     "(possible cause: a script changed the weights of one worker only, such as with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "offence": "%(peer)s violated the protocol: %(reason)s",
@@ -50,7 +51,7 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
         case "left_behind":
             log.warning(LEFT_BEHIND_TEXT, fields["step"] + 1)
         case "rejoin":
-            log.warning("the coordinator removed this worker while it was disconnected; it is joining again")
+            log.warning("the coordinator removed this worker while it was disconnected; it is rejoining")
         case _ if event in EVENT_TEXTS:
             log.warning(EVENT_TEXTS[event], fields)
         case "reach":

@@ -27,7 +27,7 @@ class GroupConnection:
 
     Attributes:
         loop: the current I/O loop.
-        tasks: performs the tasks for the group, with the functions that the script has attached.
+        tasks: performs tasks for the group on the training thread, such as saving a checkpoint.
     """
 
     def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
@@ -83,7 +83,7 @@ class GroupConnection:
         *,
         reset: bool,
     ) -> None:
-        """Join again after `pause`, with a new I/O loop.
+        """Rejoin after `pause`, with a new I/O loop.
 
         Args:
             transport: the transport of the new I/O loop.
@@ -113,7 +113,7 @@ class GroupConnection:
     def leave_paused(
         self, transport: FlowControlTransport, allowlist: PeerAllowlist, reason: str, timeout_s: float
     ) -> None:
-        """Notify the coordinator after `pause` that this worker will not join again.
+        """Notify the coordinator after `pause` that this worker will not rejoin.
 
         Raises the errors of `IoLoop.start`.
         """
@@ -161,10 +161,10 @@ class GroupConnection:
     # -- before this worker leaves -----------------------------------------------------------------
 
     def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[str, SparseVector]], float]:
-        """Accept no more residuals, and take the confirmed residuals that this worker has not added yet,
-        by their workers' names.
+        """Stop accepting residuals; return the confirmed residuals that this worker has not added yet, each
+        with the name of the worker that sent it.
 
-        Also returns the sum of magnitudes of the residuals that this worker has acknowledged but that are
+        Also returns the sum of the magnitudes of the residuals that this worker has acknowledged but that are
         still not confirmed after `timeout_s`.
         """
         residuals = self.loop.residuals

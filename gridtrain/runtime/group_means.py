@@ -4,8 +4,8 @@ Each call that the loop makes has a step and an index (`scalar_means`).  If the 
 call, the call is repeated in the next one.  A newcomer makes all calls of its first step, so the other
 members repeat their calls of the latest step in each new generation.
 
-A call that only some of the workers make costs each step about a heartbeat: it is logged, and where most
-workers do not make it, it ends in an error.
+A call that only some of the workers make costs about one heartbeat interval in each step.  Such a call is
+logged, and raises an error if most workers repeatedly fail to make the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gridtrain.runtime.step_plan import StepPlan
 log = logging.getLogger("gridtrain")
 
 MAX_LONE_CALLS = 3
-"""The number of consecutive calls without most other workers that end in an error."""
+"""Number of consecutive calls missed by other workers after which an error is raised, if at least half of all
+workers missed the latest one."""
 
 REMEDY = (
     "call grid.mean on all workers at the same point of the loop: not under `if grid.is_first:`, and at "
@@ -38,8 +39,8 @@ class GroupMeans:
 
     Args:
         connection: the connection to the group.
-        await_generation: waits until a generation runs in which the trainer may still make a call of this
-            step, and returns its number; None if there is none.
+        await_generation: a function that waits for a generation in which the trainer may still make a call of
+            the given step, and returns its number; None if there is no such generation.
     """
 
     def __init__(self, connection: GroupConnection, await_generation: Callable[[int], int | None]) -> None:
@@ -48,13 +49,13 @@ class GroupMeans:
         self._values: dict[MeanKey, float] = {}  # of this worker's latest calls
         self._place, self._count = (-1, 0), 0  # step and first index of the latest calls, and their number
         self._announced: tuple[int, int, int] | None = None  # generation, step and weight
-        self._lone_calls: dict[int, int] = {}  # consecutive ones by index
+        self._lone_calls: dict[int, int] = {}  # consecutive calls missed by others, by index
         self._lone_step, self._lone_steps = -1, 0  # the latest step with a lone call, and the number of them
         self._late_calls = 0
 
     def begin_turn(self, step: int) -> None:
-        """Count the calls of this step's turn from 0 and discard those with its batch and of later steps: it
-        may be repeated with another batch, or after a rollback."""
+        """Number the calls of this step's turn from 0.  Values of earlier calls with this step's batch, or of
+        later steps, are discarded: the turn may be repeated with another batch, or after a rollback."""
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
 
@@ -93,7 +94,7 @@ class GroupMeans:
         """Contribute the latest values once more in a new generation."""
         if generation != self._generation:
             self._generation = generation
-            self._announced = None  # the answer to it is dropped, so that it is announced again
+            self._announced = None  # the answer is dropped, so the weight is announced again
             for key, value in self._values.items():
                 self._connection.loop.request_average(*key, value)
 
@@ -155,5 +156,5 @@ class GroupMeans:
 
 
 def _is_logged(count: int) -> bool:
-    """Return whether to log an event that has happened `count` times: more and more rarely."""
+    """Return whether to log the `count`-th occurrence of an event: only if `count` is a power of two."""
     return count & (count - 1) == 0

@@ -1,4 +1,4 @@
-"""The training thread's interface to a run: waits for turns, runs steps, and waits for others at the end.
+"""The training thread's interface to a run: waits for turns, runs steps, and waits at the end.
 
     batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
                                                                           begin -> StepPlan
@@ -77,10 +77,10 @@ class GroupSession:
         tasks: performs tasks for the group while this worker waits.
         on_batch_dropped: a function that is called when a batch is abandoned because this worker has to leave
             the group.
-        on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
-            batch.
-        is_state_unchanged: a function that returns whether this worker's parameters are those of the last
-            step, although the script has the next batch.
+        on_turn_begun: a function that is called before the loop gets a batch, with this worker's rank and the
+            step.
+        is_state_unchanged: a function that returns whether this worker's parameters are still those after
+            the last step, although the script already has the next batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
@@ -105,7 +105,7 @@ class GroupSession:
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
-        self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
+        self._submitted: OpenRound | None = None  # the round that `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
         self._means = GroupMeans(self.connection, self._await_generation_of)
@@ -149,7 +149,7 @@ class GroupSession:
         Returns the number of members of the last generation, including this worker; 0 if there was none.
         """
         self.connection.pause(reason)
-        with suppress(GridtrainError):  # the error that ended the I/O thread is raised when it joins again
+        with suppress(GridtrainError):  # the error that ended the I/O thread is raised at the rejoin
             self._report_contribution(time.monotonic(), last=True)
         self._is_dropping_batch = False
         return self._loop.mailbox.snapshot.world_size
@@ -162,7 +162,7 @@ class GroupSession:
         *,
         touched: bool,
     ) -> None:
-        """Join the run again after `pause`, in the same way as a new worker.
+        """Rejoin the run after `pause`, in the same way as a new worker.
 
         Args:
             transport: the transport of the new I/O loop.
@@ -211,8 +211,8 @@ class GroupSession:
         return self._turn is not None
 
     def is_before_step(self, snapshot: WorkerSnapshot) -> bool:
-        """Whether the script has ended its turn of the last step in `snapshot`, and no later step is
-        committed, even if a later turn has begun."""
+        """Return whether the script has ended the turn of the last step applied in `snapshot`, and no later
+        step is committed.  The next turn may have begun."""
         if self._is_in_task or snapshot.tasks or self.is_turn_done:
             return False
         turn = self._turn
@@ -344,7 +344,7 @@ class GroupSession:
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
         """Start exchanging a bucket before `run` is called and return at once.
 
-        The first buffer of that `run` must be a `BucketedBuffer` with `buffer` as this bucket.
+        The first buffer passed to `run` must be a `BucketedBuffer` with `buffer` as this bucket.
         """
         if self._early_plan is not None and self._early_plan[1] is plan:
             with self._ends_as_standby():
@@ -377,8 +377,8 @@ class GroupSession:
         if self.is_turn_done:
             raise ConfigError(
                 f"optimizer.step() was called twice for the batch of step {step + 1}; each batch is one step",
-                remedy="call optimizer.step() once for each batch, or once for every a batches of "
-                "grid.batches(..., accumulate=a)",
+                remedy="call optimizer.step() once per batch, or once per N batches with "
+                "grid.batches(..., accumulate=N)",
             )
         if not self._is_pipeline:
             self.finish_computing()
@@ -458,9 +458,10 @@ class GroupSession:
 
     def finish_computing(self) -> None:
         """Report this turn's compute figures, once the gradient of its samples is complete.  Later calls in a
-        turn have no effect; `begin` and `await_submitted` also call this method, unless computing is paused.
+        turn, and calls while computing is paused, have no effect.
 
-        In a pipeline it is called when the last micro-batch has left this stage.
+        `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it when the
+        last micro-batch has left its stage.
         """
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
@@ -522,7 +523,7 @@ class GroupSession:
             self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
 
     def await_submitted(self) -> RoundOutcome:
-        """Wait for the decision on what `submit` has submitted.  After an abort, `begin` follows."""
+        """Wait for the outcome of the round that `submit` has submitted.  After an abort, call `begin`."""
         self.finish_computing()
         mine, self._submitted, self._early_plan = self._submitted, None, None
         return self._outcome_of(lambda: self._loop.step_rounds.await_submitted(mine))
@@ -555,7 +556,7 @@ class GroupSession:
         """Return the mean of the workers' values.
 
         Returns `value` if this worker leaves the group, the run ends, or the group continues from another
-        step during the call, and outside the loop if the group changes.
+        step during the call; outside the loop, also if the group changes.
         """
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
@@ -564,10 +565,11 @@ class GroupSession:
         return self._means.average(self.step, generation, value, is_before_step=is_before_step)
 
     def _await_generation_of(self, step: int) -> int | None:
-        """Wait in a turn until a generation runs; return it, or None if `step` is not its open step.
+        """Wait until a generation runs; return its number, or None if `step` is not its open step.
 
-        Returns None, too, if this worker has to leave, or has a task that changes the state or cannot be
-        performed at this point of the loop: the generation cannot start before `begin` performs it.
+        Also returns None if no turn has begun, if this worker has to leave, or if it has a task that changes
+        the state or cannot be performed at this point of the loop: the generation cannot start before `begin`
+        performs that task.
         """
         if self._turn is None:
             return None
@@ -674,8 +676,8 @@ class GroupSession:
         return self.tasks.next_task(replace(here, tasks=captures))
 
     def close(self, reason: str = "") -> None:
-        """Leave the run because of `failure` or else `reason`, and release all resources.  Further calls have
-        no effect."""
+        """Leave the run and release all resources.  The reason sent is `failure`, or `reason` if `failure` is
+        empty.  Further calls have no effect."""
         if not self._has_closed:
             self._has_closed = True
             self._loop.stop(self.failure or reason)

@@ -186,7 +186,8 @@ class IoLoop:
         self.mailbox.submit(io.RequestMean(step, index, value))
 
     def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
-        """Return the mean of the members' values; None if no answer came in time."""
+        """Return the mean of the members' values; None if no answer came in time or the trainer
+        has to stop waiting."""
         self.mailbox.wait(
             lambda here: (
                 (step, index) in self._averages
@@ -214,7 +215,7 @@ class IoLoop:
 
         Args:
             reason: why this worker leaves the run; if it is empty, the coordinator is not notified.
-            pausing: whether this worker intends to join again with a new I/O loop.
+            pausing: whether this worker intends to rejoin with a new I/O loop.
         """
         if reason and self.mailbox.error is None and self._thread.is_alive():
             self.mailbox.submit(io.LeaveGroup(reason, pausing))

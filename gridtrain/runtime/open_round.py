@@ -1,4 +1,4 @@
-"""An open round with its buffers, in which a pipeline's training thread adds, waits for and ends its parts.
+"""An open round and its buffers; a pipeline's training thread adds parts to the round and waits for them.
 
 add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last one) -> RoundOutcome
 """
@@ -113,7 +113,7 @@ class PipelineRound:
         return self.end()
 
     def fail(self, reason: str) -> None:
-        """Vote NO, unless the round is over or this worker has voted, without waiting for the outcome."""
+        """Vote NO unless the round is over or this worker has voted; do not wait for the outcome."""
         if self._round.outcome is None:
             self._mailbox.submit(io.AddCollectives(self._round.id, {}, failure=reason))
 

@@ -30,7 +30,8 @@ _LIBRARIES = (
 
 _generators: WeakSet[Generator[Any, None, None]] = WeakSet()
 _of_parent: list[Generator[Any, None, None]] = []
-"""In a forked process, the loops of its parent, which must not be closed: it shares processes with them."""
+"""In a forked process, the generators of its parent.  They must not be closed, because the parent still uses
+their data loaders' processes."""
 
 
 def _keep_open() -> None:
@@ -47,7 +48,7 @@ Item = TypeVar("Item")
 def closed_at_exit(
     make: Callable[Parameters, Generator[Item, None, None]],
 ) -> Callable[Parameters, Generator[Item, None, None]]:
-    """Decorate a generator function, so that a loop that the script has not finished is closed when it exits.
+    """Decorate a generator function, so that its unfinished generators are closed when the script exits.
 
     A generator in a global variable may otherwise be closed only when modules, such as those with the names
     in its `except` clauses, have been cleared.
@@ -91,14 +92,14 @@ _HINTS = {
         "BatchNorm1d, 2d or 3d"
     ),
 }
-"""Hints that gridtrain adds to the traceback of another library's error, by a text in the error."""
+"""Hints that gridtrain adds to the traceback of another library's error; each key is a text in the error."""
 
 
 def install_error_hook() -> None:
     """Make an uncaught `GridtrainError` or Ctrl-C print one line instead of a traceback.
 
     A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error (with a hint
-    from `_HINTS`), and for all errors if GRIDTRAIN_DEBUG=1 is set.
+    from `_HINTS`), for a `LocalProtocolError`, and for all errors if GRIDTRAIN_DEBUG=1 is set.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error

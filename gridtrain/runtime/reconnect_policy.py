@@ -37,7 +37,7 @@ class ReconnectPolicy:
 
         A refused handshake does not prove that the coordinator refuses this worker, because anyone on the
         network path can cause it.  A worker that is not a member yet gives up immediately, because it loses
-        nothing.  A member tries again for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
+        nothing.  A member keeps trying for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
         notifies it over the existing connection.
 
         Raises:
@@ -71,5 +71,5 @@ class ReconnectPolicy:
             raise RunPaused(
                 f"the run has been paused for {self._paused_s:.0f} s: {reason}, and {self._address} does not "
                 "answer",
-                remedy="start the coordinator again with its journal, then start this worker again",
+                remedy="restart the coordinator with its journal, then restart this worker",
             )

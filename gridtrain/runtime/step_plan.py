@@ -13,9 +13,8 @@ class StepPlan:
         step: the number of the step, counted from 0 over the whole run.
         attempt: the number of the attempt at the step, counted from 0 in each generation.
         rank, world_size: this worker's rank and the world size in the generation that runs the step.
-        samples: the number of samples of this worker's gradient, n_i; if it is 0, the worker contributes
-            zeros.
-        total_samples: the number of samples of the whole step, N = sum of all n_i.
+        samples: the number of samples in this worker's batch, n_i; if it is 0, the worker contributes zeros.
+        total_samples: the number of samples in the whole step, N = sum of all n_i.
         exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
         compare_after: whether all members compare their replicas after this step, because workers have
             joined.

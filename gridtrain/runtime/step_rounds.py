@@ -297,7 +297,7 @@ class StepRounds:
         return vote_digest(mine.settings, flags, digests)
 
     def mark_failed(self) -> None:
-        """Mark the open round as failed, because a payload was rejected.
+        """Mark the open round as failed.  Call when a payload was rejected.
 
         Without this mark, the payload would be forwarded to other members or be missing from the sum.
         """

@@ -81,7 +81,9 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
 
 
 class TrainerTasks:
-    """Performs tasks with the functions that the script has attached.  Only the training thread uses it.
+    """Performs the tasks in a snapshot with the functions that the `attach_...` methods have set.
+
+    Only the training thread uses this object.
 
     Args:
         loop: the current I/O loop; after a pause, `connect` sets the new loop.
@@ -128,11 +130,11 @@ class TrainerTasks:
         self.connect(self._loop)
 
     def attach_catch_up(self, replay: ReplayUpdate, max_state_bytes: int, elements: int) -> None:
-        """Set the function that applies the update of a step; `attach_state` sets the one for a snapshot.
+        """Set the function that applies the update of a step; `attach_state` sets the one that loads a state.
 
         Args:
             max_state_bytes: the largest state that this worker's model can have.
-            elements: the number of elements of the flat gradient.
+            elements: the number of elements in the flat gradient.
         """
         self._replay = replay
         self._catch_up_limits = (max_state_bytes, elements)
@@ -282,7 +284,7 @@ class TrainerTasks:
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
         assert self._apply_missed is not None
-        self._loop.mailbox.submit(io.TrainerReturned())  # first, so that the next step is not missed as well
+        self._loop.mailbox.submit(io.TrainerReturned())  # first, so that the next step is not missed, too
         self._apply_missed(self._loop.step_rounds.take_missed(last_step))
 
     def _do_catch_up_work(self) -> None:
@@ -334,7 +336,7 @@ class TrainerTasks:
     def _load_checkpoints(self, task: io.LoadCheckpoints) -> None:
         """Load the state from this worker's disk.
 
-        If the checkpoints cannot be read, report that, so that another member sends the state.
+        If the checkpoints cannot be read, they are reported as missing, and another member sends the state.
         """
         disk, event = self._attached_disk(), None
         try:

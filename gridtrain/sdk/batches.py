@@ -1,7 +1,7 @@
 """`grid.batches`: divides a turn's samples over `step()` calls; handles stand-ins, pauses and missed calls.
 
-A call without samples of its own gets the latest ones, or the first of the data, as a stand-in that is not
-counted.  A loop that misses a call of `step()` gets an error.
+A call without samples of its own gets the latest samples, or the first of the data set, as a stand-in that is
+not counted.  A loop that misses a call of `step()` gets an error.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written
@@ -45,7 +45,7 @@ class Turns:
 
     Args:
         trainer: the optimizer or pipeline whose steps the script takes.
-        sizes: the numbers of samples that the script asks for.
+        sizes: the numbers of samples that the script requests.
 
     Attributes:
         is_finished: whether the run has ended.
@@ -125,8 +125,8 @@ class Turns:
         self._computed = spans
 
     def _call_by_call(self, spans: Sequence[Spans]) -> Iterator[Spans]:
-        """Yield the spans of each call; while one of its batches has a single sample, the model's batch norms
-        can train on it."""
+        """Yield the spans of each call; while one of the batches has a single sample, the model's batch norms
+        can train on that sample."""
         self._pending = deque(spans)
         while self._pending:
             now = self._pending.popleft()
@@ -175,7 +175,7 @@ class Turns:
         return None
 
     def _pause(self) -> bool:
-        """Leave between two steps, wait, and join again; return False if this worker must not join again."""
+        """Leave between two steps, wait, and rejoin; return False if this worker must not rejoin."""
         if self._pauses.should_stop:
             log.warning(
                 "this worker is being stopped; its training loop will end after step %d",
@@ -212,8 +212,8 @@ class Turns:
         return ConfigError(
             f"optimizer.step() was called {self._trainer.local_calls} times for {batches} of step {step}; "
             "each batch is one step",
-            remedy="call optimizer.step() once for each batch, or once for every a batches of "
-            "grid.batches(..., accumulate=a)" + (LOADER_REMEDY if self.feeds_loader else ""),
+            remedy="call optimizer.step() once per batch, or once per N batches with "
+            "grid.batches(..., accumulate=N)" + (LOADER_REMEDY if self.feeds_loader else ""),
         )
 
 

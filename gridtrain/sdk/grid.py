@@ -142,7 +142,7 @@ class Grid:
             self._has_warned = True
             log.warning(
                 "grid.rank is 0, and grid.is_first is True, on all workers before the first batch; read them "
-                "in the loop, because another worker becomes the first one when that one leaves"
+                "in the loop, because another worker becomes first when the first one leaves"
             )
         return self._session.snapshot.rank
 
@@ -154,7 +154,7 @@ class Grid:
     @property
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
-        saving.  Before the first batch each worker is, with a warning, because it may become the first."""
+        saving.  Before the first batch it is True on every worker, with a warning."""
         return self.rank == 0 and (self._turns is None or self.world_size > 0)
 
     @property
@@ -238,8 +238,8 @@ class Grid:
             send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
                 newcomers and saved in checkpoints like trained ones, because each process initializes
                 or changes them; all other frozen parameters are never sent.
-            weigh_by: "samples" weights a worker's gradient by its samples; "tokens" by the counts that the
-                loop passes to `weigh`, the same on all workers.
+            weigh_by: "samples" weights a worker's gradient by its samples; "tokens" weights it by the counts
+                that the loop passes to `weigh`.  It must be the same on all workers.
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
@@ -343,7 +343,7 @@ class Grid:
             init: the function that initializes a block; see `gridtrain.pipeline.Blueprint`, which also
                 describes the supported models.
             profile: a profile of the blocks (`gridtrain.pipeline.profile`), with which the model is
-                partitioned again when workers are lost; without it a block's time is assumed to be
+                repartitioned when workers are lost; without it a block's time is assumed to be
                 proportional to its bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
                 GPU's memory, or on a CPU of the memory that is free on the host.
@@ -523,8 +523,8 @@ class Grid:
         averaged, so that the group's gradient is that of the mean loss over all tokens of the step.
 
         The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
-        the counts of the other workers then arrive while it computes.  With `accumulate=a`, call it either
-        before each of the a backward passes, with the mean loss of each divided by a, or once for the step,
+        the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
+        before each of the N backward passes, with the mean loss of each divided by N, or once for the step,
         if the accumulated gradient is the mean over all of them.  With a count of 0 the gradient is ignored.
         """
         wrapped = self._wrapped()
@@ -589,10 +589,10 @@ class Grid:
         return made
 
     def led_by(self, agent: AgentControl, connect: MakeTransport, limit: SetRateLimits) -> None:
-        """Let `agent` pause and limit this worker; see `PauseController`.
+        """Let `agent` pause this worker and limit its traffic; see `PauseController`.
 
         Args:
-            connect: a function that creates the transport with which this worker joins again after a pause.
+            connect: a function that creates the transport with which this worker rejoins after a pause.
             limit: a function that changes the rate limits of the current transport.
         """
         self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
@@ -601,10 +601,10 @@ class Grid:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends.
 
         Call it before loading other weights, such as the best ones, because it saves the model of the last
-        step: if the parameters have changed since the loop's end, or the start of a step in which the loop
-        has ended, it saves none.  Of changes through `.data`, it notices only those of a few sampled values.
-        If a variable holds `grid.batches(...)` and the loop changes parameters after its steps, the loop ends
-        when the variable does.
+        step: no model is saved if the parameters have changed since the loop's end, or since the start of a
+        step in which the loop ended.  Changes through `.data` are noticed only in a few sampled values.  If a
+        variable refers to `grid.batches(...)` and the loop changes parameters after its steps, the loop ends
+        only when that variable is deleted.
         """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run

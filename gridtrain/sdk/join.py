@@ -70,7 +70,7 @@ def join(
             writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
             that returns.
         checkpoint_keep: the number of checkpoints to keep, 2 by default.
-        checkpoints: a URL such as "s3://bucket/run", to which checkpoints are uploaded as well; this worker
+        checkpoints: a URL such as "s3://bucket/run", to which checkpoints are also uploaded; this worker
             continues from the latest one there if its disk has no later one.  See docs/operations.md.
         handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
             leaves before the end, the largest values first; 16 by default, which is also the upper limit.

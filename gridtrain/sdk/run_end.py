@@ -17,12 +17,12 @@ from gridtrain.training.model_state import ModelState
 log = logging.getLogger("gridtrain")
 
 FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
-"""How many seconds the end of a run waits for the previous checkpoint, for that of the last step, and for its
-upload, each."""
+"""The longest wait at the end of a run, in seconds, for each of these: the previous checkpoint, the last
+step's checkpoint, and its upload."""
 
 MAX_ATTEMPTS, ATTEMPT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
-"""How often, and at which interval, the worker that exports the final model tries again to write it, unless a
-checkpoint has it, and the last checkpoint."""
+"""How often, and at which interval, the worker that exports the final model retries writing the last
+checkpoint and, unless that checkpoint has the model, the model; and the number of attempts per warning."""
 
 AwaitStop = Callable[[float], bool]
 """Waits for that many seconds; returns True at once if this worker has to stop."""
@@ -69,7 +69,8 @@ def finish_run(
 
 
 def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
-    """End without the other workers; if the run was ended because a stage is missing, save this worker's."""
+    """End without the other workers; if the run ended because a stage is missing, save this worker's
+    stage."""
     if not model_state.holds_stage:
         text = "%s; at the end this worker held neither the model nor a stage of it"
         log.warning(text, session.end_reason)
@@ -105,8 +106,8 @@ def _repeat_writing(
     failed: Exception | None,
     written: bool | Exception,
 ) -> tuple[Exception | None, bool | Exception]:
-    """Try again to write the last checkpoint and, unless the checkpoint has it, the final model, which only
-    this worker's memory has, until its user has made room for them or gives up; return the last results."""
+    """Retry writing the last checkpoint and, unless that checkpoint has it, the final model, until the user
+    has made room for them or gives up; return the latest results."""
     for attempt in range(MAX_ATTEMPTS):
         lacks_checkpoint = written is True and model_state.lacks_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
         lacks_model = isinstance(failed, (ConfigError, OSError)) and not model_state.has_final_checkpoint
@@ -127,8 +128,8 @@ def _warn_of_attempts(model_state: ModelState, failed: Exception | None, left: i
     again = (ATTEMPT_INTERVAL_S, left * ATTEMPT_INTERVAL_S / 60)
     if failed is None:
         log.error(
-            "the checkpoint of the last step is only in this worker's memory: it will try again every %g s, "
-            "for %g minutes or until Ctrl-C",
+            "the checkpoint of the last step is only in this worker's memory: this worker will try again "
+            "every %g s, for %g minutes or until Ctrl-C",
             *again,
         )
         return

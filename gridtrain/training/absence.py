@@ -73,7 +73,7 @@ class Absence:
         self._is_obstacle_logged = False
 
     def find_obstacle(self) -> str:
-        """Return why no step may commit without this worker; "" if steps may."""
+        """Return why no step may commit without this worker; "" if steps may do so."""
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle

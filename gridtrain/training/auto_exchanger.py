@@ -41,7 +41,7 @@ class AutoExchanger(Exchanger):
         exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
 
     Attributes:
-        choices: these exchanges, also with the direct topology, by their descriptions.
+        choices: maps descriptions to these exchanges, each with its own and with the direct topology.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:

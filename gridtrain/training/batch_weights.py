@@ -32,7 +32,7 @@ class BatchWeights:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
         self._counts: list[float] = []  # one per call of `add` since the latest call of `step`
         self._counted = 0.0  # in this turn, up to the latest call of `step`
-        self._fraction = 1.0  # of the micro-batch's samples that are counted in it
+        self._fraction = 1.0  # of the micro-batch's samples, the part that counts in this micro-batch
 
     def begin_turn(self) -> None:
         self._counts, self._counted = [], 0.0
@@ -123,6 +123,7 @@ def check_weighting(
     for name, is_used in misfits.items():
         if is_used:
             raise ConfigError(
-                f'weigh_by="tokens" was set with {name}, but it needs all workers\' counts for each gradient',
+                f'weigh_by="tokens" was set with {name}, but weighting by '
+                "tokens needs all workers' counts for each gradient",
                 remedy=f'remove {name}, or use weigh_by="samples"',
             )

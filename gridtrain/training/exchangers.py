@@ -55,7 +55,7 @@ def topology_of(exchange: Exchange | Auto, chosen: str = "") -> str:
     """Return the topology of an exchange in a step.
 
     Args:
-        chosen: the coordinator's choice (`StepPlan.exchange`), which decides if the topology is open.
+        chosen: the coordinator's choice (`StepPlan.exchange`), which decides if the topology is "auto".
     """
     if exchange.topology != "auto":
         return exchange.topology

@@ -185,8 +185,8 @@ class LocalSGDOptimizer(GridOptimizer):
         if self._calls_left == 0:
             raise ConfigError(
                 f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
-                remedy="call optimizer.step() once for each batch, or once for every a batches of "
-                "grid.batches(..., accumulate=a)",
+                remedy="call optimizer.step() once per batch, or once per N batches with "
+                "grid.batches(..., accumulate=N)",
             )
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:

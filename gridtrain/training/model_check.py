@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.data.readers import is_iterable
 from gridtrain.training.data.shards import ShardedDataset
@@ -121,7 +122,7 @@ class TokenCheck:
         if looked_at and all(looked_at):
             raise ConfigError(
                 "there is no token to predict: the labels of the first batch and of "
-                f"{len(looked_at)} samples from the whole data set are all {IGNORED}",
+                f"{format_count(len(looked_at), 'sample')} from the whole data set are all {IGNORED}",
                 remedy="check what masks the labels: a template that does not mark the answers, or prompts "
                 "longer than the maximum length of a sample",
             )

@@ -161,7 +161,7 @@ class ModelState(ABC):
 
     def _fetch_checkpoint(self, step: int) -> bool:
         """Copy the latest checkpoint at the URL to this worker's disk if it is later than `step`, and upload
-        checkpoints from now on; return whether there was one.
+        checkpoints from now on; return whether there was a later one.
 
         Raises:
             ConfigError: the storage or its checkpoints cannot be used.
@@ -206,8 +206,8 @@ class ModelState(ABC):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group's state, which replaced this worker's, does not include its
-        latest steps."""
+        """Warn after a pause if the group's state, which replaced this worker's state, does not include
+        this worker's latest steps."""
         (held, was_alone), self._paused_with = self._paused_with or (None, False), None
         if held is None or held.history == snapshot.history:
             return
@@ -215,13 +215,13 @@ class ModelState(ABC):
         is_written = step == self._written_step
         is_uploaded = is_written and self._uploader is not None and step != self._paused_step
         if held.applied < snapshot.applied and (is_uploaded or not was_alone):
-            return  # the others have probably continued from its steps, which a history does not show
+            return  # the others have probably continued from these steps, which a history does not show
         hint = (
             f"; gridtrain export writes the model of step {step} from its checkpoint in "
             f"{self._options.folder}, until later checkpoints replace it"
         )
         log.warning(
-            "this worker paused after step %d, but the group has restarted without its steps, and this "
+            "this worker paused after step %d, but the group has restarted without this worker's steps; this "
             "worker is continuing after the group's step %d%s",
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
@@ -236,7 +236,8 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if writing the previous checkpoint takes longer than `timeout_s`; logged unless that is 0.
+            False if writing the previous checkpoint takes longer than `timeout_s`.  This is logged unless
+            `timeout_s` is 0.
         """
         snapshot = self._session.snapshot
         if not (
@@ -297,8 +298,8 @@ class ModelState(ABC):
 
     def save_paused(self) -> None:
         """Start writing the state that `rest` has recorded, because all workers may pause and none return.
-        Unless a checkpoint of this step is due, it is not uploaded, because the pause may be meant to spare
-        the worker's link or its budget.
+        Unless a checkpoint of this step is due, the state is not uploaded, because the pause may be meant to
+        spare the worker's link or its budget.
 
         Called after this worker has left, so that the other members do not wait for the copy and the disk.
         """
@@ -381,7 +382,8 @@ class ModelState(ABC):
 
     @property
     def export_text(self) -> str:
-        """How to write the model from this worker's checkpoint of the last step; "" if others are needed."""
+        """How to write the model from this worker's checkpoint of the last step; "" if other workers'
+        checkpoints are needed."""
         return ""
 
     @property
@@ -436,7 +438,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
-        """Remove the residual that was sent from the checkpoint of `step`, so that it is not restored."""
+        """Remove the residual, which was sent to another worker, from the checkpoint of `step`."""
 
     def _left_folder(self, left: LeftResidual) -> Path:
         return self._options.folder
@@ -489,7 +491,7 @@ class ModelState(ABC):
             log.warning("this worker's initial weights were replaced by the group's weights")
 
     def _leaves_before_first_step(self) -> bool:
-        """Return whether this worker has taken no step and cannot have received another's residual."""
+        """Return whether this worker has taken no step and cannot have received a residual."""
         if self._has_taken_part:
             return False
         snapshot = self._session.snapshot
@@ -545,9 +547,9 @@ class ModelState(ABC):
         self._received_magnitude += magnitude if is_added else 0.0
         self._session.report_figures({"inherited_mass": self._received_magnitude})
         log.warning(
-            "the residual of %s, %d entries of magnitude %.3g, is %s",
+            "the residual of %s, %s of magnitude %.3g, is %s",
             name,
-            len(entries.values),
+            f"{len(entries.values)} entr{'y' if len(entries.values) == 1 else 'ies'}",
             magnitude,
             "added to this worker's residual" if is_added else "lost, because the sum is too large to send",
         )
@@ -671,13 +673,13 @@ class WholeModelState(ModelState):
         super().close(timeout_s, is_run_over=is_run_over)
 
     def _warn_of_loss(self, step: int, why: str) -> None:
-        """Warn that no checkpoint of `step`, the last one, is written, unless there is one."""
+        """Warn that `step`, the last one, has no checkpoint, unless one is found on disk."""
         latest = self.checkpoints.latest_step(self._facts, step)
         if latest < step:
             lost = f"steps {latest + 1} to {step} are lost" if latest + 1 < step else f"step {step} is lost"
             own = f"this worker's latest checkpoint is of step {latest}"
             where = own if latest else "it has no usable checkpoint"
-            log.warning(NOT_SAVED, f"it is the last one, and {why}; {lost}: {where}")
+            log.warning(NOT_SAVED, f"it is the last worker, and {why}; {lost}: {where}")
 
     @property
     def exports(self) -> bool:
@@ -745,7 +747,7 @@ class WholeModelState(ModelState):
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Keep the model in memory, excluding its residual; return its position if the group is at the same
-        one."""
+        position."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
@@ -754,9 +756,9 @@ class WholeModelState(ModelState):
         """Record the state, because all workers may be leaving or pausing, and none knows which is the last.
 
         With overlapped local steps no state is recorded, because the latest change is not applied yet.  A
-        worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped: then
-        their state is known again when the script requests its next batch.  Nor is a state recorded if the
-        script has changed the parameters since, for example to those with the best loss.
+        worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped: in
+        that case their state is known only when the script requests its next batch.  Nor is a state recorded
+        if the script has changed the parameters since the last step, for example to those with the best loss.
         """
         snapshot = self._session.snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay

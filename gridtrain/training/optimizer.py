@@ -83,12 +83,12 @@ class GridOptimizer(WrappingOptimizer):
         clip_norm: the maximum 2-norm of the exchanged update; None disables clipping.
         average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
-        compare_every: the interval, in steps, at which the whole state is compared with the other workers'; 0
-            disables comparisons.
+        compare_every: the interval, in steps, at which the whole state is compared with the other workers'
+            states; 0 disables comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between `backward()` and `step`.
         wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
-            loops have stalled, whose gradients then join a later step.
+            loops have stalled, and to use their gradients in a later step.
         base: the frozen parameters of the model, which are not part of the state; by default all of them.
         weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
             that the script passes to `weigh`.
@@ -205,7 +205,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def flat_size(self) -> int:
-        """The number of elements of the flat gradient."""
+        """The number of elements in the flat gradient."""
         return self._flat.n
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -420,12 +420,12 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the parameters are those of the last step, although the script may have the next batch."""
+        """Whether the parameters are still those after the last step, even if a new batch was requested."""
         return not self.parameter_watch.has_changed
 
     def abort_turn(self) -> bool:
-        """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
-        whether this is possible.  No step may be taken afterwards."""
+        """Undo what the turn in progress has changed, for `pack`, if the turn's update is not applied yet;
+        return whether this is possible.  No step may be taken afterwards."""
         self._statistics.restore()
         return True
 
@@ -585,7 +585,8 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if the arguments are not compatible.  Call it two frames below the user's call."""
+    """Raise `ConfigError` if the arguments are not compatible.  Call this function two frames below
+    the user's call, so that the warning names the user's line."""
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")

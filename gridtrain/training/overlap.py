@@ -109,10 +109,9 @@ class Overlapper:
             self._began_s = time.perf_counter()
         if bucket in self._sent:
             raise ConfigError(
-                f"more than {self.backwards} backward passes ran before one step(); "
-                "the gradients were already sent",
-                remedy="use grid.batches(..., accumulate=a) for `a` backward passes per step, or "
-                "overlap=None",
+                f"more than {self.backwards} backward pass{'es' * (self.backwards != 1)} ran before one "
+                "step(); the gradients were already sent",
+                remedy="use grid.batches(..., accumulate=N) for N backward passes per step, or overlap=None",
             )
         self._backward_counts[index] += 1
         if self._backward_counts[index] == self.backwards:
@@ -169,7 +168,7 @@ class Overlapper:
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
-        """See `Exchanger.make_empty_buffer`.  None during a trial, which needs this worker's times."""
+        """See `Exchanger.make_empty_buffer`.  Returns None in a trial, which needs this worker's times."""
         is_overlapped = self._trial.is_overlapped_outside_trials(plan)
         if is_overlapped is None:
             return None

@@ -10,9 +10,10 @@
     after the last   D_r is kept;  parameters = A
 
 A worker thus applies a share of its own latest change immediately, and the changes of the others t local
-steps later.  This is the same local step on all workers, so a run is determined by its seeds.  Based on
-Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and on
-eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
+steps later.  They are applied at the same local step on all workers, so a run is determined by its seeds.
+
+Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
+and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so that states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
@@ -167,8 +168,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 def kept_share(world_size: int) -> float:
     """Return the share of a worker's own latest change with which its next turn starts.
 
-    The change of a worker that trains alone is the group's change.  Otherwise it is 1 / world_size of the
-    group's mean.  The share is the mean of 1 and 1 / world_size (decision 0067).
+    A worker that trains alone makes the group's whole change; a worker in a group contributes 1 / world_size
+    of the mean change.  The share is the mean of 1 and 1 / world_size (decision 0067).
     """
     return (1.0 + 1.0 / world_size) / 2.0
 

@@ -6,7 +6,7 @@ for ... in grid.batches(...):        record_turn, except within a step whose par
 model.load_state_dict(best)          has_changed: a checkpoint would have these values instead
 grid.close()
 
-If a variable holds the loop, `record_end` comes later, and may follow `load_state_dict`.
+If a variable refers to the loop's iterator, `record_end` comes later, and may follow `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_SAMPLED = 16
-"""The number of parameters whose values are compared, about, and the number of these values in each."""
+"""The approximate number of parameters whose values are compared, and the number of values in each."""
 
 _Reading = tuple[list[int], list[Tensor]]  # numbers of changes by parameter, and the values of those sampled
 
@@ -30,7 +30,7 @@ class ParameterWatch:
 
     Args:
         model: the model.
-        parameters: those of its parameters that are trained.
+        parameters: the model's trained parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -60,7 +60,7 @@ class ParameterWatch:
 
     def record_end(self) -> None:
         """Record the parameters when the script's loop is closed, unless the latest turn shows that the loop
-        changes none after its steps: then any change has followed the loop."""
+        changes no parameter after its steps: in that case any change came after the loop."""
         if self._loop_body is None or _differ(*self._loop_body):
             self.record()
 

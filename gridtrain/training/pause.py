@@ -1,4 +1,4 @@
-"""Pauses a script and joins again: the owner's pause, and the traffic budget's reserve for the next step.
+"""Pauses a script and rejoins: the owner's pause, and the traffic budget's reserve for the next step.
 
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 
@@ -51,7 +51,7 @@ class PauseController:
     """Carries out the agent's directives: between two steps or, for rate limits and the budget, at any time.
 
     Args:
-        connect: a function that creates a transport for joining again; None without an agent, in which case
+        connect: a function that creates a transport for rejoining; None without an agent, in which case
             this worker never pauses.
         limit: a function that sets the upload and download limits in bytes per second.
         fetches: the meter of the data sets' fetches, to which the same limits apply.
@@ -97,7 +97,7 @@ class PauseController:
 
     def await_stop(self, timeout_s: float) -> bool:
         """Wait until the agent requests that the script end, but not longer than `timeout_s`; return whether
-        it has."""
+        it has requested this."""
         until_s = time.monotonic() + timeout_s
         while not (known := self._agent.directive).stop and (left_s := until_s - time.monotonic()) > 0.0:
             self._agent.wait(left_s, known)
@@ -133,8 +133,8 @@ class PauseController:
     def _bound_bytes(self) -> float:
         """Return the number of bytes at which the script ends immediately.  Thread-safe.
 
-        If the owner lowers the budget below it, this worker can still end its step and leave in an orderly
-        way.
+        If the owner lowers the budget below this number, this worker can still end its step and leave in an
+        orderly way.
         """
         most_bytes = self._agent.directive.most_bytes
         if most_bytes != self._directed_bytes:
@@ -143,7 +143,7 @@ class PauseController:
         return self._limit_bytes
 
     def report_spent(self) -> None:
-        """Notify the agent that the script ends because its budget is used up, which is not a failure."""
+        """Notify the agent that the script ends because its budget is exhausted, which is not a failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
 
     def begin_turn(self) -> None:
@@ -164,8 +164,7 @@ class PauseController:
         on_left: Callable[[], None],
         others_wait: bool = False,
     ) -> bool:
-        """Leave the group and join again when the agent allows it; return False if this worker must not join
-        again.
+        """Leave the group and rejoin when the agent allows it; return False if this worker must not rejoin.
 
         Args:
             on_left: a function that is called when this worker has left.
@@ -186,7 +185,7 @@ class PauseController:
         elif not members:
             log.warning("this worker was not a member yet")
         elif not others_wait:
-            log.warning("the other workers continue without this worker, unless they are paused as well")
+            log.warning("the other workers continue without this worker, unless they are also paused")
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
         away_since_s, has_returned = time.monotonic(), False
@@ -276,7 +275,7 @@ class PauseController:
         return self.moved_bytes + self._reserve_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
-        """Return the reason why the script has to end immediately, or "" while the budget is not used up.
+        """Return the reason why the script has to end immediately, or "" while the budget is not exhausted.
 
         The I/O thread calls it often, even while a large state is being transferred or a step waits for a
         slow link, so that new rate limits take effect immediately.

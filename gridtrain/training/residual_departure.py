@@ -110,7 +110,7 @@ def transfer_residual(
         sent_magnitude,
         chosen.total_magnitude_sum,
         100 * share,
-        f"{chosen.entries} entries to {text}" if sent else text,
+        f"{chosen.entries} entr{'y' if chosen.entries == 1 else 'ies'} to {text}" if sent else text,
     )
     if drop_from_checkpoint is not None and sent is not False:
         drop_from_checkpoint(snapshot.applied + 1)
@@ -122,7 +122,7 @@ def transfer_residual(
 
 
 def _obstacle(snapshot: WorkerSnapshot) -> str:
-    """Return why no other worker can receive a residual; "" if one may."""
+    """Return why no other worker can receive a residual; "" if one can."""
     if not snapshot.world_size:
         return "this worker is not a member"
     if snapshot.is_finished:

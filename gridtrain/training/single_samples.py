@@ -66,7 +66,7 @@ class SingleValueNorms:
     Args:
         on_single: called with a norm that is about to normalize a single value.
         on_several: called with a norm and any other values.  A hook would have a new id in each `with` block,
-            and so a compiled model would be compiled again.
+            so that a compiled model would be recompiled.
     """
 
     def __init__(

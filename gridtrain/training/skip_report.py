@@ -42,7 +42,8 @@ class SkipReport:
             return
         whose = "this worker's" if is_own else "another worker's"
         again = f" ({count} steps so far)" if count > 1 else ""
-        remedy = "; check its loss, learning rate and data" if is_own else "; gridtrain status names it"
+        own_remedy = "; check this worker's loss, learning rate and data"
+        remedy = own_remedy if is_own else "; gridtrain status names that worker"
         log.log(
             logging.WARNING if is_own else logging.INFO,
             "step %d is skipped by all workers: %s gradient is not finite, or too large to be summed%s%s",

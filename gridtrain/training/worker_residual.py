@@ -29,7 +29,7 @@ class WorkerResidual:
     """The residual that `exchanger` keeps.  Use it on the training thread.
 
     Args:
-        n: the number of elements of the flat gradient.
+        n: the number of elements in the flat gradient.
     """
 
     def __init__(self, exchanger: Exchanger, n: int) -> None:
@@ -39,7 +39,7 @@ class WorkerResidual:
 
     @property
     def size(self) -> int:
-        """The number of elements of the residual; 0 if the exchange keeps none."""
+        """The number of elements in the residual; 0 if the exchange keeps none."""
         return self._n if self._exchanger.keeps_residual else 0
 
     @property

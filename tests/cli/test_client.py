@@ -162,7 +162,7 @@ def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> 
             client.status(0.05)
     with (
         CoordinatorClient(address, COORDINATOR, ME) as client,
-        pytest.raises(CoordinatorUnreachable, match=r"no coordinator can be reached at .* firewall"),
+        pytest.raises(CoordinatorUnreachable, match=r"the coordinator at .* cannot be reached.* firewall"),
     ):
         client.status(0.05)
 

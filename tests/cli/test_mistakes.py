@@ -109,7 +109,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unreachable_coordinator_is_reported(gridtrain: RunCommand, impatient: None) -> None:
     began_s = time.monotonic()
     line = one_sentence(gridtrain("status", invitation_to("tcp://127.0.0.1:1")), code=3)
-    assert "no coordinator can be reached at tcp://127.0.0.1:1" in line
+    assert "the coordinator at tcp://127.0.0.1:1 cannot be reached" in line
     assert "`gridtrain coordinator` is running" in line
     assert time.monotonic() - began_s < 15
 
@@ -122,7 +122,7 @@ def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, 
         (home / "gridtrain" / running / "coordinator.json").touch()
     line = one_sentence(gridtrain("status"), code=3)
     assert f'run "default" is running on this machine as this user: {home}/gridtrain/default/coordi' in line
-    named = f" (this user coordinates {running})" if running else ""
+    named = f" (this user's runs: {running})" if running else ""
     assert f"in the folder of the run's run.toml, name the run with --run NAME{named}, or its state" in line
 
 

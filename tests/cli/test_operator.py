@@ -433,10 +433,10 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
     result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
     said = 'the coordinator of the run "mine", tcp://192.0.2.7:7700, is not running on this machine'
     assert refusal(result, 3) == said
-    assert "`gridtrain coordinator` starts it again: " in str(result.exception)
+    assert "restart it with `gridtrain coordinator`, " in str(result.exception)
     with contact.published(tmp_path):  # it runs, but cannot be reached
         result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
-        assert "no coordinator can be reached at tcp://127.0.0.1:1" in refusal(result, 3)
+        assert "the coordinator at tcp://127.0.0.1:1 cannot be reached" in refusal(result, 3)
 
 
 @pytest.mark.parametrize("has_state", [False, True])
@@ -452,7 +452,7 @@ def test_after_a_coordinator_was_stopped_the_command_that_continues_the_run_is_n
     chosen = ("--state", str(folder)) if has_state else ("--run", "mine")
     result = CliRunner().invoke(cli, ["status", *chosen])
     assert refusal(result, 3) == f"the coordinator of {folder} is not running"
-    assert "`gridtrain coordinator` starts it again: " in str(result.exception)
+    assert "restart it with `gridtrain coordinator`, " in str(result.exception)
 
 
 @pytest.mark.parametrize("has_state", [False, True])

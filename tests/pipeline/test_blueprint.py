@@ -247,7 +247,7 @@ def test_a_partly_set_value_is_refused() -> None:
         block.steps.zero_()
         block.mask.fill_(True)
 
-    with pytest.raises(ConfigError, match=r'"gain" of block 0 .* from reset_parameters and init'):
+    with pytest.raises(ConfigError, match=r'"gain" of block 0 .* from reset_parameters or init'):
         Blueprint(lambda: [Scale()], init=init).build(0, 1)
 
 
@@ -270,8 +270,8 @@ def test_values_of_a_constructor_are_not_lost_without_an_error() -> None:
         (lambda: Blueprint(lambda: [nn.LazyLinear(2)]), "is a lazy tensor"),
         (lambda: Blueprint(lambda: []), "no blocks"),
         (lambda: Blueprint(lambda: nn.Linear(2, 2)), "has its own forward"),
-        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(0, 2), "has 1 blocks, so blocks 0 to 1 cannot"),
-        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "has 1 blocks, so blocks 1 to 0 cannot"),
+        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(0, 2), "has 1 block, so blocks 0 to 1 cannot"),
+        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "has 1 block, so blocks 1 to 0 cannot"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(make: Callable[[], object], says: str) -> None:

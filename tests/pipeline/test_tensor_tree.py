@@ -177,7 +177,7 @@ def test_an_output_that_does_not_match_the_spec_is_refused_by_its_own_stage(tree
 @pytest.mark.parametrize(
     ("buffers", "text"),
     [
-        ([b"\x00" * 128], "got 1 buffers; expected 3"),
+        ([b"\x00" * 128], "got 1 buffer; expected 3"),
         ([b"\x00" * 127, b"\x00" * 24, b"\x00" * 8], "buffer 0 has 127 bytes; expected 128"),
         ([b"\x00" * 128, b"\x00" * 24, b""], "buffer 2 has 0 bytes; expected 8 for int"),
         ([b"\x00" * 128, b"\x00" * 24, b"\x00" * 8, b""], "4 buffers"),

@@ -87,8 +87,8 @@ def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
 
 
 ONE_STEP = (
-    "each batch is one step -> call optimizer.step() once for each batch, or once for every a batches of "
-    "grid.batches(..., accumulate=a)"
+    "each batch is one step -> call optimizer.step() once per batch, or once per N batches with "
+    "grid.batches(..., accumulate=N)"
 )
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",

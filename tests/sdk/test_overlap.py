@@ -268,7 +268,7 @@ def test_changing_a_sent_gradient_without_autograd_is_refused(together: Any) -> 
 
 
 def test_two_unannounced_backward_passes_are_refused(together: Any) -> None:
-    with pytest.raises(ConfigError, match="more than 1 backward passes ran before one step"):
+    with pytest.raises(ConfigError, match="more than 1 backward pass ran before one step"):
         failing(together, lambda m, _, batch: backward(m, batch))
 
 

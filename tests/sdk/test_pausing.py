@@ -178,7 +178,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
     assert all(size == 3 for step, size in paused_group.seen["worker-0"] if step > back[0])
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
-    assert "the other workers continue without this worker, unless they are paused as well" in caplog.text
+    assert "the other workers continue without this worker, unless they are also paused" in caplog.text
     assert "this worker has returned after" in caplog.text and "gridtrain worker resume" not in caplog.text
     saved = rf"the state after step ({paused_at}|{paused_at + 1}) is on this worker's disk, in {disk}"
     assert any(re.fullmatch(saved, message) for message in caplog.messages)
@@ -318,9 +318,9 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
     said = re.search(r"this worker paused after step (\d+), but the group has restarted (.*)", caplog.text)
     assert said is not None and said[1] in ("100", "101"), caplog.text
     found = re.fullmatch(
-        rf"without its steps, and this worker is continuing after the group's step (\d+); gridtrain export "
-        rf"writes the model of step {said[1]} from its checkpoint in {folder}, until later checkpoints "
-        "replace it",
+        rf"without this worker's steps; this worker is continuing after the group's step (\d+); gridtrain "
+        rf"export writes the model of step {said[1]} from its checkpoint in {folder}, until later "
+        "checkpoints replace it",
         said[2],
     )
     assert found is not None and int(found[1]) >= far
@@ -515,7 +515,7 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     [
         (0, "this worker was not a member yet"),
         (1, "no other worker is training: the run will continue when enough workers have joined or resumed"),
-        (2, "the other workers continue without this worker, unless they are paused as well"),
+        (2, "the other workers continue without this worker, unless they are also paused"),
     ],
 )
 def test_a_worker_that_pauses_says_who_continues(

@@ -359,7 +359,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         ),
         (
             lambda: wrap(lambda m: sgd(m[0])),
-            r"2 trainable parameters are not in any optimizer group.* '2\.weight'",
+            r"groups lack 2 trainable parameters.* '2\.weight'",
         ),
         (
             lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)),

@@ -3,7 +3,7 @@
 Each bucket has its own channel and collective.
 
     flat vector    [ bucket 0 | bucket 1 |    bucket 2    ]
-    channels       group 0      group 1     group 2            with the same index
+    channels       group 0      group 1     group 2            all with the same index
     update         the buckets' updates, concatenated; one digest covers the whole update
 """
 
@@ -89,7 +89,7 @@ UpdateBuffer = BucketBuffer | BucketedBuffer
 def buffers_by_channel(
     buffers: Sequence[CollectiveBuffer | BucketedBuffer],
 ) -> dict[Channel, CollectiveBuffer]:
-    """Map channels to buffers: a channel's index is the position in `buffers`; its group is the bucket."""
+    """Map channels to buffers: a channel's index is a position in `buffers`, its group a bucket's number."""
     channels: dict[Channel, CollectiveBuffer] = {}
     for index, buffer in enumerate(buffers):
         parts = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
@@ -105,7 +105,7 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     first layers is not made larger than the other buckets.
 
     Args:
-        sizes: the number of elements of each parameter, in the vector's order.
+        sizes: the number of elements in each parameter, in the vector's order.
         most: the maximum number of buckets.
         least: the smallest number of elements in a bucket; a vector with fewer elements is one bucket.
     """

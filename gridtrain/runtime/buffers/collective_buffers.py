@@ -87,7 +87,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
         Args:
             rank: this member's rank.
             world_size: the number of members.
-            flags: flags of this member's contribution (`core.group.round_flags`); with any flag it is empty.
+            flags: this member's flags (`core.group.round_flags`); with any, its contribution is empty.
         """
         ...
 
@@ -136,7 +136,7 @@ class DenseRingBuffer:
     """This member's rounding errors, which it adds to its residual (`rounded_buffers`)."""
 
     truncated: Sequence[TruncatedEntries] = ()
-    """As of a `ButterflyBuffer`."""
+    """See `ButterflyBuffer`; a dense exchange drops no values."""
 
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         _check_contribution(contribution_N)
@@ -292,7 +292,7 @@ class SparseBuffer:
     ) -> SparseVector:
         """Decode and check a received payload of at most `most` entries of a vector of `n` elements.
 
-        Without `n` and `most` it may have k entries of the whole vector.  Raises `RemoteProtocolError` if the
+        By default, the payload may have k entries of the whole vector.  Raises `RemoteProtocolError` if the
         payload is invalid; the message names the rank that sent it.
         """
         n, most = self.n if n is None else n, self._k if most is None else most

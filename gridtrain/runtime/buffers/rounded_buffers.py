@@ -11,10 +11,10 @@
 A member rounds each element exactly once, either in what it sends to be added or in the final sum, and keeps
 the difference, which is exactly representable in float32 (`value_encoding`), in `rest_N`.  Hence, apart from
 the rounding of float32 additions, contributions == update + rests, summed over all members.  The member that
-rounds the final sum uses the rounded sum as well, so all members get the same bits.  Nothing is rounded in a
+rounds the final sum also uses the rounded sum, so all members get the same bits.  Nothing is rounded in a
 group of one member.
 
-Received payloads are decoded, and forwarded as they are.  If a ring resumes, it sends the stored payload
+Received payloads are decoded, and forwarded unchanged.  If a ring resumes, it sends the stored payload
 again.
 """
 
@@ -37,7 +37,7 @@ from gridtrain.sparsify.merge import FloatArray, largest_summable
 def largest_contribution(world_size: int, kind: ValueKind) -> float:
     """Return the largest magnitude that a member may contribute to a dense exchange with this value kind.
 
-    A sum in a ring is rounded up to `world_size` times; see `largest_summable`.
+    A sum in a ring is rounded at most `world_size` times; see `largest_summable`.
     """
     return largest_summable(world_size, _growth(world_size, kind))
 

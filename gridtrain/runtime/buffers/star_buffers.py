@@ -22,7 +22,7 @@ from gridtrain.sparsify.merge import sum_in_rank_order, truncate
 
 
 class TreeBuffer(ButterflyBuffer):
-    """One payload, merged hop by hop up the tree.  `update` holds the entries to which it decodes."""
+    """One payload, merged hop by hop up the tree.  `update` is the decoded payload."""
 
     def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
         self._clear_if_flagged(flags)
@@ -68,13 +68,13 @@ class SparseStarBuffer(ButterflyBuffer):
 
 
 class DenseStarBuffer(DenseRingBuffer):
-    """The slices of one flat vector.  The root adds the payloads to its slices; other members store its sums.
+    """The slices of one flat vector.  The root adds payloads to its slices; the others store its sums.
 
     A retry uses a new buffer.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
     A member other than the root writes to a slice only when the slice's sum arrives, and the sum exists only
-    after the root has read the view.  The root writes to a slice only before sending the slice.
+    after the root has read that member's payload.  The root writes to a slice only before sending the slice.
     """
 
     is_one_segment = True

@@ -33,7 +33,7 @@ BUDGET_EXHAUSTED = "spent"
 """The state that a script reports when it ends because its next step would exceed the day's byte budget."""
 
 DAY_BYTES = "day_bytes"
-"""A field of a directive that is sent only to a script that supports it."""
+"""The field of a directive that is sent only to scripts that support the field."""
 
 REPORT_INTERVAL_S = 0.25
 
@@ -51,7 +51,7 @@ class AgentDirective:
         upload_Bps, download_Bps: the rate caps in bytes per second; None for no cap.
         stop: whether the script has to stop after the current step; its training loop then ends as if the run
             had finished.
-        spent_text: the message to show when the day's byte budget is used up.
+        spent_text: the message to show when the day's byte budget is exhausted.
     """
 
     run: bool = True
@@ -113,14 +113,14 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent's process has ended; normally the agent ends the script first."""
+        """Whether the agent's process has ended; normally the agent stops the script first."""
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)
             return bool(end.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
         except TimeoutError:  # the thread has already read everything
             return False
-        except (OSError, ValueError):  # closed, and not connected again
+        except (OSError, ValueError):  # closed, and not reconnected
             return True
 
     def report(self, **state: Any) -> None:
@@ -154,7 +154,7 @@ class AgentLink:
             try:
                 self._socket.sendall(json.dumps(body).encode() + b"\n")
             except OSError:
-                self._socket.close()  # a message may be incomplete, so the thread connects again
+                self._socket.close()  # a message may be incomplete, so the thread reconnects
 
     def _main(self, first: threading.Event) -> None:
         while True:

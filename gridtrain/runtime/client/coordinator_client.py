@@ -229,7 +229,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     """
     return CoordinatorUnreachable(
         f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
-        "coordinator with another key or another program, or the connection may be very slow",
+        "coordinator with another key, or another program, or the connection may be very slow",
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",
     )
@@ -237,7 +237,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
 
 def _unreachable_error(address: str, reason: str) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
-        f"no coordinator can be reached at {address}: {reason}",
+        f"the coordinator at {address} cannot be reached: {reason}",
         remedy="check that the address is correct, that `gridtrain coordinator` is running there, and that "
         "no firewall blocks the connection",
     )

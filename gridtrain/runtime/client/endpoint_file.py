@@ -1,4 +1,4 @@
-"""`coordinator.json`, in which programs on the coordinator's machine find its address and keys.
+"""`coordinator.json`, in which programs on the coordinator's machine find its address and public key.
 
 `coordinator.json` is in the same folder as the journal.  The file is replaced as a whole, and only its owner
 can read it.  It contains no secrets; commands are authorized with the key in `operator.key`, in the same
@@ -108,8 +108,8 @@ class EndpointFile:
 
     @staticmethod
     def is_abandoned(folder: Path) -> bool:
-        """Return whether there is a file whose coordinator has ended without removing it; False if the file
-        system does not support locks."""
+        """Return whether a coordinator has ended without removing its file; False if the file system does not
+        support locks."""
         try:
             with open(folder / CONTACT_FILE, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may check, too

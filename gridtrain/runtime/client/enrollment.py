@@ -2,12 +2,13 @@
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
-    enroll(invitation)  request the status with each free identity of this run, first the invitation's own
-                        an identity is known  --> use this identity
-                        its own was removed   --> no identity of another invitation
-                        none is known         --> send Enrol with the invitation's key, for an identity that
-                                                  was removed from the run, or else for a new identity
-                                                  Enrolled: use it    Refused, denied: report the reason
+    enroll(invitation)  request the status with each free identity of this run, first with the identities
+                        that this invitation has admitted
+                        an identity is known      --> use this identity
+                        one of these was removed  --> use no identity of another invitation
+                        none is known             --> send Enrol with the invitation's key, for an identity
+                                                      that was removed from the run, or else for a new one
+                                                      Enrolled: use it   Refused, denied: report why
 
 If a worker on this machine was removed from the run, no new key is created for the same invitation.
 
@@ -154,7 +155,7 @@ class ClaimedIdentity:
 
     @contextlib.contextmanager
     def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
-        """Remove a new key if this error occurs, which implies that the coordinator has not admitted it."""
+        """Remove a new key if `error` is raised, because the coordinator has then not admitted the key."""
         try:
             yield
         except error:
@@ -262,7 +263,7 @@ def _claim_identity(
 def _present(store: InvitationStore, invitation: Invitation, one: ClaimedIdentity, timeout_s: float) -> None:
     """Enrol an identity with this invitation, or with an unused invitation of another worker.
 
-    The identity with which this invitation was used is enrolled with no other invitation.
+    An identity that this invitation has already admitted is enrolled with no other invitation.
 
     Raises `JoinRefused` if no invitation is accepted, and the errors of `present_invitation`.
     """
@@ -281,7 +282,7 @@ def _present(store: InvitationStore, invitation: Invitation, one: ClaimedIdentit
         try:
             present_invitation(replace(other, address=invitation.address), public, timeout_s)
         except JoinRefused as refusal:
-            if refusal.code == INVITATION:  # otherwise it may admit another identity
+            if refusal.code == INVITATION:  # otherwise `other` may admit another identity
                 store.discard(other)
             continue
         store.record_admitted(path, other)
@@ -308,7 +309,7 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
 
 
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """Return whether the coordinator still admits this worker's key; True if it does not answer."""
+    """Return whether the coordinator still admits this worker's key; True if there is no answer."""
     try:
         with entry.connect() as client:
             client.status(timeout_s)

@@ -1,10 +1,10 @@
-"""`invitations.json`: records which key of this machine used which invitation, and which ones are unused.
+"""`invitations.json`: records the invitation that each key of this machine used, and the unused invitations.
 
 Only the coordinator can decide whether an invitation is still valid and whether a key is admitted.  Example:
 
     worker-0.key         was admitted with invitation A; its worker is stopped, and two workers are started
     first worker, B      takes worker-0.key, which is free and admitted; B is not needed and is stored
-    second worker, A     gets a new key; A is used up, so the new key is admitted with B
+    second worker, A     gets a new key; A has no uses left, so the new key is admitted with B
 
 The file (mode 0600, like the keys in the same folder) contains an invitation only until the invitation is
 used or refused.
@@ -47,7 +47,7 @@ class _StoredInvitations:
 class InvitationStore:
     """Records which of this machine's keys were admitted, and which invitations are unused.
 
-    The record is a file next to the keys.  Methods raise `ConfigError` if it cannot be written.
+    The record is a file next to the keys.  Methods raise `ConfigError` if this file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,8 +85,9 @@ class InvitationStore:
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
         """Record that a worker with `invitation` takes `key`.
 
-        The invitation is stored as unused if `key` was admitted with another invitation.  The caller holds
-        `lock`, so that other processes see the unused invitation before they need an invitation.
+        The invitation is stored as unused if `key` was admitted with another invitation and no key with this
+        one.  The caller holds `lock`, so that other processes see the unused invitation before they
+        need an invitation.
         """
         content, name = self._read(), _digest(invitation)
         if content.used_by_key.get(key.stem, name) != name and name not in content.used_by_key.values():

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 5.0
 MAX_LISTED_RUNS = 5
 RESTART_REMEDY = (
-    "`gridtrain coordinator` starts it again: type it in the folder of the run's run.toml, or with the "
+    "restart it with `gridtrain coordinator`, typed in the folder of the run's run.toml or with the "
     "same --run or --state"
 )
 POLL_INTERVAL_S = 0.05
@@ -106,8 +106,8 @@ class CoordinatorEndpoint:
 class OperatorClient:
     """Sends commands with the operator's key.
 
-    Each request opens a new connection, and requests from other programs on this machine wait until it is
-    closed.
+    Each request opens a new connection, and requests from other programs on this machine wait until that
+    connection is closed.
 
     Args:
         endpoint: the coordinator and the operator's key.
@@ -199,8 +199,8 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
-    """Return a context manager that replaces the errors raised for an operator's key that is unknown, and for
-    a coordinator on this machine that has ended."""
+    """Return a context manager that replaces the errors for an unknown operator's key and for a coordinator
+    on this machine that has ended."""
     try:
         yield
     except CoordinatorUnreachable:
@@ -233,7 +233,7 @@ def _describe_wait(run: str, state: Path | None, wait_s: float) -> str:
         return f"waiting up to {wait_s:g} s for a coordinator in {state}"
     return (
         f'waiting up to {wait_s:g} s for a coordinator of the run "{run}" on this machine (for another run, '
-        "type the command in the folder of its run.toml, or name it with --run)"
+        "type the command in the folder of its run.toml, or name the run with --run)"
     )
 
 
@@ -247,7 +247,7 @@ def _not_running_error(folder: Path, run: str, state: Path | None) -> Coordinato
         )
     option = "" if run == "default" else f" --run {run}"
     found = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONTACT_FILE}"))
-    known = f" (this user coordinates {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
+    known = f" (this user's runs: {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
     return CoordinatorUnreachable(
         f'no coordinator of the run "{run}" is running on this machine as this user: '
         f"{folder / CONTACT_FILE} does not exist",

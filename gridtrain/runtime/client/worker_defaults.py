@@ -53,15 +53,16 @@ def state_directory(run: str) -> Path:
 
 
 def export_folder(run: str, export_dir: str) -> Path:
-    """Create, check and return the folder for the final model: `export_dir`, or the state directory if that
-    is "".
+    """Create the folder for the final model, check that it can be written to, and return its path.
 
-    Also call this function before training; afterwards it would be too late to choose another folder.
+    The folder is `export_dir`, or the state directory of `run` if `export_dir` is "".  Call this function
+    before training starts, while the user can still choose another folder, and again before the export.
+    Raises `ConfigError`.
     """
     if "://" in export_dir:
         raise ConfigError(
             f"export_dir is {export_dir!r}; it must be a folder",
-            remedy="leave it out and copy the final model with gridtrain export to the URL",
+            remedy="omit export_dir, and copy the final model to the URL with gridtrain export",
         )
     folder = Path(export_dir or state_directory(run))
     try:

@@ -1,7 +1,7 @@
-"""Measures the bandwidth to each peer with short bursts; limits their size and number and a rate's lifetime.
+"""Measures the bandwidth to each peer with short bursts; limits the bursts, and the lifetime of a rate.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
-one after the other, so that they do not share its link.
+one after the other, so that the bursts do not share the worker's link.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver   message 0 arrives .. message 15 arrives
                                <------ BurstReceived           received_Bps = bytes of 15 messages / this time

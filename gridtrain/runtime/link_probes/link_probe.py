@@ -32,7 +32,7 @@ class LinkProbe:
         self._round_trips = RoundTripProbe()
         self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
-        self._measured: io.ProbeResults | None = None  # round-trip times, held until the bursts are over
+        self._measured: io.ProbeResults | None = None  # round-trip times, kept until the bursts are over
 
     def begin(self, probe: io.ProbePeers, now_s: float) -> None:
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}

@@ -18,8 +18,8 @@ class WorkerSnapshot:
     Attributes:
         open_round: the round to which the trainer may submit now; None if the trainer has to wait.
         spans: this worker's positions in the open step.
-        samples, total_samples: the number of samples in the contributions to the open step of this worker
-            and of all members; in a run with a delay (`LedgerSpec.delay`) they do not match `spans`.
+        samples, total_samples: the number of samples in this worker's contribution to the open step, and in
+            the contributions of all members; with a delay (`LedgerSpec.delay`) they do not match `spans`.
         shares: the key and the share of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
         is_ended_early: whether the owner ended the run before all of its steps were completed.

@@ -1,4 +1,4 @@
-"""Splits the state into blocks for a group that waits, joins and digests them, and limits sizes and requests.
+"""Splits a state into blocks for a waiting group, and joins them; checks digests, limits sizes and requests.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 
@@ -149,7 +149,7 @@ class BlobSender:
                 del self._queues[peer]
 
     def clear(self) -> None:
-        """Drop all requests and states, because the generation has started and its members hold the state."""
+        """Drop all requests and states.  Call when the generation has started: its members hold the state."""
         self._captured = (0, [], b"")
         self._waiting.clear()
         self._queues.clear()
@@ -167,7 +167,7 @@ class BlobSender:
             if asked.digest_only:
                 continue
             blocks = split_blocks(blobs if asked.is_whole else blobs[:1])
-            # At least one block is sent, because its `total` may show a receiver that its blocks are wrong.
+            # At least one block is sent, because its `total` may reveal that earlier blocks are wrong.
             for index in range(min(asked.blocks_received, len(blocks) - 1), len(blocks)):
                 queue.append(StateBlock(asked.term, generation, index, len(blocks), blocks[index]))
 
@@ -229,7 +229,7 @@ class BlobReceiver:
         self._max_bytes = max_bytes
 
     def clear(self) -> None:
-        """Drop all received blocks, because another state will be requested."""
+        """Drop all received blocks.  Call before another state is requested."""
         self._id = (0, 0)
         self._table = b""
         self._buffer: BlockBuffer | None = None

@@ -1,4 +1,4 @@
-"""Catch-up of a newcomer: loads a snapshot, replays updates until it has caught up, and shows a progress bar.
+"""Decides what a newcomer requests, loads and replays until it has caught up, and shows a progress bar.
 
 This module decides which data are requested from which source, what the trainer has to do next, and when the
 worker has caught up or cannot catch up.  It does not open sockets or access the model.
@@ -64,7 +64,7 @@ class CatchUpReceiver:
 
     Args:
         max_bytes: the size in bytes of the largest state that this worker's model can have.
-        n: the number of elements of the flat gradient.
+        n: the number of elements in the flat gradient.
 
     Attributes:
         failure: the reason why the catch-up has failed; empty if it has not failed.

@@ -65,9 +65,9 @@ class CatchUpSession:
         return work
 
     def fail_work(self, reason: str) -> None:
-        """End the catch-up, because received data cannot be loaded or replayed.
+        """End the catch-up.  Call when received data cannot be loaded or replayed.
 
-        This worker then receives the whole state instead.
+        This worker then receives the whole state.
         """
         with self._mailbox.condition:
             if self._receiver is not None:

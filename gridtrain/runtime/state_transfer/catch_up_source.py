@@ -1,7 +1,7 @@
 """The member's side of a catch-up: sends a snapshot and updates within `donate_limit`.
 
 The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The trainer copies the state
-between two steps; a separate thread computes the digests of its blocks.
+between two steps; a separate thread computes the digests of the copy's blocks.
 
     TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
     committed round ---------------> UpdateLog -------> UpdateLogEntry, immediately, to subscribed workers
@@ -76,7 +76,7 @@ class CatchUpSource:
     # -- training thread -------------------------------------------------------------------------
 
     def disable(self, reason: str) -> None:
-        """Stop serving catch-ups, because the updates alone do not determine the effect of a step."""
+        """Stop serving catch-ups.  `reason` says why the updates do not suffice to repeat a step."""
         self.disabled_reason = reason
 
     def store_copy(self, applied: int, history: bytes, parts: Sequence[bytes | memoryview]) -> None:

@@ -151,7 +151,7 @@ class CheckpointCopier:
             transport.send(peer, block)
             self._block = None
         except TransportError:
-            self._give_up()  # the next checkpoint is sent to this peer again
+            self._give_up()  # this peer is sent the next checkpoint instead
             return 0
         if self._rate_Bps is not None and not self._outgoing.effect.is_awaited:
             self._next_send_s = now_s + len(block.payload) / self._rate_Bps
@@ -174,7 +174,7 @@ class CheckpointCopier:
                 if self._block is None:
                     self._give_up()
         except OSError as error:  # for example, the checkpoint was deleted while it was being sent
-            log.warning("cannot copy a checkpoint to another worker, because it cannot be read: %s", error)
+            log.warning("cannot read a checkpoint to copy it to another worker: %s", error)
             if effect is not None and effect.is_awaited:
                 # If the checkpoint is no longer reported, the group stops waiting for it.
                 _in_thread(self._disk.is_intact, effect.checkpoint)

@@ -1,4 +1,4 @@
-"""Carries out the core's requests to save, load, send and discard stage checkpoints on this disk.
+"""Carries out the core's requests to save, load, send and discard stage checkpoints on this worker's disk.
 
     io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
     io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, this disk
@@ -19,7 +19,7 @@ DiskTask = io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints
 
 
 class CheckpointRequests:
-    """Keeps the latest request of each kind until it is carried out and passes copies to the copier.
+    """Keeps the latest request of each kind until it is carried out, and passes copies to the copier.
 
     Args:
         mailbox: the mailbox between the two threads.

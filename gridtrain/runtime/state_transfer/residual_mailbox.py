@@ -30,13 +30,13 @@ class ResidualMailbox:
     # -- training thread -------------------------------------------------------------------------
 
     def set_length(self, n: int) -> None:
-        """Set the number of elements of this worker's residual and of the residuals to receive."""
+        """Set the number of elements in this worker's residual and in the residuals to receive."""
         with self._mailbox.condition:
             self.incoming.n = n
 
     def take_confirmed(self) -> list[tuple[str, SparseVector]]:
-        """Take the confirmed residuals of other workers, with their names.  The caller adds them to this
-        worker's residual."""
+        """Take the confirmed residuals, each with the name of the worker that sent it.  The caller adds
+        them to this worker's residual."""
         with self._mailbox.condition:
             confirmed = self.incoming.take_confirmed()
         self._mailbox.mark_stale()

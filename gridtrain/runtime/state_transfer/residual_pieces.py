@@ -169,7 +169,7 @@ def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
     limit = largest_summable(world_size)
     if values_K.size and not (np.abs(values_K) <= limit).all():
         raise RemoteProtocolError(
-            f"a residual has a value of magnitude {float(np.abs(values_K).max()):.3g}; it must be at most "
+            f"a residual has a value of magnitude {float(np.abs(values_K).max()):.3g}; the limit is "
             f"{limit:.3g}",
             remedy=_REMEDY,
         )

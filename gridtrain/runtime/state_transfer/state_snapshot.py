@@ -43,7 +43,7 @@ WINDOW = 4
 
 SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
 """Time to wait for more tables after the first table.  The first value applies if most sources have sent
-their tables, the second value if they have not."""
+their tables, the second value otherwise."""
 
 BLOCK_TIMEOUT_S, SLOWEST_FACTOR = 10.0, 8.0
 """A source is too slow if it has sent no block for both `BLOCK_TIMEOUT_S` and `SLOWEST_FACTOR` times the mean
@@ -210,7 +210,7 @@ class _Source:
         table: the table that the source has sent, or None.
         requested: the indices of the blocks that are requested and have not arrived.
         blocks: the number of blocks that the source has sent.
-        busy_s: the time that the source took to send them.
+        busy_s: the time that the source took to send these blocks.
         waiting_since_s: the time at which the latest block arrived or, if later, the time of the first
             request after all earlier requests had been answered.
         is_slow: whether the source is too slow, so that the other sources send its blocks.
@@ -337,7 +337,7 @@ class SnapshotReceiver:
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
                 f"block {block.index} of the snapshot of step {chosen.applied + 1} ({len(data)} bytes) does "
-                "not match its table",
+                f"not match its table: the {'length' if len(data) != expected else 'digest'} differs",
                 remedy=_REMEDY,
             )
         self._buffer.store(block.index, data)
@@ -371,7 +371,7 @@ class SnapshotReceiver:
         return self._request_blocks()
 
     def _switch_private_source(self) -> None:
-        """Choose another source for the private part, because the current source has left or is too slow."""
+        """Choose another source for the private part when the current source has left or is too slow."""
         matching = [peer for peer, source in self._sources.items() if self._matches_chosen(source)]
         if matching:
             self._begin(min(matching, key=lambda peer: self._sources[peer].is_slow))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.quantities import format_count
 from gridtrain.training.checkpoint import model_buffers, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
@@ -80,7 +81,7 @@ def load_merged(
     needed = [name for name, _ in state_parameters(module)]
     if missing := [name for name in needed if parameters[name] is None]:
         raise RemoteProtocolError(
-            f"no checkpoint contains {missing[0]!r}; {len(missing) - 1} more parameters are missing"
+            f"no checkpoint contains {missing[0]!r}; {format_count(len(missing), 'parameter')} missing in all"
         )
     buffers: dict[str, Any] = {}
     for source in reversed(sources):

@@ -1,4 +1,4 @@
-"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, and warns if it is full.
+"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, warns of a full disk.
 
     <folder>/step-00000200/
         state.json             run, step, history, ledger, facts, and references to the tensors;
@@ -47,7 +47,7 @@ MAX_JSON_BYTES = 256 << 20
 WARNING_INTERVAL_S = 600.0
 """The interval at which a worker repeats the message that it cannot write checkpoints."""
 
-START_FROM_MODEL = "to train its model with other settings, load it before grid.optimizer in a new run"
+START_FROM_MODEL = "to train its model with other settings, load the model before grid.optimizer in a new run"
 """What to do with a model whose checkpoint is refused."""
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -200,14 +200,16 @@ class CheckpointStore:
             self._lock = None
 
     def mark_verified(self) -> None:
-        """Record that training continues from the latest checkpoint, so that the checkpoints on disk belong
-        to this history."""
+        """Record that training continues from the latest checkpoint, and that the checkpoints on disk thus
+        belong to this history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
     def keep_other_history(self, facts: Facts, current: CheckpointInfo) -> Path | None:
-        """Move the checkpoints with these settings that belong to another history than the group's state to a
-        new folder `earlier-N`; return it, or None if none is known to do so.  Raises `OSError`."""
+        """Move the checkpoints that were written with these settings, but belong to a different history than
+        the group's state, to a new folder `earlier-N`.
+
+        Returns this folder, or None if there are no such checkpoints.  Raises `OSError`."""
         found = []
         for path in list_checkpoints(self.folder) if self._every else ():
             with contextlib.suppress(ConfigError):  # it cannot be read
@@ -217,7 +219,7 @@ class CheckpointStore:
         return _move_to_earlier(self.folder, found) if found else None
 
     def _prune_unverified(self, step: int) -> None:
-        """Remove checkpoints of earlier processes with the same settings before `step`.
+        """Remove the checkpoints before `step` that earlier processes wrote with the same settings.
 
         The latest of them stays, because it may belong to another history than the group's.
         """
@@ -248,8 +250,8 @@ class CheckpointStore:
         self._writer.start()
 
     def drop_residual(self, step: int) -> None:
-        """Remove the residual that was sent from the checkpoint of `step`, even if the checkpoint is still
-        being written."""
+        """Remove the residual, which was sent to another worker, from the checkpoint of `step`, even if the
+        checkpoint is still being written."""
         self._dropped_residual = step  # set first, because the writer reads it after the rename
         self._drop_residual(step)
 
@@ -343,9 +345,10 @@ def parse_facts(pairs: Iterable[Sequence[object]]) -> Facts:
 
 
 def matches_facts(written: Facts, facts: Facts) -> bool:
-    """Whether a file was written with these training settings; earlier versions recorded fewer of them.
+    """Whether a file was written with these training settings.
 
-    Instead of a description of the base, they wrote its values, which are compared when they are loaded
+    Earlier versions recorded fewer settings.  Instead of a description of the base, those versions wrote the
+    base's values, which are compared when they are loaded
     (`frozen_base.without_base`).
     """
     known = dict(written)
@@ -353,14 +356,15 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return the training settings of a file that differ from `facts`, with those in `facts`."""
+    """Return the training settings of a file that differ from `facts`, with both values."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
     return "; ".join(f"{n}: {there.get(n, 'missing')}, now {here.get(n, 'missing')}" for n in other)
 
 
 def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
-    """Return the checkpoints in `folders` that were written with different training settings, and these."""
+    """Return the checkpoints in `folders` that were written with different training settings, and how they
+    differ."""
     found = {}
     for path in itertools.chain.from_iterable(map(list_checkpoints, folders)):
         with contextlib.suppress(ConfigError):  # it cannot be read
@@ -376,8 +380,8 @@ def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> Non
         path, difference = refused.popitem()
         raise ConfigError(
             f"the checkpoint {path} was written with different training settings ({difference})",
-            remedy="undo the change to continue from it, or begin a new run with another --state-dir than "
-            f"{place}; {START_FROM_MODEL}",
+            remedy="undo the change to continue from the checkpoint, or begin a new run with a --state-dir "
+            f"other than {place}; {START_FROM_MODEL}",
         )
 
 
@@ -404,7 +408,7 @@ def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
 
 
 def is_of_other_history(written: CheckpointInfo, current: CheckpointInfo) -> bool:
-    """Whether the state in a checkpoint is certainly none of those from which `current` was trained."""
+    """Whether the state in a checkpoint is certainly not one from which `current` was trained."""
     is_same = (written.applied, written.history) == (current.applied, current.history)
     is_restarted = written.ledger.restart_generation != current.ledger.restart_generation
     return is_restarted or (written.applied >= current.applied and not is_same)

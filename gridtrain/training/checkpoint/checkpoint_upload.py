@@ -1,4 +1,4 @@
-"""Uploads checkpoints to a URL in the background, retries, also at the end, and decides which ones to drop.
+"""Uploads checkpoints to a URL in the background, with retries until the worker exits; decides which to drop.
 
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
@@ -37,7 +37,7 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0, 60.0)
 
 FINAL_WAIT_S, FINAL_LOOK_S = 120.0, 1.0
 """How long a worker leaves the last step's checkpoint to the worker that uploaded the previous one, and the
-interval at which it looks for it."""
+interval at which it checks for this checkpoint."""
 
 MAX_FINAL_ATTEMPTS = 5
 """The maximum number of attempts to upload a checkpoint when the worker is about to exit."""
@@ -48,9 +48,10 @@ class _Upload:
     """A checkpoint to upload.
 
     Attributes:
-        files: a folder with hard links to its files, so that they remain when the checkpoint is removed.
+        files: a folder with hard links to the checkpoint's files, which remain when the checkpoint is
+            removed.
         part: see `remote_store.Manifest`.
-        is_final: whether it belongs to the run's last step.
+        is_final: whether the checkpoint belongs to the run's last step.
     """
 
     files: Path
@@ -66,8 +67,9 @@ class CheckpointUploader:
     Args:
         folder: the folder of the worker's checkpoints, by which its uploads are recognized after a restart.
         every, keep: the number of steps between two checkpoints, and the number of checkpoints to keep.
-        start_step: the step of the latest checkpoint at the URL when this worker joined: a run that begins at
-            an earlier step must not replace it, and it does not prove that its uploader is still active.
+        start_step: the step of the latest checkpoint at the URL when this worker joined.  A run that begins
+            at an earlier step must not replace this checkpoint, and the checkpoint does not prove that its
+            uploader is still active.
         report_figures, clock: as in `CheckpointStore`.
     """
 
@@ -95,7 +97,7 @@ class CheckpointUploader:
         self._thread: threading.Thread | None = None
 
     def add(self, folder: Path, part: str, *, is_final: bool = False) -> None:
-        """Upload the checkpoint in `folder` after those that were added before.
+        """Queue the checkpoint in `folder` to be uploaded.
 
         Args:
             is_final: whether it belongs to the run's last step, so that no later one can replace it.
@@ -177,7 +179,7 @@ class CheckpointUploader:
             self._changed.wait_for(lambda: self._waiting or self._attempts_left is not None)
             several = len(self._waiting) > 1
         known: set[int] = set()
-        with contextlib.suppress(Exception):  # the upload will fail as well, and say so
+        with contextlib.suppress(Exception):  # the upload will also fail, and its error is logged
             known = set(self._store.steps()) if several else known
         with self._changed:
             if self._waiting and self._attempts_left != 0:
@@ -192,7 +194,7 @@ class CheckpointUploader:
     def _upload(self, upload: _Upload) -> None:
         if upload.step < self._start_step:
             raise ConfigError(
-                f"it has a checkpoint of step {self._start_step}, from which the run has not continued",
+                f"this URL has a checkpoint of step {self._start_step}, from which the run has not continued",
                 remedy="start this worker with another URL",
             )
         until_s = time.monotonic() + (self._final_wait_s if upload.is_final else 0.0)

@@ -27,8 +27,8 @@ _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
 
 _BLOCK = 1 << 17
-"""The number of elements in a block, per thread.  With smaller blocks, the calls would take longer than the
-transfers from the third-level cache that they avoid."""
+"""The number of elements in a block, per thread.  Smaller blocks would need more time for additional calls
+than they save in transfers from the third-level cache."""
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
@@ -69,7 +69,8 @@ class FlatGradient:
         device: the device of the vector: the CPU, or that of the first parameter, which is the default.
 
     Raises:
-        ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither.
+        ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
+            these two devices.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ def exchange_device(asked: torch.device | str, own: torch.device) -> torch.devic
         return own
     raise ConfigError(
         f"exchange_device is {asked}; the model is on {own}",
-        remedy='use exchange_device="cpu" for host memory, or leave it out',
+        remedy='use exchange_device="cpu" for host memory, or omit exchange_device',
     )
 
 
@@ -291,7 +292,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     missing = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
     if missing:
         raise ConfigError(
-            f"{len(missing)} trainable parameters are not in any optimizer group, such as {missing[0]!r}",
+            f"the optimizer's groups lack {format_count(len(missing), 'trainable parameter')} of the model, "
+            f"such as {missing[0]!r}",
             remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
         )
     trainable = [(name, p) for name, p in named if p.requires_grad]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from gridtrain.config import BASES
 from gridtrain.core.messages import BASE_FACT, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
 
 FROZEN_KEY = "frozen"
@@ -212,11 +212,12 @@ class FrozenBase:
         held = self._parameters_in(self._model if part is None else part)
         if changed := [name for name, p in held.items() if _sample_bytes(p) != self._samples[name]]:
             raise ConfigError(
-                f"{len(changed)} frozen parameters have changed since the worker joined, such as "
+                f"{format_count(len(changed), 'frozen parameter')} changed after the worker joined, such as "
                 f"{changed[0]!r}; they are not part of the state that other workers receive",
                 remedy="name the parameters that the script changes in grid.optimizer(..., send_frozen=...), "
-                "or register them as buffers; if it calls PEFT's merge_adapter() and unmerge_adapter() to "
-                "evaluate, which rounds the base, evaluate without merging, or on a copy",
+                "or register them as buffers; if the script calls PEFT's merge_adapter() and "
+                "unmerge_adapter() to evaluate, which rounds the base, evaluate without merging, or "
+                "on a copy",
             )
 
     def check_sometimes(self, part: nn.Module | None = None) -> None:

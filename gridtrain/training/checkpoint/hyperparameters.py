@@ -1,6 +1,6 @@
 """An optimizer's hyperparameters (lr, weight_decay, ...), compared in every vote and sent to newcomers.
 
-Workers compare them in every vote, send them to newcomers, and repeat missed steps with them.
+A worker also applies missed steps with them.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def save_model(state: Mapping[str, Any], out: Path, metadata: dict[str, str] | N
     are left out.
 
     Args:
-        metadata: of the file.
+        metadata: the metadata of the file.
 
     Raises:
         ConfigError: `out` cannot be written.
@@ -181,8 +181,8 @@ def keep_earlier(folder: Path, *names: str) -> str:
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
-    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner starts it
-    again, and a model that was deleted here could be the only copy.
+    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner
+    restarts it, and a model that was deleted here could be the only copy.
 
     Raises:
         ConfigError: they cannot be kept.
@@ -206,9 +206,9 @@ def keep_earlier(folder: Path, *names: str) -> str:
 
 
 def keep_earlier_parts(folder: Path, end: str) -> str:
-    """Move the parts and indexes that were written to `folder` at other ends of a run than `end` to folders
-    `earlier-N` below it, each of which has those of one end; return what to append to the message that says
-    where the new part is.
+    """Move the parts and indexes in `folder` that were not written at the run's end `end` to new folders
+    `earlier-N` below `folder`, one for each end; return what to append to the message that says where the new
+    part is.
 
     As with `keep_earlier`, all are kept.
 
@@ -239,7 +239,7 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other worker moves files in `folder`.
 
-    The lock is that of a file, because NFS does not lock folders.
+    The lock is on a file, because NFS does not lock folders.
     """
     with open(folder / ".final.lock", "a", encoding="utf-8") as opened:
         with contextlib.suppress(OSError):  # not all file systems have locks
@@ -340,7 +340,7 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
             remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps, "
-            "or none if it is 0",
+            "or none if this option is 0",
         )
     if step is not None and step not in steps.values():
         known = ", ".join(map(str, sorted(set(steps.values()))))
@@ -420,7 +420,7 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
             partial.unlink(missing_ok=True)
     if damaged := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
         log.warning(
-            "%d of the %d tensors in %s, such as %r, contain NaN: check the run's loss, learning rate "
-            "and data",
+            "there are NaN values in %d of the %d tensors in %s, such as %r: check the run's loss, learning "
+            "rate and data",
             *(len(damaged), len(tensors), out, damaged[0]),
         )

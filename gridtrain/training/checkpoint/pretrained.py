@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from gridtrain.core.messages import Facts
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
 
@@ -74,7 +75,7 @@ class PretrainedLayout:
 
     Attributes:
         texts: the contents of the configuration files, by path in the directory.
-        names: for each file of tensors, their names in the checkpoint by their names in the file.
+        names: for each file of tensors, a map from names in the file to names in the checkpoint.
     """
 
     texts: Mapping[str, str]
@@ -143,8 +144,9 @@ class PretrainedLayout:
 
 
 def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the outermost PEFT or transformers model in `model`, which may wrap it, and the prefix of its
-    names in `model`; None if there is none."""
+    """Return the outermost PEFT or transformers model in `model`, after the prefix of its names in `model`.
+
+    This may be `model` itself.  Returns None if there is no such model."""
     classes = _imported(*_PEFT_MODEL) + _imported(*_TRANSFORMERS_MODEL)
     for name, module in model.named_modules():
         if isinstance(module, classes):
@@ -174,7 +176,8 @@ def adapter_facts(model: nn.Module) -> Facts:
 
     Other models have no such fact.
 
-    It covers what the parameters do not show, such as `lora_alpha`, but not where the base was loaded from.
+    The fact covers what the parameters do not show, such as `lora_alpha`, but not where the base was loaded
+    from.
     """
     found = find_pretrained(model)
     if found is None or not isinstance(found[1], _imported(*_PEFT_MODEL)):
@@ -236,9 +239,8 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
         return None
     if outside := _uncovered(model, layout):
         log.warning(
-            "the model is exported as a plain file, because %s does not have %d trained parameters, "
-            "such as %r",
-            *(type(inner).__name__, len(outside), outside[0]),
+            "the model is exported as a plain file, because %s does not have %s, such as %r",
+            *(type(inner).__name__, format_count(len(outside), "trained parameter"), outside[0]),
         )
         return None
     return layout
@@ -392,7 +394,7 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, and move its files to `folder` when all are complete.
 
     Other files in `folder`, such as a tokenizer's, stay.  Files that an earlier export wrote and this one did
-    not are removed at the end, so that a failure loses no tensors.
+    not write are removed at the end, so that a failure loses no tensors.
     """
     target = folder.resolve()  # "." has no name
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}"

@@ -58,6 +58,7 @@ FETCH_RETRY_AFTER_S = (1.0, 5.0, 25.0)
 
 _MANIFEST = re.compile(r"(model|blocks-\d{3,}-\d{3,})\.json")
 _FILE = re.compile(r"[0-9a-f]{64}\.(json|safetensors)")
+_OLDER_IS_USED = "no action is needed if an older checkpoint can be used"
 _REMEDY = "check the URL, the network and the credentials; see docs/operations.md"
 
 
@@ -141,7 +142,7 @@ def open_url(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it.
 
     Raises:
-        ConfigError: it is not a URL, or a package for its protocol is not installed.
+        ConfigError: `url` is not a URL, or a package for its protocol is not installed.
     """
     if not is_url(url):
         raise ConfigError(
@@ -154,7 +155,7 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        fix = install_command("remote") if url.startswith("s3") else "install the package that it names"
+        fix = install_command("remote") if url.startswith("s3") else "install the package that it requires"
         raise ConfigError(f"{shown_url(url)} cannot be used: {error}", remedy=fix) from None
     except Exception as error:  # an unknown protocol, or settings that the package of the protocol refuses
         raise _unusable_error(url, error) from None
@@ -331,7 +332,7 @@ class RemoteStore:
             if _MANIFEST.fullmatch(name) or _FILE.fullmatch(name)
         ]
         for name in sorted(names, key=lambda name: _MANIFEST.fullmatch(name) is None):
-            with contextlib.suppress(FileNotFoundError):  # another worker removes it as well
+            with contextlib.suppress(FileNotFoundError):  # another worker may also remove it
                 self._files.rm_file(f"{self._folder(step)}/{name}")
         with contextlib.suppress(Exception):  # object stores have no folders, and raise various errors
             self._files.rmdir(self._folder(step))
@@ -354,10 +355,10 @@ class RemoteStore:
             newer_than: the step of the latest complete checkpoint on disk; only a later one is copied.
 
         Returns:
-            its step, even if it was not copied; 0 if there is none.
+            the checkpoint's step, even if the checkpoint was not copied; 0 if there is none.
 
         Raises:
-            ConfigError: it has different settings, or none can be read.
+            ConfigError: the checkpoint has different settings, or no checkpoint can be read.
         """
         first_error: ConfigError | None = None
         try:
@@ -427,13 +428,13 @@ class RemoteStore:
         try:
             self._files.get_file(source, str(path))
         except FileNotFoundError:
-            raise ConfigError(f"{source} is missing", remedy="none is needed") from None
+            raise ConfigError(f"{source} is missing", remedy=_OLDER_IS_USED) from None
         found = StoredFile.of(path)
         if found.sha256 != expected.sha256:
             raise ConfigError(
                 f"{source} has {found.bytes} bytes and the SHA-256 {found.sha256[:12]}; "
                 f"{expected.bytes} bytes and {expected.sha256[:12]} were written",
-                remedy="none is needed",
+                remedy=_OLDER_IS_USED,
             )
 
     def _retried(self, work: Callable[[], T], retry_after_s: Sequence[float]) -> T:

@@ -182,8 +182,8 @@ def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers:
     """Return a 32-byte digest of the state's bits, without copying the state.  It takes about a second per
     gigabyte.
 
-    It is equal on workers that have built the same model.  If a state_dict contains a value that is neither a
-    tensor nor plain data, and therefore cannot be sent, the digest may differ between workers.
+    The digest is equal on workers that have built the same model.  If a state_dict contains a value that is
+    neither a tensor nor plain data, and therefore cannot be sent, the digest may differ between workers.
     """
     values = {
         "parameters": dict(state_parameters(model)),
@@ -416,7 +416,7 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
     if different:
         first = different[0]
         raise RemoteProtocolError(
-            f"{len(different)} {what} differ; the first is {first!r}: "
+            f"{what} differ ({len(different)} in all); the first is {first!r}: "
             f"{described.get(first, 'absent')} in the state, {expected.get(first, 'absent')} on this worker",
             remedy="run the same model code on all workers",
         )

@@ -55,7 +55,7 @@ class StageCheckpointStore:
         report_figures: as in `CheckpointStore`.
         on_written: a function that is called, from a thread, with the folder of each checkpoint of this
             worker's stage that has been written, and with the name of the stage's folder.
-        pretrained: the layout of this worker's model, which replaces the layout of copies from others.
+        pretrained: the layout of this worker's model, which replaces the layout in copies from other workers.
     """
 
     def __init__(
@@ -150,11 +150,12 @@ class StageCheckpointStore:
         self._store(blocks).drop_residual(step)
 
     def write_now(self, blocks: Span, content: CheckpointContent) -> bool:
-        """Write a checkpoint immediately, regardless of the step, because this worker is leaving with the
-        only copy of the stage.
+        """Write a checkpoint immediately, regardless of the step.
 
-        Returns False if the checkpoint cannot be written.  Checkpoints of steps at which all stages write
-        them are kept.
+        Call when this worker leaves with the only copy of the stage.
+
+        Returns False if the checkpoint cannot be written.  Earlier checkpoints of steps
+        at which all stages write one are kept.
         """
         self.wait()
         self._drop_unaligned(blocks)
@@ -178,8 +179,8 @@ class StageCheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _can_keep_refused(self) -> bool:
-        """Whether no checkpoint with different training settings is in the way, because any have been moved
-        (see `checkpoint_store.keep_refused`).  May be called from any thread."""
+        """Move checkpoints with different training settings out of the way (`checkpoint_store.keep_refused`),
+        once; return whether this has succeeded.  May be called from any thread."""
         with self._refused_lock:
             if not self._has_kept_refused:
                 try:
@@ -219,7 +220,7 @@ class StageCheckpointStore:
         log.warning("layers %d to %d are continuing from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
-        """Write a checkpoint of the layers in memory immediately, because the model is partitioned again.
+        """Write a checkpoint of the layers in memory immediately.  Call before the model is repartitioned.
         Raises `OSError` if it cannot be written."""
         if not self.wait(WRITER_TIMEOUT_S):
             raise OSError(f"{self.unfinished} is still being written")
@@ -288,7 +289,8 @@ class StageCheckpointStore:
             is_same = checkpoint_store.matches_facts(facts, self._facts)
             if replace(found, layers=held.layers) != held or not is_same:
                 raise ConfigError(
-                    "it has a different state or different training settings", remedy="none is needed"
+                    "it has a different state or different training settings",
+                    remedy="no action is needed; the next checkpoint is copied, too",
                 )
             if checkpoint_store.read(folder).pretrained != self._pretrained:  # also checks its tensors
                 checkpoint_store.replace_pretrained(folder, self._pretrained)
@@ -305,7 +307,7 @@ class StageCheckpointStore:
         self._report(self.stored_checkpoints())
 
     def discard_after(self, after: int) -> None:
-        """Remove the checkpoints after step index `after`, because the group has abandoned their history."""
+        """Remove the checkpoints after step index `after`, whose history the group has abandoned."""
         self.wait(WRITER_TIMEOUT_S)
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again

@@ -1,6 +1,6 @@
 """The batch sizes that a script requests: the arguments of `Grid.batches` (global_batch_size, accumulate).
 
-batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples of each step
+batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples in each step
 global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` per worker
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gridtrain.errors import ConfigError
 
 MAX_STEP_SAMPLES = 2**31 - 1
-"""The maximum number of samples in a step, of a worker and of all workers: a limit of the protocol."""
+"""The maximum number of samples in a step, for one worker and for all workers together; a protocol limit."""
 
 
 @dataclass(frozen=True, slots=True)

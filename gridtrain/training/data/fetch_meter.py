@@ -88,7 +88,7 @@ class FetchMeter:
         """Wait until the limit allows a read; return how many bytes may be read now, at most `nbytes`.
 
         Raises:
-            BudgetSpent: the budget is used up.
+            BudgetSpent: the budget is exhausted.
         """
         self._follow_limit()
         while (wait_s := self._free_s - self._clock()) > 0:
@@ -107,7 +107,7 @@ class FetchMeter:
 
         Raises:
             DataError: the budget of a whole day is smaller than the file.
-            BudgetSpent: the rest of the budget is smaller.
+            BudgetSpent: the rest of the budget is smaller than the file.
         """
         self._follow_limit()
         what = f"{place} of {format_bytes(nbytes)}, whose fetch cannot be continued later,"

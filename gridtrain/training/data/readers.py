@@ -92,8 +92,8 @@ def _iterable_text(dataset: Any, length: int) -> str:
         raise ConfigError(
             f"the {type(dataset).__name__} yields different samples when it is read again: its first "
             f"{min(length, sampler.DIGEST_SAMPLES)} samples differ, so positions have no meaning",
-            remedy="seed its shuffling and augmentation (in set_epoch, if passes should differ), open its "
-            "source again in __iter__, or use a data set with an index",
+            remedy="seed its shuffling and augmentation (in set_epoch, if passes should differ), reopen "
+            "its source in __iter__, or use a data set with an index",
         )
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
@@ -136,8 +136,9 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Return the weights of `count` micro-batches with which each sample is counted once, in descending
-    order.  The weights are equal if there are no samples."""
+    """Return the weights of `count` micro-batches, in descending order, by which each sample counts once.
+
+    The weights are equal if there are no samples."""
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)

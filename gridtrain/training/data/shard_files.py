@@ -6,7 +6,7 @@
     .parquet, .arrow            compared, then converted in the cache (`shard_rows`)
 
 The cache is a folder that all workers on a machine may share.  Its files are named by their digests, so each
-is fetched once, and the least recently used ones are removed when it is full.
+is fetched once, and the least recently used ones are removed when the cache is full.
 """
 
 from __future__ import annotations
@@ -409,8 +409,7 @@ class ShardCache:
     def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:
         """Remove the least recently used files until `nbytes` more fit.
 
-        Files in use count, but are not removed; only those that other workers are writing may exceed the
-        limit.
+        Files in use count, but are not removed.  Files that other workers are writing may exceed the limit.
 
         Args:
             own: the digest of the file that needs the room, whose lock the caller holds.
@@ -419,7 +418,7 @@ class ShardCache:
         Raises:
             DataError: the cache is too small.
         """
-        with self._locked("room"):  # otherwise `_remove` could find a lock held by another's `_remove`
+        with self._locked("room"):  # otherwise `_remove` could find a lock held by another worker's `_remove`
             files, needed = [], nbytes
             for path in self.folder.iterdir():
                 try:

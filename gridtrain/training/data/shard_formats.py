@@ -139,8 +139,8 @@ def format_named(name: str) -> ShardFormat:
 
 
 def format_of(place: str) -> str:
-    """Return the name of the format that fits a file's name, ignoring a compression suffix; "" if none
-    does."""
+    """Return the name of the format that fits a file's name, ignoring a compression suffix; "" if no
+    format fits."""
     stem = place.lower()
     for suffix in (".gz", ".bz2", ".xz", ".zst"):
         stem = stem.removesuffix(suffix)

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from gridtrain.core.messages import MAX_SHARDS
 from gridtrain.errors import ConfigError, DataError
+from gridtrain.quantities import format_count
 from gridtrain.training.data import token_packing
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
@@ -55,11 +56,11 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set with an index, `dataset[i]`, whose samples are in shards; only a few should be open at the
-    same time.
+    """A data set with an index, `dataset[i]`, whose samples are in shards, of which only a few should be open
+    at the same time.
 
     Attributes:
-        shard_sizes: the number of samples of each shard, at least 1.  The samples of a shard have consecutive
+        shard_sizes: the number of samples in each shard, at least 1.  The samples of a shard have consecutive
             indices.
         description: a text that is equal on workers with the same data.
         failed_reads: the number of failed attempts at reading.
@@ -255,7 +256,8 @@ class _OpenFile:
             ) from None
         if len(self._ranges) != shard.samples:
             raise DataError(
-                f"{place} has {len(self._ranges)} samples, but {shard.samples} according to the index",
+                f"{place} has {format_count(len(self._ranges), 'sample')}, but {shard.samples} according to "
+                "the index",
                 remedy="regenerate the index with `gridtrain data index` and give it to all workers",
             )
 
@@ -270,7 +272,8 @@ class _OpenFile:
             ) from None
         if len(packed) != tokens:
             raise DataError(
-                f"{self._place} has {len(packed)} tokens, but {tokens} according to the index",
+                f"{self._place} has {format_count(len(packed), 'token')}, but {tokens} according to the "
+                "index",
                 remedy="pass the tokenizer with which the index was written, or regenerate the index",
             )
         whole = tokens // length * length

@@ -4,8 +4,8 @@
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
 
 A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
-tokens has 8,192.  The index has the number of tokens in each shard, and therefore the number of its sequences
-for any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
+tokens has 8,192 tokens.  The index has the number of tokens in each shard, and therefore the number of its
+sequences for any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_a_run_that_began_at_an_earlier_step_overwrites_nothing(
     other = Uploads(store, tmp_path / "bert", start_step=50)
     other.uploader.add(save(tmp_path / "bert", 10), MODEL_PART)
     other.uploader.close(WITHIN_S, MAX_FINAL_ATTEMPTS)
-    assert "it has a checkpoint of step 50, from which the run has not continued" in caplog.text
+    assert "this URL has a checkpoint of step 50, from which the run has not continued" in caplog.text
     assert other.figures[-1] >= MAX_FINAL_ATTEMPTS and store.steps() == [50]
 
 

@@ -211,7 +211,7 @@ def test_another_model_is_refused_and_nothing_changes(pair):
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     before = replica_digest(other, optimizer)
     with pytest.raises(
-        RemoteProtocolError, match=r"parameters differ; the first is '0\.bias'.*\(6,\).*\(7,\)"
+        RemoteProtocolError, match=r"parameters differ \(5 in all\); the first is '0\.bias'.*\(6,\).*\(7,\)"
     ):
         restore_state(capture_state(*pair, {}), other, optimizer, {})
     assert replica_digest(other, optimizer) == before
