@@ -48,6 +48,7 @@ from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlap
 from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.running_statistics import RunningStatistics
 from gridtrain.training.skip_report import SkipReport
+from gridtrain.training.tracker_watch import TrackerWatch
 from gridtrain.training.turn_start_state import TurnStartState
 from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
@@ -174,6 +175,7 @@ class GridOptimizer(WrappingOptimizer):
         self.timings: dict[str, float] = {}
         self._stopwatch = _Stopwatch()
         self.wait = wait
+        self._tracker_watch = TrackerWatch(self._trackers)
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None
@@ -411,12 +413,18 @@ class GridOptimizer(WrappingOptimizer):
     def _end_step(self) -> None:
         self._is_applied = True
         self.parameter_watch.record_step()
+        self._tracker_watch.record_step()
+
+    def record_turn(self) -> None:
+        """Record what the script has changed after its step, when it requests its next batch."""
+        self.parameter_watch.record_turn()
+        self._tracker_watch.record_turn()
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and there is no
-        tracked object, such as a scheduler, that the script may still have to step."""
-        return self._is_applied and not self._trackers
+        """Whether the state after a committed step is complete: its update is applied, and the script has
+        stepped the tracked objects, such as a scheduler, that it steps after its steps."""
+        return self._is_applied and self._tracker_watch.has_followed
 
     @property
     def is_unchanged(self) -> bool:

@@ -94,14 +94,16 @@ def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(
     def work(grid: gridtrain.Grid) -> None:
         model = copy.deepcopy(NET)
         optimizer = sgd(grid, model, lr=0.001)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         if tracks:
-            grid.track(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+            grid.track(scheduler=scheduler)
         else:
             optimizer.inner.register_step_post_hook(lambda *_: fail() if grid.step == 5 else None)
         with suppress(Interrupted):
             for step in train_steps(grid, model, optimizer, DATA, batch_size=6, steps=STEPS):
                 if step == 5:
                     return
+                scheduler.step()
 
     def fail() -> None:
         raise Interrupted
@@ -246,6 +248,41 @@ def test_a_loop_that_all_workers_leave_early_keeps_its_model(
         again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=STEPS), every=every)
         assert [each["steps"][0] for each in again] == [8, 8]
         assert caplog.messages.count("the run is continuing from the checkpoint of step 8") == 2
+
+
+@pytest.mark.parametrize(
+    "steps_first", [True, False], ids=["after scheduler.step()", "before scheduler.step()"]
+)
+def test_a_loop_that_all_workers_leave_after_a_step_keeps_its_scheduler(
+    steps_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint after a step in which the scheduler has not been stepped would change the rates."""
+
+    def work(grid: gridtrain.Grid, until: int) -> tuple[int, int, dict[str, Any]]:
+        model = copy.deepcopy(NET)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        grid.track(scheduler=scheduler)
+        first = -1
+        for batch in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+            first = grid.step if first < 0 else first
+            train_batch(model, optimizer, batch)
+            if grid.step == until and not steps_first:
+                break
+            scheduler.step()
+            if grid.step == until:
+                break
+        return first, scheduler.last_epoch, dict(model.state_dict())
+
+    (whole, _) = run(tmp_path / "whole", 2, lambda grid: work(grid, STEPS), every=100)
+    run(tmp_path / "cut", 2, lambda grid: work(grid, 8), every=100, saves_on_leaving=True)
+    again = run(tmp_path / "cut", 2, lambda grid: work(grid, STEPS), every=100)
+    assert [first for first, _, _ in again] == ([8, 8] if steps_first else [0, 0])
+    assert {last for _, last, _ in again} == {STEPS if steps_first else STEPS - 1}
+    if steps_first:
+        states = [state for _, _, state in (whole, *again)]
+        assert all(torch.equal(state[name], whole[2][name]) for state in states for name in state)
 
 
 def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(
