@@ -79,8 +79,8 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
         assert f"stage {stage} of 2 " in reason and "1 worker is present, but 2 are needed" in reason
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
         assert (
-            f"stage {stage} is held only by this worker: step 7 is on this worker's disk; unless another one "
-            "has it, the other workers wait for this worker, or continue from earlier checkpoints"
+            f"stage {stage} is held only by this worker: step 7 is on this worker's disk; unless another "
+            "worker has this state, the others wait for this worker, or continue from earlier checkpoints"
         ) in caplog.messages
         assert "the other workers continue without this worker" not in caplog.text
         seen.owner.directive = AgentDirective()
