@@ -71,16 +71,23 @@ class CoordinatorUnreachable(GridtrainError):
     exit_code = 3
 
 
+DISMISSED = "dismissed"
+"""The code of `JoinRefused` for a member that has delayed the group."""
+
+
 class JoinRefused(GridtrainError):
     """The coordinator refused this worker; programs should evaluate `code`, because the text may change.
 
-    A script that does not catch this error exits with status `exit_code`, as `gridtrain worker` does.
+    A script that does not catch this error exits with status `exit_code`, as `gridtrain worker` does: 4, or
+    1 if the code is `DISMISSED`, so that service managers start the worker again.
     """
 
     exit_code = 4
 
     def __init__(self, code: str, reason: str, *, remedy: str = "") -> None:
         self.code = code
+        if code == DISMISSED:
+            self.exit_code = GridtrainError.exit_code
         super().__init__(reason, remedy=remedy)
 
 

@@ -21,6 +21,7 @@ EVENT_TEXTS = {
     "receiving their model "
     "(possible cause: a script changed the weights of one worker only, such as with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
+    "dismissed": "the group continues without this worker: it %(reason)s",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",

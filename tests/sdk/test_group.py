@@ -233,7 +233,9 @@ def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
     assert outcomes(train, 2, deadlines=IMPATIENT) == [2, 2]
 
 
-def test_the_others_go_on_without_a_worker_that_hangs(outcomes: Any) -> None:
+def test_the_others_go_on_without_a_worker_that_hangs(
+    outcomes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     over = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> int:
@@ -244,7 +246,9 @@ def test_the_others_go_on_without_a_worker_that_hangs(outcomes: Any) -> None:
 
     stayed, hung = outcomes(train, 2, deadlines=IMPATIENT)
     assert stayed == 1
-    assert isinstance(hung, JoinRefused) and hung.code == "dismissed"
+    assert isinstance(hung, JoinRefused) and (hung.code, hung.exit_code) == ("dismissed", 1)
+    text = "the group continues without this worker: it made no progress while other members waited"
+    assert text in caplog.messages
     assert "made no progress while other members waited -> " in str(hung)
 
 

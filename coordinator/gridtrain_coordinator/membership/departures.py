@@ -13,6 +13,7 @@ Other parts decide when to remove a worker: heartbeat timeouts, stalls, bad link
 from __future__ import annotations
 
 from gridtrain.core import messages as m
+from gridtrain.errors import DISMISSED
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -85,7 +86,7 @@ class Departures:
             return [Disconnect(peer)]
         effects = self._remove(worker, reason, event)
         if notify and not self._run.is_finished:
-            effects.append(Send(peer, m.Refused("dismissed", reason, RESTART)))
+            effects.append(Send(peer, m.Refused(DISMISSED, reason, RESTART)))
         return [*effects, Disconnect(peer)]
 
     def replace_process(self, peer: m.PeerId, name: str) -> list[Effect]:

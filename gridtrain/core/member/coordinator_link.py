@@ -13,7 +13,7 @@ from dataclasses import replace
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, Stop, TrainerJoined
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import JoinRefused
+from gridtrain.errors import DISMISSED, JoinRefused
 
 _CARRIES_TERM = (
     m.Welcome,
@@ -97,8 +97,9 @@ class CoordinatorLink:
         """Handle a message that concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
+                told = [LogEvent("dismissed", {"reason": reason})] if code == DISMISSED else []
                 reason = f"this worker {reason}" if reason.startswith("was ") else reason
-                return [Stop(JoinRefused(code, reason, remedy=remedy))]
+                return [*told, Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reachability(address):
                 return [LogEvent("reach", {"address": address})]
             case m.RunStateUpdate(state, reason):
