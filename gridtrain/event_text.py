@@ -59,6 +59,7 @@ SENTENCES = {
     "waiting": "the run is waiting for workers: {reason}",
     "worker_finished": "{name} has reached the end of the run",
 }
+FIRST_STEP = "training starts with {workers}"
 COUNTED = ("workers", "worker"), ("skipped", "step"), ("missed", "step"), ("failed", "attempt")
 
 
@@ -78,5 +79,6 @@ def event_text(event: Mapping[str, Any]) -> str:
         if event.get("at_least"):
             fields["from"] = f"{fields.get('from', '?')} or later"
         can = "can" if event.get("reachable") else "cannot"
-        return SENTENCES[kind].format_map(_Fields(fields, can=can))
+        sentence = FIRST_STEP if kind == "training" and event.get("step") == 0 else SENTENCES[kind]
+        return sentence.format_map(_Fields(fields, can=can))
     return " ".join([kind.replace("_", " "), *(f"{name}={text}" for name, text in fields.items())])

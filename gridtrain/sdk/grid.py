@@ -478,7 +478,7 @@ class Grid:
                     self.report(failed_reads=failed_reads)
                 for batch in batches:
                     tokens.check(batch)
-                yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
+                yield from self._counted(batches, spans, weigh=weigh) if accumulate > 1 else batches
         except DataError:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
             self._session.failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
@@ -695,14 +695,16 @@ class Grid:
         if turns.is_finished and not turns.is_stopped and not was_finished:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
 
-    def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
-        """Yield a step's micro-batches and set the weight of each; the weights of a stand-in batch have no
-        effect."""
+    def _counted(self, batches: Sequence[Any], spans: Sequence[Span], *, weigh: bool) -> Iterator[Any]:
+        """Yield a step's micro-batches and count them; with `weigh`, set the weight of each.  The weights of
+        a stand-in batch have no effect."""
         weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
         wrapped = self._wrapped()
         assert isinstance(wrapped, GridOptimizer)
         for number, batch in enumerate(batches):
-            wrapped.weights.begin_micro_batch(number, weights)
+            if weigh:
+                wrapped.weights.begin_micro_batch(number, weights)
+            wrapped.requested_batches = number + 1
             yield batch
 
 

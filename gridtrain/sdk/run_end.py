@@ -128,13 +128,13 @@ def _warn_of_attempts(model_state: ModelState, failed: Exception | None, left: i
     again = (ATTEMPT_INTERVAL_S, left * ATTEMPT_INTERVAL_S / 60)
     if failed is None:
         log.error(
-            "the checkpoint of the last step is only in this worker's memory: this worker will try again "
+            "the checkpoint of the last step is not on this worker's disk: this worker will try again "
             "every %g s, for %g minutes or until Ctrl-C",
             *again,
         )
         return
     log.error(
-        "%s; the final model is only in this worker's memory; free %s on that disk, or make the folder "
+        "%s; the final model is not on this worker's disk; free %s on that disk, or make the folder "
         "writable: this worker will try again every %g s, for %g minutes or until Ctrl-C",
         failed.reason if isinstance(failed, ConfigError) else failed,
         format_bytes(model_state.export_bytes),

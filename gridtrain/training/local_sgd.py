@@ -188,6 +188,7 @@ class LocalSGDOptimizer(GridOptimizer):
                 remedy="call optimizer.step() once per batch, or once per N batches with "
                 "grid.batches(..., accumulate=N)",
             )
+        self._check_batches()
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:
             self._save_anchor()

@@ -14,6 +14,7 @@ subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import time
@@ -388,8 +389,10 @@ class ModelState(ABC):
 
     @property
     def export_bytes(self) -> int:
-        """The size of what `export` writes, in bytes."""
-        return sum(x.nbytes for x in plain_state(self._exported).values() if isinstance(x, torch.Tensor))
+        """The number of bytes that suffice for what `export` writes, including headers and partial blocks."""
+        state = plain_state(self._exported)
+        contents = sum(len(n) + 100 + x.nbytes for n, x in state.items() if isinstance(x, torch.Tensor))
+        return math.ceil(1.01 * (contents + 4096))  # sufficient even when rounded to three digits
 
     @property
     @abstractmethod

@@ -99,6 +99,7 @@ class GridOptimizer(WrappingOptimizer):
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
             it is `inner`.
+        requested_batches: how many batches of the latest call of `step` the script has requested.
         residual: the gradient that this worker has not sent yet.
         weights: how much this worker's batch counts in a step.
         parameter_watch: whether the script has changed the parameters since the latest step.
@@ -166,7 +167,7 @@ class GridOptimizer(WrappingOptimizer):
         self._compare_next = False
         self._has_exchanged = False
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
-        self.backwards_per_step = 1
+        self.backwards_per_step = self.requested_batches = 1
         self._turn_start: TurnStartState | None = None  # of the latest turn, until its round is over
         self._statistics = RunningStatistics(model)
         self.parameter_watch = ParameterWatch(model, self._flat.parameters)
@@ -273,6 +274,7 @@ class GridOptimizer(WrappingOptimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
+        self._check_batches()
         self.weights.take()
         early = None
         if self._overlapper is not None:
@@ -284,6 +286,16 @@ class GridOptimizer(WrappingOptimizer):
         self._run_attempts(not overflowed, early)
         self._has_exchanged = True
         return not self.last_skipped
+
+    def _check_batches(self) -> None:
+        """Raise `ConfigError` if the script has not requested all batches of this call of `step`."""
+        if self.requested_batches < self.backwards_per_step:
+            raise ConfigError(
+                f"optimizer.step() was called after only {self.requested_batches} of its "
+                f"{self.backwards_per_step} batches had been requested",
+                remedy=f"call optimizer.step() once per {self.backwards_per_step} batches, or remove "
+                f"accumulate={self.backwards_per_step} from grid.batches(...)",
+            )
 
     def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
         """Attempt one step until an attempt is committed; the local gradient stays in flat_N until then.

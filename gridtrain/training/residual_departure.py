@@ -105,13 +105,14 @@ def transfer_residual(
     sent_magnitude = chosen.magnitude_sum if sent else 0.0
     share = sent_magnitude / chosen.total_magnitude_sum
     session.report_figures({"handed_over_mass": sent_magnitude, "handed_over_share": share})
-    log.warning(
-        "%.3g of the residual's magnitude %.3g (%.1f %%) transferred: %s",
-        sent_magnitude,
-        chosen.total_magnitude_sum,
-        100 * share,
-        f"{chosen.entries} entr{'y' if chosen.entries == 1 else 'ies'} to {text}" if sent else text,
-    )
+    if not snapshot.is_finished:  # otherwise, no step needs the residual
+        log.warning(
+            "%.3g of the residual's magnitude %.3g (%.1f %%) transferred: %s",
+            sent_magnitude,
+            chosen.total_magnitude_sum,
+            100 * share,
+            f"{chosen.entries} entr{'y' if chosen.entries == 1 else 'ies'} to {text}" if sent else text,
+        )
     if drop_from_checkpoint is not None and sent is not False:
         drop_from_checkpoint(snapshot.applied + 1)
     # A recipient that has not answered may have all entries, which must then not be added again.

@@ -110,6 +110,7 @@ def test_events_are_sentences() -> None:
         "other workers cannot connect to bert"
     )
     assert event_text({"event": "training", "workers": 1}) == "training continues with 1 worker from step ?"
+    assert event_text({"event": "training", "workers": 2, "step": 0}) == "training starts with 2 workers"
     assert event_text(
         {"event": "step_skipped", "name": "bert", "skipped": 1, "step": 7, "reason": "why"}
     ) == ("bert had unusable gradients in 1 step, the latest near step 7: why")

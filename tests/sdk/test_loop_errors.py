@@ -67,6 +67,19 @@ def a_step_for_each_part_of_one(grid: gridtrain.Grid) -> None:
     list(train_steps(grid, model, optimizer, accumulate=3, steps=6))
 
 
+def an_exchange_for_each_part_of_one(grid: gridtrain.Grid) -> None:
+    model, optimizer = wrapped(grid)
+    for batch in grid.batches(DATA, batch_size=2, steps=6, accumulate=2, weigh=False):
+        backward(model, batch)
+        optimizer.exchange()
+
+
+def a_local_step_for_each_part_of_one(grid: gridtrain.Grid) -> None:
+    model = linear()
+    optimizer = sgd(grid, model, gridtrain.LocalSteps(2, gridtrain.Dense()))
+    list(train_steps(grid, model, optimizer, accumulate=2, steps=6))
+
+
 def step_after_the_end(grid: gridtrain.Grid) -> None:
     model, optimizer = wrapped(grid)
     list(train_steps(grid, model, optimizer, steps=2))
@@ -90,6 +103,7 @@ ONE_STEP = (
     "each batch is one step -> call optimizer.step() once per batch, or once per N batches with "
     "grid.batches(..., accumulate=N)"
 )
+TOO_EARLY = "optimizer.step() was called after only 1 of its 2 batches had been requested"
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
     wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
@@ -97,7 +111,10 @@ ERRORS = {
     forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}",
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
     two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",
-    a_step_for_each_part_of_one: f"optimizer.step() was called twice for the batch of step 1; {ONE_STEP}",
+    a_step_for_each_part_of_one: "optimizer.step() was called after only 1 of its 3 batches had been "
+    "requested -> call optimizer.step() once per 3 batches, or remove accumulate=3 from grid.batches(...)",
+    an_exchange_for_each_part_of_one: f"{TOO_EARLY} -> call optimizer.step() once per 2 batches",
+    a_local_step_for_each_part_of_one: f"{TOO_EARLY} -> call optimizer.step() once per 2 batches",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
     a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "

@@ -155,10 +155,10 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
         result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0)))
         group.wait_for("finished", "left" if is_mended else "model_not_written")
         assert bool(group.coordinator.snapshot()["alert"]) != is_mended
-    lines = [text for text in caplog.messages if "only in this worker's memory" in text]
+    lines = [text for text in caplog.messages if "not on this worker's disk" in text]
     assert lines[0] == (
-        f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is only in "
-        "this worker's memory; free 12 B on that disk, or make the folder writable: this worker will try "
+        f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is not on "
+        "this worker's disk; free 4.36 kB on that disk, or make the folder writable: this worker will try "
         "again every 10 s, for 10 minutes or until Ctrl-C"
     )
     if is_mended:
@@ -201,7 +201,7 @@ def test_the_last_checkpoint_is_written_as_soon_as_there_is_room(
         group.result(group.start(lambda grid, number: train_steps(grid, 1.0), **options))
         group.wait_for("finished", "left")
     assert len(waits_s) == 2 and last.is_dir()
-    assert caplog.text.count("the checkpoint of the last step is only in this worker's memory") == 1
+    assert caplog.text.count("the checkpoint of the last step is not on this worker's disk") == 1
 
 
 def test_a_stop_ends_the_wait_for_room_at_once(new_group: Any, tmp_path: Path) -> None:

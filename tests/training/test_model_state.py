@@ -204,7 +204,8 @@ def test_a_repeated_export_keeps_the_earlier_model_once(
     state.export(tmp_path)
     assert [path.name for path in tmp_path.glob("earlier-*")] == ["earlier-1"]
     assert load_file(tmp_path / "earlier-1" / final.name)["weight"] == 1.0
-    assert load_file(final)["weight"].shape == (1, 2) and state.export_bytes == 12
+    assert load_file(final)["weight"].shape == (1, 2)
+    assert final.stat().st_size + 4095 <= 0.995 * state.export_bytes, "in whole blocks, and when rounded"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_a_repeated_export_keeps_the_earlier_model_once(
     [
         (0, False, "this worker is not a member"),
         (1, False, "there is no other member"),
-        (2, True, "the run has finished"),
+        (2, True, ""),
     ],
 )
 def test_a_residual_that_stays_says_why(
@@ -230,4 +231,5 @@ def test_a_residual_that_stays_says_why(
     )
     left = transfer_residual(session, residual, 1 << 20, None)
     assert left is not None and left.residual_N.tolist() == [1.0] * 4
-    assert caplog.messages == [f"0 of the residual's magnitude 4 (0.0 %) transferred: {text}"]
+    said = f"0 of the residual's magnitude 4 (0.0 %) transferred: {text}"
+    assert caplog.messages == ([said] if text else []), "after the end of the run, nothing is lost"

@@ -63,8 +63,13 @@ class MemberContext:
     @property
     def is_ended_early(self) -> bool:
         """Whether the owner ended the run before all of its steps were completed."""
+        return self.is_declared_finished and not self.is_at_end
+
+    @property
+    def is_declared_finished(self) -> bool:
+        """Whether the coordinator has declared the run finished, so that no other member is needed."""
         is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
-        return is_finished and self.trainer is not None and not self.is_at_end
+        return is_finished and self.trainer is not None
 
     def trainer_joined(self, trainer: TrainerJoined) -> None:
         self.trainer = trainer

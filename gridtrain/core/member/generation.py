@@ -216,7 +216,7 @@ class Generation:
             return math.inf
         if attempts.is_stuck and attempts.rank == ROOT:
             return -math.inf
-        if required.missing and not self._context.is_ended_early:
+        if required.missing and not self._context.is_declared_finished:
             return required.running_deadline_s
         return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
@@ -232,7 +232,7 @@ class Generation:
         if attempts.is_stuck and attempts.rank == ROOT:
             reason = f"attempts at step {step} abort: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
-        if (missing := required.missing) and not self._context.is_ended_early:
+        if (missing := required.missing) and not self._context.is_declared_finished:
             names = ", ".join(peer.hex()[:8] for peer in missing)
             relayed = required.report_relayed(missing)
             return relayed + self._report_stall(missing, 0.0, f"no connection to {names}")

@@ -173,9 +173,11 @@ class CheckpointCopier:
                 self._block = self._outgoing.next_block()
                 if self._block is None:
                     self._give_up()
-        except OSError as error:  # for example, the checkpoint was deleted while it was being sent
-            log.warning("cannot read a checkpoint to copy it to another worker: %s", error)
-            if effect is not None and effect.is_awaited:
+        except OSError as error:
+            is_awaited = effect is not None and effect.is_awaited
+            if is_awaited or not _is_of_removed_folder(error):  # old checkpoints are removed as usual
+                log.warning("cannot read a checkpoint to copy it to another worker: %s", error)
+            if effect is not None and is_awaited:
                 # If the checkpoint is no longer reported, the group stops waiting for it.
                 _in_thread(self._disk.is_intact, effect.checkpoint)
             self._give_up()
@@ -248,6 +250,10 @@ class _IncomingCopy:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _is_of_removed_folder(error: OSError) -> bool:
+    return isinstance(error, FileNotFoundError) and not Path(error.filename).parent.exists()
 
 
 def _in_thread(function: Callable[..., object], *args: object) -> None:

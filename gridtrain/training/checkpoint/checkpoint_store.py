@@ -227,7 +227,7 @@ class CheckpointStore:
         for path in found[:-1]:
             with contextlib.suppress(ConfigError):  # unreadable: its settings are unknown
                 read_header(path)
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` committed steps.  While the previous checkpoint is being
@@ -324,7 +324,7 @@ class CheckpointStore:
             self._own = [path for path in self._own if path != written and path.exists()]  # others were moved
             self._own.append(written)
             while len(self._own) > self._keep:
-                shutil.rmtree(self._own.pop(0), ignore_errors=True)
+                remove(self._own.pop(0))
         except OSError as error:
             if self._failures.add(str(error)):
                 log.error(
@@ -455,6 +455,16 @@ def save(content: CheckpointContent, path: Path) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, if possible, so that no reader finds it without some of its files."""
+    removed = partial_folder(path, ".removed")
+    try:
+        os.rename(path, removed)
+    except OSError:  # it is already removed, or the folder is read-only
+        removed = path
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def read(path: Path) -> Checkpoint:

@@ -100,7 +100,8 @@ class StageCheckpointStore:
                 try:
                     held, facts = checkpoint_store.read_header(path)
                 except ConfigError as error:
-                    log.warning("%s", error)
+                    if path.exists():  # otherwise, another thread has removed an old checkpoint
+                        log.warning("%s", error)
                     continue
                 if checkpoint_store.matches_facts(facts, self._facts):
                     found.append(replace(held, layers=blocks))
@@ -176,7 +177,7 @@ class StageCheckpointStore:
             return
         for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)):
             if checkpoint_store.checkpoint_step(path) % self._every:
-                shutil.rmtree(path, ignore_errors=True)
+                checkpoint_store.remove(path)
 
     def _can_keep_refused(self) -> bool:
         """Move checkpoints with different training settings out of the way (`checkpoint_store.keep_refused`),
@@ -299,7 +300,7 @@ class StageCheckpointStore:
             checkpoint_store.sync_files(folder)
             checkpoint_store.publish_folder(folder, path)
             for old in checkpoint_store.list_checkpoints(path.parent)[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                checkpoint_store.remove(old)
         except (OSError, ConfigError) as error:
             log.warning("a copy of another stage's checkpoint was not stored: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
@@ -314,7 +315,7 @@ class StageCheckpointStore:
         for _, folder in self.stages() if self._can_keep_refused() else ():
             for path in checkpoint_store.list_checkpoints(folder):
                 if checkpoint_store.checkpoint_step(path) > after + 1:
-                    shutil.rmtree(path, ignore_errors=True)
+                    checkpoint_store.remove(path)
 
     def _path(self, blocks: Span, held: CheckpointInfo) -> Path:
         return checkpoint_store.step_folder(self.folder_of(blocks), held.applied + 1)

@@ -438,6 +438,24 @@ def test_a_run_that_its_owner_ends_is_over_for_a_member_that_holds_its_state() -
         assert (worker.core.deadline_s == float("inf")) == ended, "a connection is not missed any more"
 
 
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_after_the_end_of_a_run_a_lost_connection_is_no_stall(is_declared: bool) -> None:
+    """Until the coordinator declares the end, another member may still need the last decision."""
+    worker = Worker()
+    at_end = m.LedgerState(consumed=SETUP.ledger.size)
+    members = [m.Member(A, "a", "", 4, False), m.Member(ME, "m", "", 4, False)]
+    worker.install(1, members, ledger=at_end)
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    assert worker.core.is_finished and not worker.core.is_ended_early
+    if is_declared:
+        worker.say(m.RunStateUpdate("finished", "2 workers reached the end of the run"))
+    worker.hear(io.PeerDisconnected(A, "it has left"))
+    assert (worker.core.deadline_s == float("inf")) == is_declared
+    stalls = sent_messages(worker.core.tick(min(worker.core.deadline_s, 100.0)))
+    assert [type(each) for each in stalls] == ([] if is_declared else [m.RoundStalled])
+
+
 def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_the_start() -> None:
     worker = Worker()
     worker.view(1, a="")

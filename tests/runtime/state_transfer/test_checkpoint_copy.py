@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import threading
 from dataclasses import replace
@@ -150,11 +151,17 @@ def test_another_generation_or_a_broken_connection_ends_a_copy(tmp_path: Path) -
     assert sent_by(copies, transport) == [] and copies.due_s == float("inf")
 
 
-def test_a_missing_checkpoint_is_not_sent(tmp_path: Path) -> None:
-    disk, transport = Disk(tmp_path), RecordingTransport()
-    (tmp_path / FILES[0]).unlink()
+@pytest.mark.parametrize("is_pruned", [True, False])
+def test_a_missing_checkpoint_is_not_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_pruned: bool
+) -> None:
+    """The next checkpoint is copied instead of one that was pruned, so that is no reason for a warning."""
+    (tmp_path / "step").mkdir()
+    disk, transport = Disk(tmp_path / "step"), RecordingTransport()
+    shutil.rmtree(disk.folder) if is_pruned else (disk.folder / FILES[0]).unlink()
     copies = CheckpointCopier(disk, None, 10**8)
     assert sent_by(copies, transport) == [] and copies.due_s == float("inf")
+    assert len(caplog.messages) == (0 if is_pruned else 1)
 
 
 def test_a_copy_with_a_gap_is_not_kept(tmp_path: Path) -> None:

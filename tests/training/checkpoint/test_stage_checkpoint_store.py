@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,3 +257,44 @@ def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     store.claim()
     store.release()
     assert not any(path.exists() for path in begun) and whole.exists()
+
+
+@pytest.mark.parametrize("is_pruned", [True, False])
+def test_a_checkpoint_that_is_pruned_while_checkpoints_are_listed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_pruned: bool
+) -> None:
+    store = store_in(tmp_path)
+    for step in (10, 20):
+        write(store, BLOCKS, step)
+    first, read_header = step_folder(store.folder_of(BLOCKS), 10), checkpoint_store.read_header
+
+    def read_late(path: Path) -> Any:
+        if path == first and is_pruned:
+            checkpoint_store.remove(path)
+        elif path == first:
+            (path / "state.json").unlink()
+        return read_header(path)
+
+    monkeypatch.setattr(checkpoint_store, "read_header", read_late)
+    assert [info.applied for info in store.stored_checkpoints()] == [19]
+    assert [text.partition(" cannot be read")[0] for text in caplog.messages] == (
+        [] if is_pruned else [f"the checkpoint {first}"]
+    )
+
+
+def test_a_checkpoint_is_removed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader must not find a folder in which some files are already missing."""
+    store, listed = store_in(tmp_path), list[int]()
+    rmtree = shutil.rmtree
+
+    def list_and_remove(path: Path, **options: Any) -> None:
+        if path.exists():
+            listed.append(len(checkpoint_store.list_checkpoints(store.folder_of(BLOCKS))))
+        rmtree(path, **options)
+
+    for step in (10, 20, 30):
+        write(store, BLOCKS, step)
+    monkeypatch.setattr(shutil, "rmtree", list_and_remove)
+    write(store, BLOCKS, 40)
+    store.discard_after(29)
+    assert listed == [3, 2] and len(list(store.folder_of(BLOCKS).iterdir())) == 2
