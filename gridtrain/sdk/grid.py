@@ -579,8 +579,8 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """Return a `torch.amp.GradScaler` whose scale stays equal on all workers, including newcomers;
-        not available for a pipeline."""
+        """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including
+        newcomers; not available for a pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
         made = GridScaler(**kwargs)

@@ -205,7 +205,7 @@ class TwoPhaseCommit:
         return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         self._last_progress_s = {
             rank: extend_start(last_s, self.timeout_s, until_s)
             for rank, last_s in self._last_progress_s.items()

@@ -252,7 +252,7 @@ class Generation:
         return self.stragglers.late_s(self._means.awaited_ranks)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         self.attempts.extend_timeouts(until_s)
         self.stragglers.extend_timeouts(until_s)
         self.incoming_state.forwarding.extend_timeouts(until_s)
