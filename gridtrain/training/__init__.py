@@ -5,7 +5,7 @@
         -> worker_residual: keeps what was not sent; the update -> p.grad -> the user's optimizer
 
 All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
-overlap_trial decides whether overlap saves time, and grad_scaler keeps the loss scale equal on all workers.
+overlap_trial decides whether overlap saves time, and grad_scaler makes workers share the loss scale.
 
 Before joining, model_check refuses a model or data that cannot work.
 

@@ -21,7 +21,7 @@ is derived from its own intervals."""
 
 INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 """A worker's timeout as a multiple of its longest heartbeat interval; the factor that reduces this interval
-with each heartbeat, so that it matters for more than an hour; and the largest interval recorded."""
+with each heartbeat, so it matters for more than an hour; and the largest interval recorded."""
 
 JOIN_WAIT_S = 0.25
 """The shortest wait for the Join that a worker, but not its agent, sends first over a restored connection."""

@@ -77,7 +77,7 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message for the next step in this generation arrived, which proves the commit (commit rule 3)."""
+    """A message for the next step in this generation arrived; this proves the commit (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class Stragglers:
         self._requested.clear()
 
     def trainer_returned(self, now_s: float) -> None:
-        """Record that the trainer is ready to take part again, after it has applied the missed steps."""
+        """Record that the trainer is ready to take part again after it has applied the missed steps."""
         self._returned_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
