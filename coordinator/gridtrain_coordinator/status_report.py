@@ -68,7 +68,7 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
 
 
 def redact_addresses(snapshot: dict[str, Any]) -> None:
-    """Remove the members' addresses, which only the operator may see."""
+    """Remove the members' addresses: only the operator may see them."""
     for member in snapshot["members"]:
         member["address"] = ""
     for event in snapshot["events"]:

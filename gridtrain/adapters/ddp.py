@@ -14,7 +14,7 @@ them.  There is no coordinator, no process can join, and a process that dies end
 DDP rebuilds its buckets after the first step, in the order in which gradients became ready.  Residuals
 therefore belong to parameters: when a bucket's parameters change, their residuals move with them.
 
-A gradient that is not finite on one process makes the whole bucket NaN on all processes, so that GradScaler
+A gradient that is not finite on one process makes the whole bucket NaN on all processes, so GradScaler
 skips the step everywhere; no residual changes in that step.  Residuals hold unscaled gradients, because the
 scale changes from step to step; pass the scaler to `GTopKState` for this reason.
 """

@@ -24,9 +24,9 @@ class GridLoader:
     `iter`.
 
     Args:
-        steps: the number of calls of `optimizer.step` in the whole run; with `LocalSteps(every=H)`, a
+        steps: the number of calls to `optimizer.step` in the whole run; with `LocalSteps(every=H)`, a
             multiple of H.
-        accumulate: the number of batches per call of `optimizer.step`.
+        accumulate: the number of batches per call to `optimizer.step`.
         options: the other arguments of `grid.batches`: batch_size or global_batch_size, collate_fn, seed, ...
     """
 

@@ -80,7 +80,7 @@ class Blueprint:
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
         reset: whether `reset_parameters` is called at all; not needed if `init` sets every value.
         pretrained: a `PretrainedLayout` as JSON, for the folder that an export of all stages writes.
-        facts: properties that the parameters do not show, and that must be the same on all workers.
+        facts: properties that the parameters do not show; they must be the same on all workers.
 
     Raises:
         ConfigError: the model's tensors are not on the meta device, the model is not a chain of blocks, or

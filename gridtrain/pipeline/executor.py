@@ -159,7 +159,7 @@ class _StepExecution:
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Return whether this micro-batch's backward pass is the next action, so that its forward pass need
+        """Return whether this micro-batch's backward pass is the next action; if so, its forward pass need
         not be repeated."""
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
@@ -259,7 +259,7 @@ def _decode_payload(
 def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> None:
     """Replace all copies of tied parameters with the copy of the lowest stage, bit for bit.
 
-    This is needed if a parameter's update depends on more than its own gradient, so that the stages' copies
+    This is needed if a parameter's update depends on more than its own gradient, so the stages' copies
     would diverge: a sparse exchange selects different elements in each stage, and a ring of three or more
     replicas adds in an order that depends on the position in the flat vector.
 

@@ -70,7 +70,7 @@ class HeldStage:
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
         self._lost_magnitude = 0.0
-        self.is_in_step = False  # from the call of `Pipeline.step` until it returns
+        self.is_in_step = False  # from the call to `Pipeline.step` until it returns
         self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:

@@ -2,7 +2,7 @@
 
     nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
     Sequence                  its members, which may also be functions
-    any other module          the parts named in `split_at`, if its forward only calls them
+    any other module          the parts named in `split_at`, if its `forward` does nothing but call them
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 

@@ -38,7 +38,7 @@ class Profile:
     """The result of `profile`.
 
     Attributes:
-        layers: the costs of each block, at this machine's speed.
+        layers: each block's costs, as measured on this machine.
         boundaries: the specs of the blocks' outputs; `boundaries[i]` describes the output of block i.
         input_bytes: the size of the model's input, per sample.
         samples: the number of samples in the example.

@@ -139,7 +139,7 @@ class Stage:
         Args:
             m: the number of the micro-batch, which must increase from call to call.
             received: the values from the previous stage, which must match `input`.
-            backward_follows: whether the next call is m's backward pass, so that the forward pass need not
+            backward_follows: whether the next call is m's backward pass; if so, the forward pass need not
                 be repeated.
 
         Raises:

@@ -74,7 +74,7 @@ class ActivationSendBuffer:
         return ActivationSender(rank, to_rank, len(self._pieces))
 
     def apply(self, effect: BufferEffect) -> None:
-        raise LocalProtocolError(f"{type(effect).__name__} is not an effect of ActivationSender")
+        raise LocalProtocolError(f"ActivationSender returned an unexpected effect: {type(effect).__name__}")
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         piece, self._pieces[slot.slice] = self._pieces[slot.slice], None
@@ -116,7 +116,9 @@ class ActivationReceiveBuffer:
                     self._buffers = _join_pieces(self._pieces, source.rank)
                     self._pieces = {}
             case _:
-                raise LocalProtocolError(f"{type(effect).__name__} is not an effect of ActivationReceiver")
+                raise LocalProtocolError(
+                    f"ActivationReceiver returned an unexpected effect: {type(effect).__name__}"
+                )
 
     def take_buffers(self) -> list[memoryview]:
         buffers, self._buffers = self._buffers, None
@@ -279,7 +281,7 @@ class StageSummaryBuffer:
                     )
                 self._payloads[rank] = bytes(payload)
             case _:
-                raise LocalProtocolError(f"{type(effect).__name__} is not an effect of AllGather")
+                raise LocalProtocolError(f"AllGather returned an unexpected effect: {type(effect).__name__}")
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[slot.segment]

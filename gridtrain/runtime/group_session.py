@@ -432,7 +432,7 @@ class GroupSession:
 
     @property
     def _is_exchange_chosen_for_it(self) -> bool:
-        """Whether the coordinator chooses the exchange, so that no round can begin before the choice."""
+        """Whether the coordinator chooses the exchange; if so, no round can begin before the choice."""
         choices = self._joined.neighbours_by_exchange if self._joined is not None else {}
         return bool(choices) and "" not in choices
 

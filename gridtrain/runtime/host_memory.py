@@ -1,4 +1,4 @@
-"""The free memory on this host or, in a container, within the container's limit (cgroup)."""
+"""The free memory on this host or, in a container, within the container's cgroup limit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """`grid.batches`: divides a turn's samples over `step()` calls; handles stand-ins, pauses and missed calls.
 
 A call without samples of its own gets the latest samples, or the first of the data set, as a stand-in that is
-not counted.  A loop that misses a call of `step()` gets an error.
+not counted.  A loop that misses a call to `step()` gets an error.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written
-     yield spans                one item for each call of `optimizer.step` in the turn
+     yield spans                one item for each call to `optimizer.step` in the turn
 the agent requests a pause  --> ModelState.rest, PauseController.pause, and the next turn after it
 the run has ended           --> stop; `is_finished`
 """
@@ -69,18 +69,18 @@ class Turns:
         single = SingleSampleBatches(trainer.model, batch_size_is_one=sizes.is_one) if is_whole else None
         self._allow_single_samples = single.allow if single else nullcontext
         self._full_share = 0  # this worker's share of a full step, in samples
-        self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
+        self._pending: deque[Spans] = deque()  # of the turn, for the next calls to step()
         self._computed: Spans = ()  # the positions of the latest turn
         self._rollback = TurnRollback(trainer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = self.feeds_loader = False
 
     def __iter__(self) -> Iterator[Sequence[Span]]:
-        """Yield this worker's positions in the data for each call of `optimizer.step`, or stand-in positions
+        """Yield this worker's positions in the data for each call to `optimizer.step`, or stand-in positions
         if it has no samples.
 
         Raises:
-            ConfigError: the number of calls of `step` differs from the number of batches.
+            ConfigError: the number of calls to `step` differs from the number of batches.
         """
         # At least two samples, so that batch norm has statistics.
         stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._sizes.batch_size // self._calls))),)
@@ -224,7 +224,7 @@ def _pending_spans(snapshot: WorkerSnapshot) -> Spans:
 
 
 class TurnRollback:
-    """Restores what the script changed after a dropped step, before its worker pauses.
+    """Before a worker pauses, restores what its script changed after a dropped step.
 
         optimizer.step()    the agent requests a pause before an attempt can begin: the step is dropped
         scheduler.step()    the script is not informed, and continues as after any step
@@ -241,7 +241,7 @@ class TurnRollback:
         self._is_dropped = False
 
     def begin_turn(self, *, saves_now: bool) -> None:
-        """Begin a turn; `saves_now` is set if the turn has several calls, so that the script changes state
+        """Begin a turn; `saves_now` is set if the turn has several calls, so the script changes state
         before the last call."""
         self._restore = self._capture() if saves_now else None
 

@@ -5,7 +5,7 @@
     gridtrain.join()      transport, GroupSession (I/O thread) --> Grid (see `join`)
     grid.optimizer(...)   GridOptimizer or LocalSGDOptimizer, and WholeModelState for checkpoints and residual
     grid.pipeline(...)    Pipeline, and StageModelState
-    grid.batches(...)     Turns: one item for each call of `optimizer.step`, until the run has ended
+    grid.batches(...)     Turns: one item for each call to `optimizer.step`, until the run has ended
 
     grid = gridtrain.join()
     optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(density=0.01, momentum=0.9))
@@ -170,7 +170,7 @@ class Grid:
 
     @property
     def calls_per_step(self) -> int:
-        """The number of calls of `optimizer.step` in one step: H with `LocalSteps(every=H)`, otherwise 1.
+        """The number of calls to `optimizer.step` in one step: H with `LocalSteps(every=H)`, otherwise 1.
 
         Raises `ConfigError` before the optimizer is wrapped.
         """
@@ -579,8 +579,8 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """Return a `torch.amp.GradScaler` whose scale stays equal on all workers, including newcomers;
-        not available for a pipeline."""
+        """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including
+        newcomers; not available for a pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
         made = GridScaler(**kwargs)
@@ -686,7 +686,7 @@ class Grid:
 
     @closed_at_exit
     def _run_turns(self) -> Generator[Sequence[Span], None, None]:
-        """Yield this worker's spans for each call of `optimizer.step`; export the model at the end of the
+        """Yield this worker's spans for each call to `optimizer.step`; export the model at the end of the
         run."""
         turns, model_state = self._turns, self._model_state
         assert turns is not None and model_state is not None
@@ -713,6 +713,6 @@ def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None)
     if overlap is not None:
         raise ConfigError(
             'overlap was set with exchange="auto", but buckets depend on the chosen exchange',
-            remedy='choose an exchange, such as the one that a run with exchange="auto" has chosen',
+            remedy='choose an exchange, such as the one chosen by a run with exchange="auto"',
         )
     return replace(auto, density=None, sparse=False) if "betas" in inner.defaults else auto

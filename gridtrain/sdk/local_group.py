@@ -46,7 +46,7 @@ class LocalGroup:
     """A coordinator in a thread, and workers that call `join`, as a context manager.
 
     At the end of the `with` block the coordinator stops, and so does every worker that has not left: a
-    waiting call of a `Grid` raises `EndpointKilled`.
+    waiting call to a `Grid` raises `EndpointKilled`.
 
     Args:
         min_workers: the number of workers that the run needs to start.
@@ -181,7 +181,7 @@ def local(
     such as `from_pretrained` of transformers, before `local` or under a lock.
 
     Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
-    of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
+    to their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
     seconds keeps running in its thread.
 
     Raises `ConfigError` if `workers` is not a positive integer.

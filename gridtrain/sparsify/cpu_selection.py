@@ -17,7 +17,7 @@ computed first, otherwise from the last step, whose threshold is too low while a
 
 Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
 as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are
-not finite are therefore among the selected entries, so that the caller can detect them there.
+not finite are therefore among the selected entries, so the caller can detect them there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ThresholdHint:
 
     Attributes:
         bits: the bits of the threshold as a float32; 0 if there is no threshold yet.
-        misses: the number of times that the threshold was too high, so that a second pass was needed.
+        misses: the number of times that the threshold was too high and a second pass was needed.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class PreparedState:
     Attributes:
         payload: the payload that this worker sends; its indices are relative to `start`.
         decoded: the entries to which the payload decodes.
-        skip: whether the accumulated values cannot be sent, so that the payload is empty and the state must
+        skip: whether the accumulated values cannot be sent; if so, the payload is empty and the state must
             not change.
         new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
             if `skip`, and new_u_N is also None without momentum.

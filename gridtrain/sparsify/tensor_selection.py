@@ -182,7 +182,7 @@ def key_indices(keys_C: Tensor) -> Tensor:
 def sum_terms(terms: AccumulationTerms) -> Tensor:
     """Compute and return acc_N, with one pass per operation.
 
-    `alpha=` is not used, because it fuses the multiplication and the addition, so that the result is rounded
+    `alpha=` is not used, because it fuses the multiplication and the addition, so the result is rounded
     only once.
     """
     added = terms.gradient_N

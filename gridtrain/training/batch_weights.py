@@ -30,8 +30,8 @@ class BatchWeights:
 
     def __init__(self, weigh_by: str, flat: FlatGradient, session: GroupSession) -> None:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
-        self._counts: list[float] = []  # one per call of `add` since the latest call of `step`
-        self._counted = 0.0  # in this turn, up to the latest call of `step`
+        self._counts: list[float] = []  # one per call to `add` since the latest call to `step`
+        self._counted = 0.0  # in this turn, up to the latest call to `step`
         self._fraction = 1.0  # of the micro-batch's samples, the part that counts in this micro-batch
 
     def begin_turn(self) -> None:
@@ -43,7 +43,7 @@ class BatchWeights:
 
         The accumulated gradient is scaled so that each micro-batch has its weight.  The last factor, at most
         1 if weights never increase, is applied in the step, so that a clipped gradient stays clipped.  In a
-        run that weights by tokens, `add` scales gradients before the loop can clip them.
+        run whose steps are weighted by tokens, `add` scales gradients before the loop can clip them.
         """
         self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
         if self.weigh_by == "samples":
@@ -52,10 +52,10 @@ class BatchWeights:
 
     def add(self, count: int) -> int:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; return the
-        number of micro-batches since the latest call of `step`."""
+        number of micro-batches since the latest call to `step`."""
         if self.weigh_by == "samples":
             raise ConfigError(
-                "grid.weigh was called in a run that weights by samples",
+                "grid.weigh was called in a run whose steps are weighted by samples",
                 remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
             )
         if not 0 <= count <= _MAX_COUNTED:
@@ -83,7 +83,7 @@ class BatchWeights:
         if not self._counts:
             error = ConfigError(
                 "optimizer.step() was called for a batch without a weight",
-                remedy="call grid.weigh(tokens) for each batch, before optimizer.step()",
+                remedy="call grid.weigh(tokens) for each batch before optimizer.step()",
             )
             self._session.close(error.reason)  # so that the others do not wait for the end of this script
             raise error
@@ -93,7 +93,7 @@ class BatchWeights:
 
     def plan_by_counts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with counted tokens in place of samples; wait for the other members' counts.
-        Returns `plan` itself in a run that weights by samples, or if a count is not known in time."""
+        Returns `plan` itself if steps are weighted by samples or a count is not known in time."""
         if self.weigh_by == "samples":
             return plan
         count = round(self._counted) if plan.samples else 0

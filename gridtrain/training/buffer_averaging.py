@@ -64,7 +64,7 @@ class BufferAveraging:
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
     def apply(self, buffer: DenseRingBuffer) -> None:
-        """Load the contributors' average of float buffers and rank 0's integer buffers, after the commit."""
+        """After the commit, load the contributors' average of float buffers and rank 0's integer buffers."""
         buffers = model_buffers.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
         sums_N, members, heads, words_M = np.split(buffer.update, (n, n + 1, n + 1 + _HEAD * len(buffers)))

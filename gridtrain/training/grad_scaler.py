@@ -1,4 +1,4 @@
-"""A GradScaler (mixed precision, fp16) whose scale stays equal on all workers.
+"""A GradScaler (mixed precision, fp16) whose scale is the same on all workers.
 
 If worker A overflows and worker B does not, the group skips the step on both, and both must reduce the scale:
 

@@ -1,4 +1,4 @@
-"""Finds the workers whose learning rate or other optimizer settings differ, after an aborted step.
+"""After an aborted step, finds the workers whose learning rate or other optimizer settings differ.
 
 A digest of the optimizer settings is part of every vote, so that a step with different settings never
 commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
@@ -43,7 +43,8 @@ class _HyperparameterBuffer(DenseRingBuffer):
 
 
 def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
-    """In a retry, return a buffer with this worker's row and zeros elsewhere; in the first attempt, None."""
+    """Return a buffer with this worker's row of settings and zeros in the other rows; None in the first
+    attempt."""
     if plan.attempt == 0:
         return None
     body = (

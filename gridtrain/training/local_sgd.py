@@ -54,7 +54,7 @@ _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "a
 class OuterOptimizer(WrappingOptimizer):
     """Applies a committed update to the parameters; its state is the same on all workers.
 
-    Its groups are those of the inner optimizer, so that learning rates are sent and compared as usual; its
+    Its groups are those of the inner optimizer, so learning rates are sent and compared as usual; its
     state is the velocity: (n,) float32, absent without momentum.
 
     Args:
@@ -119,7 +119,7 @@ class OuterOptimizer(WrappingOptimizer):
 
 
 class LocalSGDOptimizer(GridOptimizer):
-    """A `GridOptimizer` that exchanges once every `exchange.every` calls of `step`.
+    """A `GridOptimizer` that exchanges once every `exchange.every` calls to `step`.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
     `backward()` and `step`, as you would when training alone.
@@ -127,7 +127,7 @@ class LocalSGDOptimizer(GridOptimizer):
     It takes the arguments of `GridOptimizer`, but `clip_norm` must be None.  It has the attributes of
     `GridOptimizer`, and:
         replicated: the outer optimizer.
-        local_calls: the number of calls of `step` since the last exchange.
+        local_calls: the number of calls to `step` since the last exchange.
     """
 
     shares_scale = False

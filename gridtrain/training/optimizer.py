@@ -113,8 +113,8 @@ class GridOptimizer(WrappingOptimizer):
     """
 
     delay = 0  # `LedgerSpec.delay`
-    shares_scale = True  # whether a GradScaler's scale has to be equal on all workers
-    local_calls = 0  # calls of `step` in this turn that have not exchanged yet
+    shares_scale = True  # whether a GradScaler's scale must be the same on all workers
+    local_calls = 0  # calls to `step` in this turn that have not exchanged yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
     def __init__(
@@ -229,11 +229,11 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self._apply()
 
-    # -- turns: the calls of `step` in one step of the run -------------------------------------------
+    # -- turns: the calls to `step` in one step of the run -------------------------------------------
 
     @property
     def calls_per_turn(self) -> int:
-        """The number of calls of `step` in one step of the run."""
+        """The number of calls to `step` in one step of the run."""
         return 1
 
     def begin_turn(self, calls_with_samples: int) -> None:

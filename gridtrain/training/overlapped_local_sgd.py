@@ -15,7 +15,7 @@ steps later.  They are applied at the same local step on all workers, so a run i
 Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
 and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
-Between two turns the parameters are the anchor, so that states, checkpoints and comparisons work as in
+Between two turns the parameters are the anchor, so states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
 If round r is aborted, it is repeated after step t.
 """

@@ -41,7 +41,7 @@ class ParameterWatch:
         self._changes_after_steps: bool | None = None  # whether a turn has; None before the first one ends
 
     def record(self) -> None:
-        """Record the parameters, before the script can change them."""
+        """Record the parameters before the script can change them."""
         self._recorded = self._read()
 
     def record_step(self) -> None:

@@ -21,7 +21,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy the statistics, before a step."""
+        """Copy the statistics; call this method before each step."""
         buffers = [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
         if [id(buffer) for buffer in buffers] != [id(buffer) for buffer, _ in self._saved]:
             self._saved = [(buffer, buffer.clone()) for buffer in buffers]

@@ -95,7 +95,7 @@ class SingleValueNorms:
                 _set_class(norm, norm.__class__)
 
     def _replace(self, norm: nn.Module, kind: type[nn.Module]) -> None:
-        """Set a norm's own class to `kind`, and its class to the one that trains on single values."""
+        """Set a norm's own class to `kind`, and its class to the class that trains on single values."""
         if kind.forward is _BatchNorm.forward and kind not in self._kinds:
             own = property(lambda norm: kind, self._replace)
             contents = {"__class__": own, **self._contents}
@@ -149,7 +149,7 @@ class SingleSampleBatches:
     """A model's batches of one sample in data-parallel training.
 
     Args:
-        batch_size_is_one: whether all batches have one sample, so that batch norms raise `ConfigError`.
+        batch_size_is_one: whether all batches have one sample; if so, batch norms raise `ConfigError`.
     """
 
     def __init__(self, model: nn.Module, *, batch_size_is_one: bool) -> None:

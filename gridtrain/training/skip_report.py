@@ -46,7 +46,7 @@ class SkipReport:
         remedy = own_remedy if is_own else "; gridtrain status names that worker"
         log.log(
             logging.WARNING if is_own else logging.INFO,
-            "step %d is skipped by all workers: %s gradient is not finite, or too large to be summed%s%s",
+            "all workers skipped step %d because %s gradient is not finite or is too large to be summed%s%s",
             step + 1,
             whose,
             again,

@@ -180,7 +180,7 @@ def test_another_protocol_version_is_refused() -> None:
 
 
 def test_another_protocol_is_an_invalid_answer() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent an invalid answer: no msgpack"):
+    with pytest.raises(RemoteProtocolError, match="sent an invalid response: no msgpack"):
         request_status([TransportViolation(None, "no msgpack")])
 
 

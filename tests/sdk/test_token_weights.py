@@ -249,7 +249,7 @@ def test_options_that_do_not_allow_weights_by_tokens_are_refused(options: dict[s
     [
         ("tokens", None, "a batch without a weight"),
         ("tokens", -1, "is -1"),
-        ("samples", 1, "weights by samples"),
+        ("samples", 1, "weighted by samples"),
     ],
 )
 def test_a_missing_or_invalid_count_is_reported(weigh_by: str, count: int | None, says: str) -> None:

@@ -16,7 +16,7 @@ def test_a_worker_logs_that_its_gradient_is_not_finite(caplog: pytest.LogCapture
         report.record_skipped(7, is_own=True)
         report.record_skipped(9, is_own=False)
     own, others = caplog.records
-    assert own.levelno == logging.WARNING and "step 8 is skipped" in own.message
+    assert own.levelno == logging.WARNING and "all workers skipped step 8" in own.message
     assert "this worker's gradient is not finite" in own.message
     assert others.levelno == logging.INFO and "another worker's gradient is not finite" in others.message
     assert report.total == 2 and figures == {"own_skipped_steps": 1.0}
@@ -39,4 +39,4 @@ def test_the_first_skipped_step_of_a_worker_is_logged_after_many_of_others(
     for step in range(10):
         report.record_skipped(step, is_own=step == 9)
     (record,) = caplog.records
-    assert record.message.startswith("step 10 is skipped by all workers: this worker's gradient")
+    assert record.message.startswith("all workers skipped step 10 because this worker's gradient")

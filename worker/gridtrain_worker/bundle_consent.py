@@ -197,7 +197,8 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
 
 
 def _is_fetched(path: Path, files: Path) -> bool:
-    """Return whether the path is a link in the bundle's folder, which only `fetch_data_file` creates."""
+    """Return whether the path is a symbolic link in the bundle's folder; only `fetch_data_file` creates such
+    links."""
     return path.is_symlink() and path.is_relative_to(files)
 
 

@@ -148,7 +148,7 @@ class TerminalConsole(Console):
         self._stream = stream
         self._live = ""
         self._drawn = ""  # the live line on the screen
-        self._mid_line = False  # whether the script's last line is incomplete, so that nothing may follow it
+        self._mid_line = False  # whether the script's last line is incomplete; if so, nothing may follow it
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Decides how often to back up the coordinator's state and how many backups to keep; restores a backup.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
-    journal.sqlite                 SQLite's online copy
-    coordinator.key  operator.key  0600: with a backup, anyone can impersonate the coordinator
+    journal.sqlite                 a copy made with SQLite's online backup API
+    coordinator.key  operator.key  mode 0600; anyone who has a backup can impersonate the coordinator
     .backup.partial                while a backup is being written; renamed once it is on disk
 
 gridtrain coordinator --backup-to FOLDER                     the running coordinator

@@ -170,9 +170,10 @@ class CatchUp:
         self._announced = tuple(known for known in self._announced if known != peer)
 
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
-        """Return whether the snapshot step is late, so that the nearer `step` replaces it.
+        """Return whether the chosen snapshot step is overdue and `step`, which is nearer, should replace it.
 
-        Forgets the step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
+        Clears the chosen step once the group has reached it; until then, returns True at most once per
+        `SNAPSHOT_LATE_S`.
         """
         if self._snapshot_step is None or latest >= self._snapshot_step[0]:
             self._snapshot_step = None  # the snapshots have been taken

@@ -267,7 +267,7 @@ class Membership:
         return effects, m.OperatorReply(f'the run "{run.name}" {text}{paused}')
 
     def _describe_pending_end(self, now_s: float) -> str:
-        """Return when and how the run ends, after its owner has ended it."""
+        """Return when and how the run ends after its owner has ended it."""
         run = self.run
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return pending

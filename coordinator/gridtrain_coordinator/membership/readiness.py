@@ -219,7 +219,7 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Return whether the worker is busy, not waiting for bytes, so that the source is not at fault."""
+        """Return whether the worker is busy, not waiting for bytes; if so, the source is not at fault."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 

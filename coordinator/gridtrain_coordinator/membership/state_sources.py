@@ -68,7 +68,7 @@ class StateSources:
         Args:
             holders: members that hold the state, in order of preference.
             receivers: members that do not have the state.
-            stalled: members whose trainers have stalled, so that they cannot serve any member until they
+            stalled: members whose trainers have stalled; they cannot serve any member until they
                 recover.
         """
         ranked = {

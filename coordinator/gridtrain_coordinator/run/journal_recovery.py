@@ -35,7 +35,7 @@ class RecoveredRun:
         generation: the latest generation; 0 if none was installed.
         view, roster: the view and members of the latest generation; None and () if no worker held the model.
         has_committed: whether a step may have been committed.
-        has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
+        has_started: whether a generation has trained; if so, a worker holds a model worth waiting for.
         is_ending: whether the owner has ended the run.
         end_reason: why the run is finished and, if its model was not written, why not; None if
             the run is not finished.

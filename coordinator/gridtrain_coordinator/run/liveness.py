@@ -21,7 +21,7 @@ is derived from its own intervals."""
 
 INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 """A worker's timeout as a multiple of its longest heartbeat interval; the factor that reduces this interval
-with each heartbeat, so that it matters for more than an hour; and the largest interval recorded."""
+with each heartbeat, so it matters for more than an hour; and the largest interval recorded."""
 
 JOIN_WAIT_S = 0.25
 """The shortest wait for the Join that a worker, but not its agent, sends first over a restored connection."""
@@ -111,7 +111,7 @@ class Liveness:
         self.is_loading_state = is_loading
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines, *, trains: bool) -> None:
-        """Extend the timeouts to at least `until_s`, after no message was read for `stalled_s` seconds."""
+        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
         self.last_heard_s = extend_start(self.last_heard_s, self._silence_s(limits, trains), until_s)
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:

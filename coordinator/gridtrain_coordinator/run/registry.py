@@ -116,7 +116,7 @@ class Worker:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
-        """Extend the timeouts to at least `until_s`, after no message was read for `stalled_s` seconds."""
+        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
         self.liveness.excuse_stall(stalled_s, until_s, limits, trains=not self.is_catching_up)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s

@@ -28,7 +28,7 @@ class ViewChange:
     Attributes:
         deadline_s: the time at which waiting for the members' answers ends.
         reason: the reason for another generation; empty if no generation is requested.
-        can_wait: whether the members train until they are frozen, so that there is time to search for a plan.
+        can_wait: whether the members train until they are frozen, which leaves time to search for a plan.
         unrouted_reason: the reason for replacing the forming generation, unless its members connect after
             all.
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has

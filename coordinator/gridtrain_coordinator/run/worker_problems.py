@@ -19,7 +19,7 @@ from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
 """The shortest time between two events about steps that one worker made the group skip; likewise for steps
-that the group took without it, and for its lone calls of `grid.mean`."""
+that the group took without it, and for its lone calls to `grid.mean`."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""

@@ -312,7 +312,7 @@ class Attempts:
         return self._process_commit_effects(attempt, attempt.tick(now_s)) if attempt is not None else []
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         if self.open_attempt is not None:
             self.open_attempt.extend_timeouts(until_s)
 

@@ -77,7 +77,7 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message for the next step in this generation arrived, which proves the commit (commit rule 3)."""
+    """A message for the next step in this generation arrived; this proves the commit (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class TwoPhaseCommit:
         return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         self._last_progress_s = {
             rank: extend_start(last_s, self.timeout_s, until_s)
             for rank, last_s in self._last_progress_s.items()

@@ -20,7 +20,7 @@ A running loop is never this late, because it waits only until its deadline.
 
 
 class LoopStallDetector:
-    """Compares the time of each call of the loop with the deadline for which the loop was waiting."""
+    """Compares the time of each call by the loop with the deadline for which the loop was waiting."""
 
     __slots__ = ("_last_call_s",)
 

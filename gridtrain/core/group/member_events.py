@@ -194,7 +194,7 @@ class HeartbeatDue:
     Attributes:
         progress: a counter that increases with each payload, block of state, and step of the trainer's
             computation.
-        is_waiting: whether the trainer is waiting inside gridtrain, so that a lack of progress does not mean
+        is_waiting: whether the trainer is waiting inside gridtrain; if so, a lack of progress does not mean
             that the trainer hangs.
         metrics: values for display, by name.
     """

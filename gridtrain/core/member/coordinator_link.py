@@ -39,7 +39,7 @@ class CoordinatorLink:
     Attributes:
         term: the highest known term; 0 if none is known.
         is_welcomed: whether this connection has received a Welcome with a valid term.
-        is_fenced: whether the coordinator answered in a past term, so that its messages are ignored.
+        is_fenced: whether the coordinator answered in a past term; if so, its messages are ignored.
         run_state: the last (state, reason) that the coordinator sent.
     """
 

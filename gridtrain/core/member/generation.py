@@ -138,7 +138,7 @@ class Generation:
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
         """Return this member's data positions in the open step, and two numbers that weight its contribution:
-        the number of its samples, and that of all members' samples.
+        its number of samples, and the number of all members' samples.
 
         All members of one replica of a pipeline process the same samples, so the result contains the
         positions of all of them, first stage first.
@@ -252,7 +252,7 @@ class Generation:
         return self.stragglers.late_s(self._means.awaited_ranks)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         self.attempts.extend_timeouts(until_s)
         self.stragglers.extend_timeouts(until_s)
         self.incoming_state.forwarding.extend_timeouts(until_s)
@@ -324,7 +324,7 @@ class Generation:
     # -- the coordinator -----------------------------------------------------------------------
 
     def coordinator_returned(self) -> list[MemberEffect]:
-        """Repeat the messages that the coordinator may have missed, after its Welcome."""
+        """After the coordinator's Welcome, repeat the messages that it may have missed."""
         self._is_stall_reported = False
         if not self._is_forming:
             return self._context.report_finished() if self._is_running else []

@@ -144,7 +144,7 @@ class MemberCheckpoints:
     def update_stored(
         self, stored: tuple[m.CheckpointInfo, ...], failed_write: m.CheckpointInfo | None
     ) -> tuple[list[m.CheckpointInfo], bool]:
-        """Record the checkpoints that are now on the disk, and the one that could not be written, if any.
+        """Record the checkpoints that are now on the disk, and the checkpoint that was not written, if any.
 
         Returns the new checkpoints, and whether a checkpoint that was being loaded is gone; if so, the state
         may be requested from a state source instead.

@@ -119,7 +119,7 @@ class PeerLinks:
         self.excluded.clear()
 
     def begin_generation(self, assignment: RankAssignment) -> None:
-        """Readmit excluded peers; drop announcements of peers that are now members, or that are too old."""
+        """Readmit excluded peers; drop announcements that are too old or whose peers are now members."""
         self._expected_since = {
             peer: since
             for peer, since in self._expected_since.items()

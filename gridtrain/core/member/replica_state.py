@@ -73,7 +73,7 @@ class ReplicaState:
     # -- the trainer -----------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint: m.CheckpointInfo) -> None:
-        """Record that the trainer starts from its own checkpoint, before any generation."""
+        """Record that the trainer starts from its own checkpoint before any generation."""
         self.applied, self.history, self.is_synced = checkpoint.applied, checkpoint.history, True
         self._adopt_ledger(checkpoint.ledger)
 
@@ -123,7 +123,7 @@ class ReplicaState:
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
         """Begin a generation in which this worker holds `layers`.
 
-        `may_recall` is True if the generation begins with the state in memory, so that it may be used again.
+        `may_recall` is True if the generation begins with the state in memory, so it may be used again.
         """
         if self.memory_layers is not None and may_recall:
             self.is_synced, self._layers = True, self.memory_layers  # no stage was assembled from it

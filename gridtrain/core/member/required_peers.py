@@ -162,7 +162,7 @@ class RequiredPeers:
         return self.report(relayed) if relayed else []
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         limits = self._context.deadlines
         self._forming_since_s = extend_start(self._forming_since_s, limits.route_s, until_s)
         self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * limits.regreet_s, until_s)

@@ -10,7 +10,7 @@ If the generation ends before all members have called, the average is cancelled,
 call in the next generation.  Some members may have received the average in the earlier generation.  So that
 all members receive the same value, these members repeat their call with the average and `KNOWN_INDEX`, and
 the root sends it to the others.  If the group may continue without stalled trainers, members repeat the
-averages that they know at the start of the generation, without a call of the trainer.
+averages that they know at the start of the generation, without a call by the trainer.
 
 The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
 step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
@@ -227,7 +227,7 @@ class ScalarMeans:
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
         """Whether a rank has submitted the step or contributed to a later average, and so will not contribute
-        to this one: with a delay, a newcomer may begin one step after the one that the others are
+        to this one: with a delay, a newcomer may begin one step after the step that the others are
         computing."""
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key

@@ -67,7 +67,7 @@ class StateForwarding:
         self._last_progress_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend the timeout to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadline to `until_s` or later."""
         self._last_progress_s = extend_start(self._last_progress_s, BLOCK_TIMEOUT_S, until_s)
 
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:

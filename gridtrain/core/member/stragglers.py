@@ -228,11 +228,11 @@ class Stragglers:
         self._requested.clear()
 
     def trainer_returned(self, now_s: float) -> None:
-        """Record that the trainer is ready to take part again, after it has applied the missed steps."""
+        """Record that the trainer is ready to take part again after it has applied the missed steps."""
         self._returned_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
         self._earliest_s = max(self._earliest_s, until_s)
 
     def receive(

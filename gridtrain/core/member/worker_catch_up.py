@@ -134,5 +134,5 @@ class WorkerCatchUp:
         return tuple(peer for peer in peers if peer not in links.connected)[:MAX_UNREACHABLE]
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Extend the timeout to at least `until_s` after a stall of this worker's loop."""
+        """After a stall of this worker's loop, postpone the deadline to `until_s` or later."""
         self._unreachable_since_s = extend_start(self._unreachable_since_s, self._route_s, until_s)

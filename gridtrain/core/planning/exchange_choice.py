@@ -202,7 +202,7 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the exchange is sparse, so that updates are small enough for newcomers to catch up with."""
+        """Whether the exchange is sparse and its updates are therefore small enough for catching up."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 
@@ -354,10 +354,10 @@ class ExchangeChoice:
         return self._named.computing
 
     def _best_of(self, estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-        """Return the densest exchange that lets workers compute for the desired share of the time.
+        """Return the densest exchange with which workers spend the desired share of their time computing.
 
-        A dense exchange that takes little longer than the fastest is preferred to sparse exchanges.  If no
-        exchange reaches the desired share, the fastest is returned.
+        A dense exchange that takes only slightly longer than the fastest is preferred to sparse exchanges.
+        If no exchange reaches the desired share, the fastest is returned.
         """
         recommended = recommend_exchange(estimates).best
         reaching = [each for each in estimates if each.efficiency >= self._computing]

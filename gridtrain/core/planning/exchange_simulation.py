@@ -176,7 +176,7 @@ class ExchangeSimulation:
         return vote_end_s(ends_s, self.network, self.cpu, self._cpus)
 
     def _queue_to_send(self, index: int, now_s: float) -> None:
-        """Reserve the sender's CPU for the message, before other messages that have arrived are handled."""
+        """Reserve the sender's CPU for the message before other messages that have arrived are handled."""
         message = self.messages[index]
         out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))

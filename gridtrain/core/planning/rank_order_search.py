@@ -141,7 +141,7 @@ def search_order(
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference (`RING_KINDS`).
         now: the current order, or empty; the search also starts from this order.
-        is_urgent: whether members are waiting for the result, so that only a few orders are tried.
+        is_urgent: whether members are waiting for the result; if so, only a few orders are tried.
     """
     limits = URGENT_SEARCH if is_urgent else FULL_SEARCH
     members, is_ring = range(network.size), load.kind in RING_KINDS

@@ -1,4 +1,4 @@
-"""The memory that a worker needs, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
+"""Estimates the memory of a worker, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange
@@ -40,7 +40,7 @@ class WorkerMemory:
             exchanged.
         update_log: the updates of the latest steps.
         exchange: the buffers of an exchange, while it runs.
-        state: the copy of the state that a newcomer receives.
+        state: a copy of the state, kept until a newcomer has received it.
     """
 
     parameter: float

@@ -81,7 +81,7 @@ class CpuCosts:
             time.
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
-        packet_s: handling one packet at one end of a link that is slower than the processor, so that each
+        packet_s: handling one packet at one end of a link that is slower than the processor, so each
             packet wakes a thread; on faster links it is not counted.  This work does not delay exchanges, but
             takes CPU time from members that share the core.
         byte_s: moving one byte through one end's socket.
@@ -332,7 +332,7 @@ def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
-    """Return the CPU time for selecting and encoding, before anything is sent."""
+    """Return the CPU time for selecting and encoding before anything is sent."""
     if not load.kind.is_sparse:  # in a ring a member rounds only its own segment before it sends
         is_rounding = load.is_rounded and load.kind is not ExchangeKind.DENSE
         return load.parameters * cpu.round_element_s if is_rounding else 0.0

@@ -55,7 +55,7 @@ class StateLocations:
         initial_stages: the stages whose first replica creates the state, as at step 0.
         last_stage: the stage of each member of the last generation.
         held_spans: the layers whose state each worker has in memory or on disk, in any partition.
-        is_initial: whether no step has been committed, so that a stage that no worker has can be created.
+        is_initial: whether no step has been committed; if so, a stage that no worker has can be created.
     """
 
     in_memory: Mapping[PeerId, int] = field(default_factory=dict)

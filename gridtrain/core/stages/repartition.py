@@ -106,7 +106,7 @@ class Repartition:
 
 
 def check_setup(setup: Setup) -> None:
-    """Raise `ConfigError` for an invalid partition or invalid costs, before the coordinator uses them."""
+    """Raise `ConfigError` for an invalid partition or invalid costs before the coordinator uses them."""
     model = setup.model
     if model is None:
         return

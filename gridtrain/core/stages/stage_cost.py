@@ -310,7 +310,7 @@ class StageCostModel:
         return self._seconds(work, stage)
 
     def compute_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the compute time; it increases as `start` decreases, so that the search can stop early."""
+        """Return the compute time; it increases as `start` decreases, so the search can stop early."""
         return self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
 
     def _seconds(self, work: int, stage: int) -> float:

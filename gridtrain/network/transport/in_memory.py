@@ -64,7 +64,7 @@ class MemoryConnection:
     """A connection between two endpoints.
 
     Attributes:
-        is_ignored: whether the acceptor has hung up, so that it ignores the connection.
+        is_ignored: whether the acceptor has hung up and therefore ignores the connection.
     """
 
     initiator: MemoryTransport

@@ -53,7 +53,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Event: both sides have sent Hello, so that messages can be sent; repeated after a reconnect.
+    """Event: both sides have sent Hello, so messages can be sent; repeated after a reconnect.
 
     Attributes:
         host: the address of the other end as this side sees it; empty if this side dialled.
@@ -199,7 +199,7 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make the current call of `poll`, or the next one, return immediately.  Thread-safe."""
+        """Make the current call to `poll`, or the next one, return immediately.  Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class ReceiveQueue(Generic[S, T]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no cap and no message is waiting, so that a message can be delivered
+        """Whether there is no cap and no message is waiting; if so, a message can be delivered
         immediately."""
         return self.rate_Bps is None and not self._queues
 

@@ -58,7 +58,7 @@ from gridtrain.network.wire import codec
 CALL_INITIAL_S = 0.25
 CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
-"""The longest wait for the first encrypted packet after answering an offer, before a new call is made."""
+"""The longest wait, before a new call is made, for the first encrypted packet after answering an offer."""
 
 FORGED_LIMIT = 16
 """The number of packets in a session that may fail to decrypt before the session is abandoned."""

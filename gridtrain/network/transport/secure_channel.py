@@ -131,7 +131,7 @@ class SecureSession:
         root = _derive(static, b"session", ephemeral + session_keys)
         self.peer_public = theirs
         self.is_confirmed = False
-        """Whether a packet from the peer was decrypted, which proves that the peer also has the session."""
+        """Whether a packet from the peer was decrypted; this proves that the peer also has the session."""
         self._id = _derive(root, b"name", b"")[:8]
         self._out = {kind: _derive(root, b"lane", me + peer + bytes([kind])) for kind in PacketClass}
         self._in = {kind: _derive(root, b"lane", peer + me + bytes([kind])) for kind in PacketClass}

@@ -268,7 +268,11 @@ def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 
 
 def _scaled_blocks(q: npt.NDArray[np.int8], exponents: npt.NDArray[np.integer]) -> FloatArray:
-    """Return q times the scale of its block, which is exact: 7 bits times a power of two fit into float32."""
+    """Return each element of `q` times its block's scale.
+
+    The products are exact, because float32 can represent any 7-bit magnitude times a power of two in its
+    range.
+    """
     scales = np.ldexp(np.float32(1.0), exponents.astype(np.int32))
     return (q.astype(np.float32) * scales[:, None]).reshape(-1)
 

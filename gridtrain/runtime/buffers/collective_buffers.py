@@ -492,4 +492,4 @@ def _check_world_size(asked: int, made_for: int) -> None:
 
 
 def unexpected_effect(collective: str, effect: BufferEffect) -> LocalProtocolError:
-    return LocalProtocolError(f"{type(effect).__name__} is not an effect of {collective}")
+    return LocalProtocolError(f"{collective} returned an unexpected effect: {type(effect).__name__}")

@@ -217,7 +217,7 @@ def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolErr
             "version", f"{address}: {reason}", remedy="install the coordinator's version of gridtrain"
         )
     return RemoteProtocolError(
-        f"{address} sent an invalid answer: {reason}",
+        f"{address} sent an invalid response: {reason}",
         remedy="check that the address is the coordinator's address",
     )
 

@@ -71,7 +71,7 @@ class BandwidthProbe:
     """Sends one burst at a time and measures the bursts that arrive from peers.
 
     Args:
-        rng: the generator that selects the peers to measure if there are more than `MAX_TARGETS`, and that
+        rng: the generator that selects the peers to measure if there are more than `MAX_TARGETS`, and
             produces the random bytes of a burst, which peers must not be able to predict.
     """
 

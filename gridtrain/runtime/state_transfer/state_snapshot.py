@@ -213,7 +213,7 @@ class _Source:
         busy_s: the time that the source took to send these blocks.
         waiting_since_s: the time at which the latest block arrived or, if later, the time of the first
             request after all earlier requests had been answered.
-        is_slow: whether the source is too slow, so that the other sources send its blocks.
+        is_slow: whether the source is too slow; if so, the other sources send its blocks.
     """
 
     table: SnapshotTable | None = None

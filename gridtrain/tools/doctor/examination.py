@@ -147,7 +147,7 @@ class Examination:
         return failure("invitation", text, fix)
 
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
-        """Yield the findings after a refusal: this machine may have been admitted earlier, so that it needs
+        """Yield the findings after a refusal: this machine may have been admitted earlier and then needs
         no valid invitation."""
         folder = identity_folder(self._invitation.run, self._invitation.coordinator)
         if not any(folder.glob("worker-*.key")):

@@ -100,7 +100,7 @@ class CheckpointUploader:
         """Queue the checkpoint in `folder` to be uploaded.
 
         Args:
-            is_final: whether it belongs to the run's last step, so that no later one can replace it.
+            is_final: whether it belongs to the run's last step; if so, no later one can replace it.
         """
         links = checkpoint_store.partial_folder(folder, f".{part}.upload")
         shutil.rmtree(links, ignore_errors=True)

@@ -66,7 +66,7 @@ class FlatGradient:
     Args:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and no others.
-        device: the device of the vector: the CPU, or that of the first parameter, which is the default.
+        device: the device of the vector: the CPU or, by default, the device of the first parameter.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
@@ -122,7 +122,7 @@ class FlatGradient:
     def blocks(
         self, *shaped_P: Sequence[Tensor], divided: bool = True
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Divide the vector into blocks.  In host memory a block fits into the processor's cache, so that
+        """Divide the vector into blocks.  In host memory a block fits into the processor's cache, so
         consecutive operations on it read main memory once; elsewhere a block is a whole parameter.
 
         Args:

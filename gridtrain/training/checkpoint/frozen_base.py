@@ -221,7 +221,7 @@ class FrozenBase:
             )
 
     def check_sometimes(self, part: nn.Module | None = None) -> None:
-        """Call `check_unchanged` on the first, second, fourth, ... call of this method."""
+        """Call `check_unchanged` on the first, second, fourth, ... call to this method."""
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
             self.check_unchanged(part)

@@ -347,7 +347,7 @@ class RemoteStore:
         step: int | None = None,
         retry_after_s: Sequence[float] = FETCH_RETRY_AFTER_S,
     ) -> int:
-        """Copy the latest complete checkpoint, or that of `step`, to `folder`, in the layout of a worker's
+        """Copy the latest complete checkpoint or the one of `step` to `folder`, in the layout of a worker's
         disk.  A damaged one is skipped with a warning if an older one can be used.
 
         Args:

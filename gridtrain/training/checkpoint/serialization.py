@@ -315,7 +315,7 @@ def load_state(
     if theirs.keys() != mine.keys():
         raise RemoteProtocolError(
             f"the state tracks {sorted(theirs)}, but this worker tracks {sorted(mine)}",
-            remedy="call grid.track(...) with the same names on all workers, before the first batch",
+            remedy="call grid.track(...) with the same names on all workers before the first batch",
         )
     own_parameters, own_buffers = dict(state_parameters(model)), dict(buffers_of(model))
     if whole:

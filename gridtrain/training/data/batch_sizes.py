@@ -23,7 +23,7 @@ class BatchSizes:
     per_step: int | None
     max_per_worker: int | None = None
     accumulate: int = 1
-    calls_per_step: int = 1  # calls of `optimizer.step` in a step of the run
+    calls_per_step: int = 1  # calls to `optimizer.step` in a step of the run
 
     @property
     def global_batch_size(self) -> int | None:

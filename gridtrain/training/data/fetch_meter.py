@@ -34,7 +34,8 @@ class FetchMeter:
     Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
-        clock, sleep: functions that return monotonic seconds, and that sleep.
+        clock: returns monotonic seconds.
+        sleep: sleeps for a number of seconds.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 

@@ -125,8 +125,10 @@ def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
 
 
 def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """Split `items` into `count` micro-batches of nearly equal size, larger ones first; if there are fewer
-    samples, repeat some of them."""
+    """Split `items` into `count` micro-batches of nearly equal size, the larger first.
+
+    If there are fewer items than micro-batches, some items are repeated.
+    """
     samples = len(items)
     if samples >= count:
         cuts = pairwise(accumulate(_split_sizes(samples, count), initial=0))

@@ -191,7 +191,7 @@ def seed_random(seed: int) -> None:
     `preserve_random_state` is active."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # only the CPU's generator, which is the one that is restored
+    torch.default_generator.manual_seed(seed)  # only the CPU's generator, because no other is restored
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def build_index(
 
     Args:
         files: paths or URLs, in the order of the data set; `*` and `?` match parts of names.
-        format: a key of `shard_formats.FORMATS`; by default, the one that the file names indicate.
+        format: a key of `shard_formats.FORMATS`; by default, the format that the file names indicate.
         tokenize, tokenizer: a function from a sample to its tokens, and the tokenizer's name, so that the
             tokens of each shard are counted (`token_packing`).
         progress: called for each file that has been read.

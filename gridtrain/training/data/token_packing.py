@@ -1,11 +1,11 @@
-"""Packing: joins the tokens of documents (tokenizers), and cuts them into sequences of equal length.
+"""Packing: tokenizes documents, joins their tokens and cuts the result into sequences of equal length.
 
     documents, in an order that the seed determines   [7 3 9 0] [4 0] [8 8 2 6 0]
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
 
 A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
-tokens has 8,192 tokens.  The index has the number of tokens in each shard, and therefore the number of its
-sequences for any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
+tokens has 8,192 tokens.  The index records each shard's token count, from which the number of sequences
+follows for any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 bbr pauses for 0.2 s every 10 s to measure the round trip again, and underestimates a link on which payloads
 have short gaps between them.  cubic resets its window in a pause: after about 0.25 s without data the kernel
-starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so that a sparse payload after
+starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so a sparse payload after
 each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
 queue.  If cubic itself fills the queue, many packets are lost at once (every other second with several
 connections on one link), but the window is then large.  On a link that loses a share p of its packets, the

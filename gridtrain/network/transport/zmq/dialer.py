@@ -50,9 +50,9 @@ class Connection:
         socket: the socket to write to; messages of an accepted connection begin with its routing id.
         user_id: the User-Id that the frames of an accepted, encrypted connection carry, otherwise "".
         accepted_tcp: the TCP connection if it was accepted and is known, otherwise None.
-        state: the state of an accepted connection, which only `Listener` assigns: "silent" after `hang_up`;
+        state: the state of an accepted connection, assigned only by `Listener`: "silent" after `hang_up`;
             "replaced" after the peer has sent Hello over a newer connection; "shut" after the connection was
-            closed, so that messages that are still read from it are dropped.
+            closed, so messages that are still read from it are dropped.
         read_bytes: the number of bytes that arrived over the connection and were read.
         flood_detector: counts the messages that need no credit.
     """

@@ -196,7 +196,7 @@ class Listener:
         """Remove and return the lost connections that can be reported as down.
 
         Args:
-            drained: whether the ROUTER is empty, so that no message from a lost connection is unread.  If it
+            drained: whether the ROUTER is empty; if so, no message from a lost connection is unread.  If it
                 is not empty, only connections that were lost at least `DRAIN_S` ago are returned.
         """
         now_s = time.monotonic()

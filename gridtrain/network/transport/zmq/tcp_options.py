@@ -192,7 +192,8 @@ def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
 
 @functools.cache
 def _reserved_descriptors() -> tuple[int, int]:
-    """Return the descriptor of an unused file, and the one that duplicates replace.
+    """Return two reserved descriptors: one that stays open on /dev/null, and one whose number each duplicated
+    socket takes over.
 
     Raises:
         OSError: no descriptor is free.

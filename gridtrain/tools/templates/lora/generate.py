@@ -1,6 +1,6 @@
 """Continues a text with the adapter of this run, without gridtrain: python generate.py FOLDER "a text"
 
-FOLDER is the one that the first worker printed at the end, or that `gridtrain export` wrote.
+FOLDER is the folder that the first worker printed at the end or that `gridtrain export` wrote.
 """
 
 from __future__ import annotations
