@@ -45,7 +45,6 @@ from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
 from gridtrain.training.model_state import (
     NOT_SAVED,
-    PAUSE_TIMEOUT_S,
     ModelState,
     ModelStateOptions,
     describe_machine,
@@ -213,12 +212,6 @@ class StageModelState(ModelState):
         return self._checkpoints.is_due(self._held.places.layers(snapshot), snapshot.applied + 1)
 
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
-        # The other stages have checkpoints of this step, so it is left out only if the disk does not respond.
-        if not self._finish_writing(PAUSE_TIMEOUT_S):
-            log.error(
-                "no checkpoint of step %d: the previous one is still being written", snapshot.applied + 1
-            )
-            return
         residual = self._held.at(snapshot).residual.state()
         self._checkpoints.write(self._held.places.layers(snapshot), self._content(snapshot, residual))
 
@@ -248,9 +241,6 @@ class StageModelState(ModelState):
                 log.warning(NOT_SAVED, "it ends in the middle of a step")
                 return
             self._held.abort_step()
-        if not self._finish_writing(PAUSE_TIMEOUT_S):
-            log.error(NOT_SAVED, "the previous checkpoint is still being written")
-            return
         # The residual is excluded, because it was sent or is saved separately.
         if self._checkpoints.write_now(layers, self._content(snapshot, {})):
             is_alone = self._held.places.is_alone(snapshot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def unsupported_scaler_error() -> ConfigError:
     )
 
 
-def state_options(config: JoinConfig, should_stop: Callable[[], bool]) -> ModelStateOptions:
+def state_options(config: JoinConfig) -> ModelStateOptions:
     """Return the options for checkpoints and departure.  Each worker on a machine has its own folder, in a
     folder named after the coordinator's key."""
     folder = Path(config.state_dir)
@@ -90,7 +89,6 @@ def state_options(config: JoinConfig, should_stop: Callable[[], bool]) -> ModelS
         url=config.checkpoints,
         max_transfer_bytes=_parse_int("handover_mib", config.handover_mib) << 20,
         is_chosen=bool(config.state_dir),
-        should_stop=should_stop,
     )
 
 

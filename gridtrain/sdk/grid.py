@@ -275,8 +275,7 @@ class Grid:
         )
         self._optimizer = wrapped
         self._track_scalers()
-        options = state_options(self._config, lambda: self._pauses.should_stop)
-        self._model_state = WholeModelState(self._session, wrapped, options)
+        self._model_state = WholeModelState(self._session, wrapped, state_options(self._config))
         if self._pauses.is_controlled:  # started by an agent: the owner may compare the workers' speed
             self._session.report_figures({"float32_flops": device_flops(device_of(model))})
         return wrapped
@@ -390,7 +389,7 @@ class Grid:
         self._model_state = StageModelState(
             self._session,
             pipe.held,
-            state_options(self._config, lambda: self._pauses.should_stop),
+            state_options(self._config),
             profile=profile,
             memory_bytes=model_costs.training_memory_bytes(memory_bytes, staging.device),
             measure_flops=lambda: device_flops(staging.device),

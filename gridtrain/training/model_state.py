@@ -17,9 +17,8 @@ import logging
 import math
 import os
 import platform
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -77,12 +76,7 @@ SETTLE_TIMEOUT_S = 5.0
 """The longest time that a leaving worker waits for the end of a round that does not wait for its trainer."""
 
 PAUSE_TIMEOUT_S = 300.0
-"""The longest time that a worker that pauses, or writes the next checkpoint of a stage, waits for the disk to
-complete the previous checkpoint."""
-
-STOP_TIMEOUT_S, STOP_LOOK_S = 30.0, 1.0
-"""The longest time that a worker that stops waits for the disk to complete a checkpoint, and the interval at
-which a worker that waits for its disk looks whether it has to stop."""
+"""The longest time that a paused worker waits for the disk to complete the previous checkpoint."""
 
 SAVE_REPORT_S = 5.0
 """How long a paused worker waits for its checkpoint before it reports which step is on its disk."""
@@ -98,7 +92,6 @@ class ModelStateOptions:
     Attributes:
         folder: the folder of its checkpoints.
         is_chosen: whether the user chose the folder.
-        should_stop: a function that returns whether this worker's agent requests that the script end.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
         url: the URL to which checkpoints are uploaded, if any.
@@ -111,7 +104,6 @@ class ModelStateOptions:
     url: str = ""
     max_transfer_bytes: int = 0
     is_chosen: bool = False
-    should_stop: Callable[[], bool] = lambda: False
 
 
 class ModelState(ABC):
@@ -122,7 +114,6 @@ class ModelState(ABC):
     """
 
     has_failed = False
-    _incomplete: Path | None = None  # the checkpoint for which this worker has waited in vain
 
     def __init__(self, session: GroupSession, options: ModelStateOptions) -> None:
         self._session, self._options = session, options
@@ -245,12 +236,12 @@ class ModelState(ABC):
             self._has_checkpoints and snapshot.is_synced and snapshot.world_size and snapshot.applied >= 0
         ):
             return True
-        if not (self._finish_writing(timeout_s) if timeout_s else self._wait_for_writer(0.0)):
+        if not self._wait_for_writer(timeout_s):
             if timeout_s:
                 log.error(
                     "the checkpoint of the last step was not written to %s, because the previous one was "
-                    "still being written",
-                    self._options.folder,
+                    "still being written after %g s",
+                    *(self._options.folder, timeout_s),
                 )
             return False
         self._final_step, self._paused_step = snapshot.applied + 1, None
@@ -261,7 +252,7 @@ class ModelState(ABC):
         """Wait for the final checkpoint, if any, to be written and then uploaded, for at most `timeout_s`
         each."""
         if self._final_step is not None:
-            self._finish_writing(timeout_s)
+            self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
         if self.has_final_checkpoint:
@@ -274,7 +265,7 @@ class ModelState(ABC):
 
     def lacks_final_checkpoint(self, timeout_s: float) -> bool:
         """Wait for the final checkpoint, for at most `timeout_s`; return whether it could not be written."""
-        is_over = self._final_step is not None and self._finish_writing(timeout_s)
+        is_over = self._final_step is not None and self._wait_for_writer(timeout_s)
         return is_over and not self.has_final_checkpoint
 
     @property
@@ -335,7 +326,7 @@ class ModelState(ABC):
         release the folder.  No step may be taken after `leave`."""
         if self._is_leaving:
             self._save_left(timeout_s)
-        self._finish_writing(timeout_s)
+        self._wait_for_writer(timeout_s)
         if self._left_step is not None and self._left_step == self._written_step:
             log.warning(
                 "the state after step %d is in %s: %sgridtrain export writes its model",
@@ -359,7 +350,7 @@ class ModelState(ABC):
         if left_at is None:
             return
         self._left_step = left_at.applied + 1
-        if not self._finish_writing(timeout_s):
+        if not self._wait_for_writer(timeout_s):
             log.warning(NOT_SAVED, "the previous checkpoint is still being written")
             return
         if self._left_step == self._written_step:
@@ -459,33 +450,8 @@ class ModelState(ABC):
     # -- shared --------------------------------------------------------------------------------------------
 
     def _wait_for_writer(self, timeout_s: float) -> bool:
-        """Wait until no checkpoint is being written; return False if `timeout_s` passes first, or
-        `STOP_TIMEOUT_S` while this worker has to stop."""
-        began_s = time.monotonic()
-        while self._store is not None:
-            stops = self._is_leaving or self._options.should_stop()
-            most_s = min(timeout_s, STOP_TIMEOUT_S) if stops else timeout_s
-            left_s = began_s + most_s - time.monotonic()
-            if self._store.wait(max(0.0, min(left_s, STOP_LOOK_S))):
-                return True
-            if left_s <= 0.0:
-                return False
-        return True
-
-    def _finish_writing(self, timeout_s: float) -> bool:
-        """Wait as `_wait_for_writer` does, but only once for a checkpoint; name one that is not completed."""
-        path = None if self._store is None else self._store.unfinished
-        is_known = path is not None and path == self._incomplete
-        if self._wait_for_writer(0.0 if is_known else timeout_s):
-            return True
-        if path is not None and not is_known:
-            log.error(
-                "the checkpoint %s is not complete, because its disk does not respond or is slow: this "
-                "worker no longer waits for it",
-                path,
-            )
-        self._incomplete = path
-        return False
+        """Wait until no checkpoint is being written; return False if `timeout_s` passes first."""
+        return self._store is None or self._store.wait(timeout_s)
 
     def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._load_state(blobs)
@@ -671,7 +637,7 @@ class WholeModelState(ModelState):
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         if self._lost_step is not None:
-            self._finish_writing(timeout_s)
+            self._wait_for_writer(timeout_s)
             self._warn_of_loss(*self._lost_step)
         super().close(timeout_s, is_run_over=is_run_over)
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brisk import LOSING, WITHIN_S
+from brisk import LOSING
 from pipeline_group import Seen, Workers, loss_fn, undisturbed
 
 import gridtrain
@@ -25,13 +24,8 @@ from gridtrain.core.messages import CheckpointInfo
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.runtime.client.agent_link import AgentDirective
-from gridtrain.training import model_state
-from gridtrain.training.checkpoint import checkpoint_store, serialization
-from gridtrain.training.checkpoint.checkpoint_store import (
-    CheckpointContent,
-    checkpoint_step,
-    list_checkpoints,
-)
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 
 SPARSE = gridtrain.GTopK(density=0.2)
@@ -126,40 +120,6 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
     losses, model = undisturbed(tmp_path / "plain", **run)
     assert workers.seen[other].losses == losses, "each step once, as without the interruption"
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_worker_whose_disk_does_not_respond_can_be_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, interrupted: bool
-) -> None:
-    """The writer hangs when the worker would write its next checkpoint, or its stage because it leaves."""
-    responds, true_save = threading.Event(), checkpoint_store.save
-
-    def save(content: CheckpointContent, path: Path) -> None:
-        assert path.parent.name != "blocks-002-004" or responds.wait(2 * WITHIN_S)
-        true_save(content, path)
-
-    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        if interrupted and seen.step == 2 and pipe.stage == 1:
-            raise KeyboardInterrupt
-
-    def last() -> Seen | None:
-        return next((seen for seen in workers.seen.values() if seen.step >= 2 and seen.stage == 1), None)
-
-    monkeypatch.setattr(checkpoint_store, "save", save)
-    monkeypatch.setattr(model_state, "STOP_TIMEOUT_S", 0.05)
-    with Workers(tmp_path, 2, checkpoint_every=2, cuts=CUTS) as workers:
-        workers.after = after
-        workers.add("anna", "bert")
-        workers.wait(lambda: last() is not None, ("anna", "bert"))
-        seen = last()
-        assert seen is not None
-        seen.owner.directive = AgentDirective(stop=True)
-        workers.wait(lambda: seen.end is not None, ("anna", "bert"))
-        responds.set()
-    path = tmp_path / seen.name / "blocks-002-004" / "step-00000002"
-    expected = f"the checkpoint {path} is not complete, because its disk does not respond or is slow"
-    assert caplog.text.count(expected) == 1
 
 
 def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: Path) -> None:

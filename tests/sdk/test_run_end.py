@@ -25,10 +25,6 @@ from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.runtime.client.agent_link import AgentDirective, NoAgent
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.training import model_state
-from gridtrain.training.checkpoint import checkpoint_store
-from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
-from gridtrain.training.model_state import WholeModelState
 from gridtrain.training.pause import PauseController
 
 DATA = [torch.full((2,), float(i)) for i in range(8)]
@@ -218,34 +214,6 @@ def test_a_stop_ends_the_wait_for_room_at_once(new_group: Any, tmp_path: Path) -
         result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0), owner=agent))
         group.wait_for("finished", "model_not_written")
     assert isinstance(result, ConfigError) and len(waits_s) == 1
-
-
-@pytest.mark.parametrize("interval", [2, 4], ids=["before the last checkpoint", "of the last checkpoint"])
-def test_a_stop_ends_the_wait_for_a_disk_that_does_not_respond(
-    new_group: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    interval: int,
-) -> None:
-    agent, responds = NoAgent(), threading.Event()
-
-    def hang(content: CheckpointContent, path: Path) -> None:
-        assert responds.wait(2 * WITHIN_S)
-
-    def stop(state: WholeModelState, folder: Path) -> None:
-        agent.directive = AgentDirective(stop=True)
-
-    monkeypatch.setattr(WholeModelState, "export", stop)
-    monkeypatch.setattr(checkpoint_store, "save", hang)
-    monkeypatch.setattr(model_state, "STOP_TIMEOUT_S", 0.05)
-    with new_group(workers=1) as group:
-        options = {"checkpoint_every": interval, "state_dir": str(tmp_path / "state")}
-        group.result(group.start(lambda grid, number: train_steps(grid, 1.0), owner=agent, **options))
-    responds.set()
-    path = tmp_path / "state" / f"step-{interval:08d}"
-    (said,) = (each for each in caplog.messages if "no longer waits" in each)
-    assert said.startswith(f"the checkpoint {path} is not complete, because its disk does not respond")
 
 
 def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -301,11 +301,6 @@ class CheckpointStore:
                         return position.applied + 1
         return 0
 
-    @property
-    def unfinished(self) -> Path | None:
-        """The folder of the checkpoint that is being written, if any."""
-        return step_folder(self.folder, self._latest or 0) if self._is_writing() else None
-
     def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
 

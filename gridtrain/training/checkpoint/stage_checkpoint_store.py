@@ -35,9 +35,6 @@ from gridtrain.training.checkpoint.checkpoint_store import (
 
 log = logging.getLogger("gridtrain")
 
-WRITER_TIMEOUT_S = 300.0
-"""The longest time that a change of the stages waits for a checkpoint that is being written."""
-
 _BLOCKS = re.compile(r"blocks-(\d{3,})-(\d{3,})")
 
 
@@ -199,14 +196,6 @@ class StageCheckpointStore:
             self._writer.join(timeout_s)
         return self._writer is None or not self._writer.is_alive()
 
-    @property
-    def unfinished(self) -> Path | None:
-        """The folder of the checkpoint that is being written, if any."""
-        if self._latest is None or self.wait(0.0):
-            return None
-        blocks, step = self._latest
-        return checkpoint_store.step_folder(self.folder_of(blocks), step)
-
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
         """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`
         if it does not match the stage."""
@@ -223,8 +212,7 @@ class StageCheckpointStore:
     def save_now(self, held: CheckpointInfo) -> None:
         """Write a checkpoint of the layers in memory immediately.  Call before the model is repartitioned.
         Raises `OSError` if it cannot be written."""
-        if not self.wait(WRITER_TIMEOUT_S):
-            raise OSError(f"{self.unfinished} is still being written")
+        self.wait()
         content = self._pack_state(held)
         if content is None:
             log.warning("the state of step %d is no longer in memory", held.applied + 1)
@@ -309,7 +297,7 @@ class StageCheckpointStore:
 
     def discard_after(self, after: int) -> None:
         """Remove the checkpoints after step index `after`, whose history the group has abandoned."""
-        self.wait(WRITER_TIMEOUT_S)
+        self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again
         for _, folder in self.stages() if self._can_keep_refused() else ():
