@@ -72,7 +72,8 @@ class CoordinatorUnreachable(GridtrainError):
 
 
 DISMISSED = "dismissed"
-"""The code of `JoinRefused` for a member that has delayed the group."""
+"""The code of `JoinRefused` for a worker that the coordinator has removed because it delayed the group or was
+lost."""
 
 
 class JoinRefused(GridtrainError):

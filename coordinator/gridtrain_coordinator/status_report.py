@@ -77,14 +77,16 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the losses that members report, weighted by their shares; None if none does."""
+    """Return the mean of the losses that members report, weighted by their shares; None if none does, or if
+    the sum overflows."""
     reported = [
         (loss, max(member["share"] or 0, 1))
         for member in members
         if math.isfinite(loss := member["figures"].get("loss", math.nan))
     ]
     total = sum(share for _, share in reported)
-    return sum(loss * share for loss, share in reported) / total if reported else None
+    mean = sum(loss * share for loss, share in reported) / total if reported else math.inf
+    return mean if math.isfinite(mean) else None
 
 
 def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:

@@ -154,7 +154,7 @@ class Turns:
         agent has stopped this worker."""
         self._rollback.end_turn()
         if not self.is_finished and not self.is_stopped and isinstance(self._trainer, GridOptimizer):
-            self._trainer.record_turn()
+            self._trainer.parameter_watch.record_turn()
         while not self.is_finished and not self.is_stopped:
             try:
                 snapshot = self._session.await_turn()

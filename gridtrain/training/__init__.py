@@ -11,9 +11,9 @@ Before joining, model_check refuses a model or data that cannot work.
 
 Around a step: batch_weights, overlap (buckets during the backward pass), single_samples, running_statistics
 and buffer_averaging (batch norm), hyperparameter_check (after an abort), skip_report.  Between two steps:
-model_state (checkpoints, leaving, export), parameter_watch and tracker_watch, residual_departure, pause,
-turn_start_state, absence (the steps that a stalled trainer has missed).  `data` provides the samples of each
-step, and `checkpoint` serializes and stores the state.
+model_state (checkpoints, leaving, export), parameter_watch, residual_departure, pause, turn_start_state,
+absence (the steps that a stalled trainer has missed).  `data` provides the samples of each step, and
+`checkpoint` serializes and stores the state.
 
 A leaving worker's residual: worker_residual gives it, residual_departure sends it or writes it to disk, and
 `gridtrain.core.member.residual_recipients` decides who takes it.

@@ -48,7 +48,6 @@ from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlap
 from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.running_statistics import RunningStatistics
 from gridtrain.training.skip_report import SkipReport
-from gridtrain.training.tracker_watch import TrackerWatch
 from gridtrain.training.turn_start_state import TurnStartState
 from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
@@ -161,6 +160,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._overlapper = make_overlapper(self._flat, self._exchanger, session, overlap, wire)
         self.buffer_averaging = BufferAveraging(model, average_buffers_every)
         self._trackers: dict[str, serialization.Stateful] = {}
+        self._rates_at_step: dict[str, object] = {}  # directly after the latest step
         self._is_applied = True  # False from the first attempt at a step until its update is applied
         self.compare_every = compare_every
         self._step = -1
@@ -176,7 +176,6 @@ class GridOptimizer(WrappingOptimizer):
         self.timings: dict[str, float] = {}
         self._stopwatch = _Stopwatch()
         self.wait = wait
-        self._tracker_watch = TrackerWatch(self._trackers)
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None
@@ -425,18 +424,17 @@ class GridOptimizer(WrappingOptimizer):
     def _end_step(self) -> None:
         self._is_applied = True
         self.parameter_watch.record_step()
-        self._tracker_watch.record_step()
-
-    def record_turn(self) -> None:
-        """Record what the script has changed after its step, when it requests its next batch."""
-        self.parameter_watch.record_turn()
-        self._tracker_watch.record_turn()
+        self._rates_at_step = {name: _rates_of(tracker) for name, tracker in self._trackers.items()}
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and the script has
-        stepped the tracked objects, such as a scheduler, that it steps after its steps."""
-        return self._is_applied and self._tracker_watch.has_followed
+        """Whether the state after a committed step is complete: its update is applied, and all tracked objects
+        are schedulers that the script has stepped since.  Whether it still has to step other objects, or
+        a scheduler that it steps less often, is not known."""
+        return self._is_applied and all(
+            (rates := _rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
+            for name, tracker in self._trackers.items()
+        )
 
     @property
     def is_unchanged(self) -> bool:
@@ -637,3 +635,9 @@ def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
     values = update.values if isinstance(update, SparseVector) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))
+
+
+def _rates_of(tracker: serialization.Stateful) -> object:
+    """Return the list of learning rates, which a scheduler makes at the end of each step; None for other
+    objects."""
+    return tracker.get_last_lr() if isinstance(tracker, torch.optim.lr_scheduler.LRScheduler) else None

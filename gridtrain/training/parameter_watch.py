@@ -38,7 +38,9 @@ class ParameterWatch:
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._recorded: _Reading | None = None
         self._step_end: _Reading | None = None  # of the turn in progress
-        self._changes_after_steps: bool | None = None  # whether a turn has; None before the first one ends
+        self._loop_body: tuple[_Reading, _Reading] | None = (
+            None  # after the latest turn's step, and at its end
+        )
 
     def record(self) -> None:
         """Record the parameters before the script can change them."""
@@ -53,13 +55,13 @@ class ParameterWatch:
         """Record the parameters when the script requests its next batch."""
         self._recorded = self._read()
         if self._step_end is not None:
-            self._changes_after_steps = self._changes_after_steps or _differ(self._step_end, self._recorded)
+            self._loop_body = self._step_end, self._recorded
             self._step_end = None
 
     def record_end(self) -> None:
-        """Record the parameters when the script's loop is closed, unless all turns show that the loop changes
-        no parameter after its steps: in that case any change came after the loop."""
-        if self._changes_after_steps is not False:
+        """Record the parameters when the script's loop is closed, unless the latest turn shows that the loop
+        changes no parameter after its steps: in that case any change came after the loop."""
+        if self._loop_body is None or _differ(*self._loop_body):
             self.record()
 
     @property
