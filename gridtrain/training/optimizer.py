@@ -428,9 +428,9 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and all tracked objects
-        are schedulers that the script has stepped since.  Whether it still has to step other objects, or
-        a scheduler that it steps less often, is not known."""
+        """Whether the state after a committed step is complete: its update is applied, and all tracked
+        objects are schedulers that the script has stepped since.  Whether the script still has to step other
+        objects, or a scheduler that it steps less often, is not known."""
         return self._is_applied and all(
             (rates := _rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
             for name, tracker in self._trackers.items()

@@ -233,7 +233,7 @@ def test_workers_with_other_adapters_are_refused_and_only_plain_ones_are_accepte
     ):
         with pytest.raises(ConfigError, match="which a model in stages cannot use -> set only"):
             decoder_blueprint(config, lora=wrong)
-    with pytest.raises(ConfigError, match=r"lora is a IA3Config -> pass a peft\.LoraConfig"):
+    with pytest.raises(ConfigError, match=r"lora is an IA3Config -> pass a peft\.LoraConfig"):
         decoder_blueprint(config, lora=peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
 
 
