@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import Enrol, PeerId
@@ -36,8 +36,6 @@ from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_defaults import identity_folder
 
 log = logging.getLogger("gridtrain")
-
-Answer = TypeVar("Answer")
 
 UNKNOWN_INVITATION = (
     "the coordinator does not know this invitation, because it expired long ago or was made for another run"
@@ -145,7 +143,7 @@ def enroll(
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimedIdentity:
+class _ClaimedIdentity:
     """An identity that no other process uses until `lock` is closed; `is_new` if it was just created."""
 
     identity: Identity
@@ -183,68 +181,39 @@ def _choose_identity(
     folder: Path,
     timeout_s: float,
     others: contextlib.ExitStack,
-) -> tuple[ClaimedIdentity, dict[str, Any] | None]:
+) -> tuple[_ClaimedIdentity, dict[str, Any] | None]:
     """Lock and return an identity that the coordinator admits; present the invitation if needed.
 
     Also returns the run's status if the identity was admitted without the invitation, and None otherwise.
     """
+    removed: list[_ClaimedIdentity] = []
     own = store.keys_of(invitation)
-
-    def claim(fresh: bool) -> ClaimedIdentity | None:
-        one = _claim_identity(store, invitation, folder, fresh=fresh, first=own)
-        if one is not None:
-            others.enter_context(one.lock)
-        return one
-
-    def ask(one: ClaimedIdentity) -> dict[str, Any] | None:
-        with one.discarded_after(BaseException):
-            return _status_if_admitted(invitation, one.identity, timeout_s)
-
-    one, status, was_removed = choose_identity(store, invitation, claim, ask)
-    assert one is not None, "a new one is claimed if there is no other"
-    if status is not None:
-        store.record_known(one.path)
-        return replace(one, lock=one.lock.pop_all()), status
-    try:
-        with one.discarded_after(JoinRefused):
-            _present(store, invitation, one, timeout_s)
-    except JoinRefused as refusal:
-        if was_removed and refusal.code == INVITATION:
-            raise revoked_error(invitation, one.identity) from None
-        raise
-    return replace(one, lock=one.lock.pop_all()), None
-
-
-def choose_identity(
-    store: InvitationStore,
-    invitation: Invitation,
-    claim: Callable[[bool], ClaimedIdentity | None],
-    ask: Callable[[ClaimedIdentity], Answer | None],
-) -> tuple[ClaimedIdentity | None, Answer | None, bool]:
-    """Return the first identity that the coordinator admits and its answer, or else the one for which an
-    invitation has to be presented; and whether that one was removed from the run.
-
-    Args:
-        claim: a function that locks the next free identity; the argument is whether to create one if there is
-            none.
-        ask: a function that returns the coordinator's answer to an identity, or None if it does not admit it.
-    """
-    own, removed = store.keys_of(invitation), None
-    while (one := claim(removed is None)) is not None:
-        if removed is not None and removed.path.stem in own and one.path.stem not in own:
+    while (one := _claim_identity(store, invitation, folder, fresh=not removed, first=own)) is not None:
+        lock = others.enter_context(one.lock)
+        if removed and removed[0].path.stem in own and one.path.stem not in own:
             break  # this worker was removed, and must not take the identity of another worker
-        if (answer := ask(one)) is not None:
-            return one, answer, False
+        with one.discarded_after(BaseException):
+            status = _status_if_admitted(invitation, one.identity, timeout_s)
+        if status is not None:
+            store.record_known(one.path)
+            return replace(one, lock=lock.pop_all()), status
         if store.was_admitted(one.path):
-            removed = removed or one
-        elif removed is None:
-            return one, None, False
-    return removed, None, removed is not None
+            removed.append(one)
+        elif not removed:
+            with one.discarded_after(JoinRefused):
+                _present(store, invitation, one, timeout_s)
+            return replace(one, lock=lock.pop_all()), None
+    one = removed[0]
+    try:
+        _present(store, invitation, one, timeout_s)
+    except JoinRefused as refusal:
+        raise (revoked_error(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
+    return replace(one, lock=one.lock.pop_all()), None
 
 
 def _claim_identity(
     store: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool, first: Collection[str]
-) -> ClaimedIdentity | None:
+) -> _ClaimedIdentity | None:
     """Lock and return an identity that no process uses; if there is none and `fresh` is True, create one.
 
     The keys named in `first` are tried before all others.
@@ -257,10 +226,10 @@ def _claim_identity(
         if claimed is None:
             return None
         store.record_attempt(claimed[1], invitation)
-        return ClaimedIdentity(*claimed, lock.pop_all(), is_new=claimed[1] not in before)
+        return _ClaimedIdentity(*claimed, lock.pop_all(), is_new=claimed[1] not in before)
 
 
-def _present(store: InvitationStore, invitation: Invitation, one: ClaimedIdentity, timeout_s: float) -> None:
+def _present(store: InvitationStore, invitation: Invitation, one: _ClaimedIdentity, timeout_s: float) -> None:
     """Enrol an identity with this invitation, or with an unused invitation of another worker.
 
     An identity that this invitation has already admitted is enrolled with no other invitation.

@@ -18,13 +18,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.quantities import format_count, format_number, format_seconds
-from gridtrain.runtime.client.enrollment import (
-    INVITATION,
-    UNKNOWN_INVITATION,
-    ClaimedIdentity,
-    choose_identity,
-    revoked_error,
-)
+from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_defaults import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
@@ -153,37 +147,36 @@ class Examination:
         if not any(folder.glob("worker-*.key")):
             yield refused
             return
-        store = InvitationStore(folder)
+        store, removed, is_own_removed = InvitationStore(folder), None, False
         own = store.keys_of(self._invitation)
-        with ExitStack() as held:
-
-            def claim(fresh: bool) -> ClaimedIdentity | None:
-                claimed = held.enter_context(claim_identity(folder, fresh=False, first=own))
-                return None if claimed is None else ClaimedIdentity(*claimed, ExitStack(), is_new=False)
-
-            def ask(one: ClaimedIdentity) -> DoctorProbe | None:
-                probe = DoctorProbe(self._invitation, one.identity)
-                held.callback(probe.close)
-                if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)) or not probe.responses.is_denied:
-                    return probe
-                return None
-
-            one, probe, was_removed = choose_identity(store, self._invitation, claim, ask)
-            if probe is not None and self._invitation.coordinator not in probe.responses.connected:
-                yield refused
-                return
-            if probe is not None:
-                self._request_status(probe)
-                yield ok("invitation", "no longer valid, but this machine is already admitted", known=True)
-                yield from self._run_findings(probe)
-                return
-        may_use_another = one is None or one.path.stem not in own  # as in `enroll`
-        if may_use_another and (findings := [*self._retry_unused(store)]):
-            yield from findings
-        elif was_removed and one is not None:
-            error = revoked_error(self._invitation, one.identity)
+        with ExitStack() as locks:  # the same order as in `enroll`: the first free key that is admitted
+            while (
+                claimed := locks.enter_context(claim_identity(folder, fresh=False, first=own))
+            ) is not None:
+                identity, path = claimed
+                if is_own_removed and path.stem not in own:
+                    break
+                with closing(DoctorProbe(self._invitation, identity)) as probe:
+                    if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+                        self._request_status(probe)
+                        yield ok(
+                            "invitation", "no longer valid, but this machine is already admitted", known=True
+                        )
+                        yield from self._run_findings(probe)
+                        return
+                if not probe.responses.is_denied:
+                    yield refused
+                    return
+                if removed is None:
+                    if not store.was_admitted(path):
+                        break
+                    removed, is_own_removed = identity, path.stem in own
+        if removed is not None:
+            error = revoked_error(self._invitation, removed)
             yield failure("invitation", error.reason, error.remedy)
-        elif one is not None:
+        elif findings := [*self._retry_unused(store)]:
+            yield from findings
+        elif claimed is not None:
             yield refused
         else:
             fix = "nothing to do: this machine is already training"

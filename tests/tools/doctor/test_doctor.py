@@ -232,23 +232,6 @@ def test_a_removed_worker_is_told_so_beside_the_free_key_of_another_one(coordina
     assert look(ben)["run"].level is FindingLevel.OK
 
 
-def test_a_removed_free_key_may_use_the_unused_invitation_of_another_worker(
-    coordinator: LiveCoordinator,
-) -> None:
-    first, second, withdrawn = (coordinator.invitation(uses=1) for _ in range(3))
-    with enroll(first, WITHIN_S), enroll(second, WITHIN_S) as entry:
-        peer = Identity.read(entry.identity).public
-    operator = coordinator.operator_client()
-    operator.order(RemoveWorker(peer, False, "too slow"))
-    operator.withdraw(withdrawn)
-    with enroll(coordinator.invitation(uses=1), WITHIN_S):  # with the first one's key
-        found = look(withdrawn)
-        assert found["invitation"].text == "no longer valid, but another one on this machine is unused"
-        assert found["run"].level is FindingLevel.OK
-        with enroll(withdrawn, WITHIN_S) as again:
-            assert Identity.read(again.identity).public == peer
-
-
 def test_an_invalid_invitation_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
