@@ -98,7 +98,7 @@ class GridOptimizer(WrappingOptimizer):
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
             it is `inner`.
-        requested_batches: how many batches of the latest call of `step` the script has requested.
+        requested_batches: how many batches of the latest call to `step` the script has requested.
         residual: the gradient that this worker has not sent yet.
         weights: how much this worker's batch counts in a step.
         parameter_watch: whether the script has changed the parameters since the latest step.
@@ -287,7 +287,7 @@ class GridOptimizer(WrappingOptimizer):
         return not self.last_skipped
 
     def _check_batches(self) -> None:
-        """Raise `ConfigError` if the script has not requested all batches of this call of `step`."""
+        """Raise `ConfigError` if the script has not requested all batches of this call to `step`."""
         if self.requested_batches < self.backwards_per_step:
             raise ConfigError(
                 f"optimizer.step() was called after only {self.requested_batches} of its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Any
 
@@ -98,6 +98,23 @@ class ScriptedCoordinator:
     def tick(self, after_s: float = 0.0) -> list[Effect]:
         self.now_s += after_s
         return self.keep(self.core.tick(self.now_s))
+
+    def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
+        """Time passes until `now_s`; the workers in `alive` send heartbeats."""
+        self._send_heartbeats(alive, now_s, min(now_s, self.core.deadline_s))
+        for _ in range(1000):
+            if (at_s := self.core.deadline_s) > now_s:
+                self._send_heartbeats(alive, now_s, now_s)
+                self.now_s = now_s
+                return
+            self._send_heartbeats(alive, at_s, at_s)
+            self.keep(self.core.tick(at_s))
+        raise AssertionError(f"the deadline does not advance beyond {at_s}")
+
+    def _send_heartbeats(self, alive: Sequence[m.PeerId], progress: float, at_s: float) -> None:
+        for peer in alive:
+            beat = m.Heartbeat(1, 0, round(progress), ())
+            self.keep(self.core.handle(MessageReceived(peer, beat), at_s))
 
     def join(
         self, peer: m.PeerId, *, reachable: bool = True, generation: int = 0, setup: m.Setup | None = SETUP

@@ -145,9 +145,9 @@ class SparseDirectBuffer(ButterflyBuffer):
         self._results[owner] = result
         if len(self._results) < self._world_size:
             return
-        results = (SparseVector(self._indices(each, part.indices), part.values)
-                   for each, part in sorted(self._results.items()))  # fmt: skip
-        self.update = SparseVector(*sort_by_index([*results]))
+        parts = [SparseVector(self._indices(each, part.indices), part.values)
+                 for each, part in self._results.items()]  # fmt: skip
+        self.update = SparseVector(*sort_by_index(parts))  # no index belongs to two owners
 
     def _indices(self, owner: int, elements: IndexArray) -> IndexArray:
         rotated = _remainder(_rotation(elements.astype(np.uint32)), self._world_size)

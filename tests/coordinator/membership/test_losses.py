@@ -48,20 +48,6 @@ class TimedCoordinator(ScriptedCoordinator):
     def lose(self, peer: m.PeerId, now_s: float) -> None:
         self.keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
 
-    def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
-        """Time passes; the members in `alive` send heartbeats."""
-        for peer in alive:
-            self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
-        for _ in range(1000):
-            if (at_s := self.core.deadline_s) > now_s:
-                for peer in alive:
-                    self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), now_s)
-                return
-            for peer in alive:
-                self.say(peer, m.Heartbeat(1, 0, round(at_s), ()), at_s)
-            self.keep(self.core.tick(at_s))
-        raise AssertionError(f"the deadline does not advance beyond {at_s}")
-
     def train(self) -> None:
         """A, B and C are in generation 1 at second 3."""
         for peer in (A, B, C):

@@ -55,16 +55,6 @@ class Run(ScriptedCoordinator):
             self.now_s = max(self.now_s, self.core.deadline_s)
             self.tick()
 
-    def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
-        """Ticks at each deadline until `now_s`; the workers in `alive` send heartbeats."""
-        for _ in range(1000):
-            self.now_s = max(self.now_s, min(now_s, self.core.deadline_s))
-            self.steps(0, *alive)
-            self.tick()
-            if self.now_s == now_s:
-                return
-        raise AssertionError(f"the deadline does not advance beyond {self.now_s}")
-
     def train(self, *peers: m.PeerId) -> None:
         for peer in peers:
             self.join(peer)
