@@ -328,19 +328,20 @@ def test_a_worker_whose_run_waits_is_not_shown_as_training(
 
 
 def test_the_traffic_budget_counts_over_restarts_until_midnight(
-    make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
+    make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved = [300]
     enforcer = make(budget="1kB")
-    link = AgentLink(enforcer.path, lambda: moved[0])
+    ended = AgentLink(enforcer.path, lambda: 300)
     wait_until(
         lambda: json.loads((folder / FILE).read_text())["bytes"] == 300 if (folder / FILE).exists() else False
     )
-    assert link.directive.most_bytes == link.directive.day_bytes == 1000
-    link._moved_bytes = lambda: 0  # its script has ended
+    assert ended.directive.most_bytes == ended.directive.day_bytes == 1000
     enforcer.set_script(0)
-    moved[0] = 200  # the script was started again and counts from 0: 700 of the day are left
+    ended.report(state="training")  # read only after its end: nothing is counted twice
+    moved = [200]  # the script was started again and counts from 0: 700 of the day are left
+    monkeypatch.setattr(os, "getpid", lambda: 4711)
     link = AgentLink(enforcer.path, lambda: moved[0])
+    ended.report(state="training")
     assert link.directive.most_bytes == 700
     wait_until(lambda: json.loads((folder / FILE).read_text())["bytes"] == 500)
     assert link.directive.most_bytes == 700 and link.directive.run
@@ -407,7 +408,7 @@ def test_a_broken_link_is_restored_and_nothing_is_counted_twice(
 
 
 def test_a_restart_uses_the_owners_latest_settings(
-    make: Callable[..., PolicyEnforcer], folder: Path, sensors: FakeSensors
+    make: Callable[..., PolicyEnforcer], folder: Path, sensors: FakeSensors, clock: Clock
 ) -> None:
     """A service always starts with the same options; only edited options replace later settings.
 
@@ -417,18 +418,21 @@ def test_a_restart_uses_the_owners_latest_settings(
     start   upload=8Mbit                       ->  8Mbit
     """
     said: list[str] = []
+    clock.now = datetime(2026, 3, 2, 23, 0)
     first = make(upload="20Mbit", download="50Mbit")
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"upload": "5Mbit", "hours": "22:00-07:00"}})
     ask_agent(folder / SOCKET, {"ask": "pause"})
     first.__exit__()
     settings = {"upload": "20Mbit", "download": "50Mbit"}
-    with PolicyEnforcer(folder, "anna", settings, said.append, sensors=sensors) as again:
+    with PolicyEnforcer(folder, "anna", settings, said.append, sensors=sensors, now=clock) as again:
         rules = again._policy.rules.texts()
         assert (rules["upload"], rules["download"], rules["hours"]) == ("5Mbit", "50Mbit", "22:00-07:00")
         assert again.decision.reasons[0] == "on request" and not again.decision.may_train
         assert "upload=5Mbit applies instead of 20Mbit, because it was set later" in said
         ask_agent(folder / SOCKET, {"ask": "resume"})
-    with PolicyEnforcer(folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors) as edited:
+    with PolicyEnforcer(
+        folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors, now=clock
+    ) as edited:
         assert edited._policy.rules.upload == "8Mbit"
         assert "on request" not in edited.decision.reasons
         assert said[-1] == f"{SAVED_RULES_APPLY}: hours=22:00-07:00 {HOW_TO_CHANGE}"
@@ -499,7 +503,7 @@ def test_a_script_that_ends_without_traffic_budget_waits_for_the_next_day(
 ) -> None:
     """A little of the budget is left, too little for a step."""
     enforcer = make(budget="1kB")
-    enforcer._on_script_status({"state": BUDGET_EXHAUSTED, "moved_bytes": 900})
+    enforcer._on_script_status(0, {"state": BUDGET_EXHAUSTED, "moved_bytes": 900})
     assert not enforcer.decision.may_train
     assert enforcer.decision.text() == "the day's traffic budget is used up, until 00:00"
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
@@ -560,7 +564,7 @@ def test_a_script_that_does_not_obey_is_overdue(
     assert not enforcer.is_overdue
     enforcer._answer({"ask": "pause"})
     wait_until(lambda: enforcer.is_overdue)
-    enforcer._on_script_status({"state": "paused"})
+    enforcer._on_script_status(0, {"state": "paused"})
     assert not enforcer.is_overdue
     enforcer._answer({"ask": "stop"})
     assert not enforcer.is_overdue, "its deadline begins with stop"

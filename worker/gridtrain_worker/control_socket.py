@@ -48,7 +48,7 @@ class ControlSocket:
         folder: this worker's private folder.
         answer: answers a request from the owner; if it raises a `GridtrainError`, the request is refused.
         greet: returns the first directive for a script, given its first message.
-        hear: receives a script's status.
+        hear: receives the process id of a script and its status.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ControlSocket:
         folder: Path,
         answer: Callable[[Body], Body],
         greet: Callable[[Body], Body],
-        hear: Callable[[Body], None],
+        hear: Callable[[int, Body], None],
     ) -> None:
         self._answer, self._greet, self._hear = answer, greet, hear
         self._closing = threading.Event()
@@ -139,7 +139,7 @@ class ControlSocket:
         for line in lines:
             said = json.loads(line)
             if isinstance(said, dict):
-                self._hear(said)
+                self._hear(first["pid"], said)
 
     def _answer_or_refuse(self, question: Body) -> Body:
         try:

@@ -83,7 +83,7 @@ class PolicyEnforcer:
         self._moved_bytes = 0
         self._knows_day_bytes = False  # whether the script knows `DAY_BYTES`, unlike older scripts
         self._disobeyed_since_s: float | None = None
-        self._greeted: set[int] = set()
+        self._counted_pid = 0  # the process that `_moved_bytes` belongs to
         self._budget_error = ""  # the reason why traffic cannot be counted
         # The day, and the budget that the script found insufficient for another step.
         self._spent_budget: tuple[date, int] | None = None
@@ -149,7 +149,7 @@ class PolicyEnforcer:
         """Record that the script was started with this process id; 0 if it has ended."""
         with self._lock:
             self._pids = (pid,) if pid else ()
-            self._script_status, self._moved_bytes, self._disobeyed_since_s = {}, 0, None
+            self._script_status, self._disobeyed_since_s = {}, None
             self.has_ended_script = self.has_ended_script and not pid
 
     @property
@@ -342,16 +342,17 @@ class PolicyEnforcer:
         pid, known = int(hello["pid"]), hello.get("knows")
         with self._lock:
             self._knows_day_bytes = isinstance(known, list) and DAY_BYTES in known
-            if pid not in self._greeted:
-                self._moved_bytes = 0  # a new process counts from 0
-            self._greeted = {pid}
+            if pid != self._counted_pid:
+                self._counted_pid, self._moved_bytes = pid, 0  # a new process counts from 0
             self._pids = tuple({*self._pids, pid})
             self._last_pushed = self._wanted_state()
             return self._last_pushed
 
-    def _on_script_status(self, said: Body) -> None:
+    def _on_script_status(self, pid: int, said: Body) -> None:
         moved_bytes = said.get("moved_bytes", 0)
         with self._lock:
+            if pid != self._counted_pid:
+                return  # read only after the next process had connected
             self._script_status = said
             self._update_name(str(said.get("name") or self._name))
             if said.get("state") == BUDGET_EXHAUSTED:
