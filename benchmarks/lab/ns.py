@@ -175,9 +175,11 @@ def remove(names: Sequence[str]) -> None:
 def _kill_inside(name: str) -> None:
     """Kill the processes in the namespace, which would keep it without a name."""
     until_s = time.monotonic() + KILLED_S
-    while pids := _pids_inside(name):
+    pids: set[int] = set()
+    # A dying process leaves the namespace a moment before it is dead.
+    while pids := {*_pids_inside(name), *filter(alive, pids)}:
         if time.monotonic() > until_s:
-            raise LabError(f"processes {pids} in namespace {name} survive SIGKILL for {KILLED_S:g} s")
+            raise LabError(f"processes {sorted(pids)} in namespace {name} survive SIGKILL for {KILLED_S:g} s")
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
