@@ -341,7 +341,7 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
     moved = [200]  # the script was started again and counts from 0: 700 of the day are left
     monkeypatch.setattr(os, "getpid", lambda: 4711)
     link = AgentLink(enforcer.path, lambda: moved[0])
-    ended.report(state="training")
+    ended.report(state="joining")
     assert link.directive.most_bytes == 700
     wait_until(lambda: json.loads((folder / FILE).read_text())["bytes"] == 500)
     assert link.directive.most_bytes == 700 and link.directive.run

@@ -124,9 +124,15 @@ class AgentLink:
             return True
 
     def report(self, **state: Any) -> None:
-        """Report this worker's state to the agent, as fields such as `state` and `step`."""
+        """Report this worker's state to the agent, as fields such as `state` and `step`.
+
+        A report in which only `step` is new is sent with the next one of the thread, within
+        `REPORT_INTERVAL_S`.
+        """
+        is_urgent = {**state, "step": 0} != {**self._state, "step": 0}
         self._state = state
-        self._report()
+        if is_urgent:
+            self._report()
 
     def wait(self, timeout_s: float, known: AgentDirective) -> None:
         """Wait until the directive differs from `known`, but not longer than `timeout_s`."""
