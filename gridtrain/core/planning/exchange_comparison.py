@@ -22,7 +22,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
 DENSE_PREFERENCE_MARGIN = 0.10
-"""A dense exchange is preferred if its step takes at most this share longer than the fastest step."""
+"""A dense exchange is preferred if a step with it exceeds the fastest step by at most this share."""
 
 LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
@@ -32,7 +32,7 @@ class ExchangeEstimate:
     """The predicted cost of one exchange on one network.
 
     Attributes:
-        compute_s: compute time per step, from its batch to its gradient.
+        compute_s: compute time per step, from the batch to the gradient, in seconds.
         local_steps: optimizer steps between two exchanges.
         overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
     """
@@ -53,7 +53,7 @@ class ExchangeEstimate:
 
     @property
     def hideable_s(self) -> float:
-        """The exchange time without selection, in seconds, which may overlap with computation."""
+        """The exchange time without the selection, in seconds: the part that may overlap with computation."""
         return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
