@@ -87,7 +87,7 @@ class HopExchange(CollectiveBase):
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send this rank's payload before the partner's is merged into it; complete the exchange after all hops."""
+        """Send this rank's payload, before the partner's is merged into it; or complete if no hop remains."""
         if not self._hops:
             return self._completed()
         hop = self._hops[0]

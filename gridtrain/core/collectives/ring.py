@@ -38,7 +38,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
-"""How a byte of RESUME encodes the messages of a slice that a rank has not received: both, only GATHER, none."""
+"""The values of a byte in RESUME: the rank lacks both messages of the slice, only GATHER, or neither."""
 
 MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024

@@ -12,8 +12,8 @@ r + 4 .. r + 2^(j-1), as far as these exist.  P = 6:
 
 The paper's algorithm loses the values that a merge drops.  In this implementation, the rank that computes a
 merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at most
-once on each of its links, which is the minimum for any exchange, and a leaf has only one link.  A tree takes twice as
-many hops as the butterfly, and each rank is idle in half of the hops.
+once on each of its links, which is the minimum for any exchange, and a leaf has only one link.  A tree takes
+twice as many hops as the butterfly, and each rank is idle in half of the hops.
 """
 
 from __future__ import annotations

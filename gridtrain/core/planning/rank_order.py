@@ -368,7 +368,7 @@ def _corroborate(
 def with_entry_shares(
     network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
 ) -> NetworkModel:
-    """Return the network of `peers` with these entry shares (`Member.entries_share`); other shares are whole."""
+    """Return the network of `peers` with these values of `Member.entries_share`, by default `WHOLE_SHARE`."""
     fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
     return replace(network, entry_shares=fractions if shares else ())
 

@@ -67,8 +67,8 @@ FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
 """Takes up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
 
 URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
-"""Takes up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; for more than 16 members,
-no new order is searched."""
+"""Takes up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; above 16 members, no new
+order is searched."""
 
 SIMULATED_MESSAGES = 400  # the maximum for one exchange, so a ring is simulated with few slices
 
