@@ -12,8 +12,8 @@ second forward pass if activations are re-materialized) and its transfer time in
 stage uploads activations and gradients to its neighbours and downloads theirs.  Without overlap, a stage's
 time is the sum of its compute time and its transfer time.  `best_partition` minimizes the period among all
 partitions that fit into the devices' memory.  Among partitions whose period is within `slack` of the minimum,
-it chooses the partition whose fullest device has the most free memory and, if several tie, the one whose later
-stages begin latest.
+it chooses the partition whose fullest device has the most free memory and, if several tie, the one whose
+later stages begin latest.
 Latency is ignored, because it lengthens the filling and draining of the pipeline, not the period (`step_time`
 simulates the whole step).
 
