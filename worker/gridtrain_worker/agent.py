@@ -78,7 +78,7 @@ IMPORT_GRACE_S = 5.0
 it.  If the script joins after Ctrl-C, the signal was lost, and SIGTERM is sent at once."""
 
 ANSWER_S = 2.0
-"""How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
+"""How long to wait, after the script has ended, for an answer from the coordinator."""
 
 ACCESS_CHECK_S = 5.0
 """A worker that is refused for this long is considered removed.  A single refused handshake proves nothing:
@@ -314,7 +314,7 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script; rerun it after failures and pauses, until it succeeds, is stopped or may not restart."""
+    """Run the script, again after failures and pauses, until it succeeds, is stopped or may not restart."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):

@@ -190,7 +190,8 @@ def ask_agent(path: Path, question: Body) -> Body:
 
     Raises:
         ConfigError: the agent refuses the request.
-        OSError: no agent is listening at `path`.
+        OSError: no agent is listening at `path`, or it does not answer in time.
+        StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
     target = os.readlink(path) if path.is_symlink() else str(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:

@@ -57,6 +57,11 @@ class PolicyEnforcer:
         sensors: the sensors to read; by default this machine's.
         now: returns local time without a time zone.
 
+    Attributes:
+        decision: the latest decision.
+        is_stopping: whether the script is to stop for good.
+        has_ended_script: whether the agent has terminated the latest script for not obeying in time.
+
     Raises:
         ConfigError: a rule is malformed or cannot be enforced on this machine, or a file or the socket in
             `folder` cannot be read or created.

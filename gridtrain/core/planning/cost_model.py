@@ -132,7 +132,7 @@ def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
 
 
 _ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
-"""Costs per entry or element, except those of selecting and encoding, which precede all packets."""
+"""Costs per entry or element that packet handling slows down; selecting and encoding precede all packets."""
 
 
 def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:

@@ -116,7 +116,7 @@ class ExchangeChoice:
     _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
     _local: LocalStepsFacts | None = None
     _parameters: int = 0  # 0: unknown
-    _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
+    _alternative_text: str = ""  # names an exchange that is faster, but not fast enough for a change
     _first_report_s: float | None = None  # when the first member reported its compute time
     _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
     _is_chosen_alone: bool = False  # chosen when the run had only one worker

@@ -80,7 +80,7 @@ def estimate_exchange(
     """Estimate a step with this exchange.
 
     Args:
-        order: `order[rank]` is a member of `network`; if None, the order of `network` is kept.
+        order: `order[rank]` is the member of `network` with that rank; None to keep the order of `network`.
 
     Raises:
         ConfigError: `compute_s` is not above 0, or `local_steps` is less than 1.

@@ -17,7 +17,7 @@ HEADER_BYTES = 110
 """Overhead of a Data message: the msgpack header, the ZMTP framing and the transport's own bytes."""
 
 PACKET_BYTES = 1448
-"""Payload of an Ethernet frame that carries TCP with timestamps over IPv4."""
+"""Bytes of TCP payload in an Ethernet frame, with IPv4 and TCP timestamps."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
@@ -91,7 +91,8 @@ class CpuCosts:
         encode_entry_s: encoding one entry of a sparse payload.
         decode_entry_s: decoding and checking one entry of a sparse payload.
         merge_entry_s: decoding, summing, truncating and encoding one of the k entries of a gTop-k hop.
-        sum_entry_s: adding one entry of a payload to the sum, at the end of TopK and at the centre of a star.
+        sum_entry_s: adding one entry of a payload to a sum, at the end of TopK, at the root of a star and in
+            direct gTop-k.
         select_parameter_s: examining one parameter in the selection of the k largest.
         round_element_s, widen_element_s: encoding and decoding one element of a dense slice as int8; bf16
             takes a third.

@@ -338,7 +338,7 @@ class StageCostModel:
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
-        """Return a lower bound on the times of two stages: `stage`, which ends before layer `stop`, and the next."""
+        """Return a lower bound on the times of a stage that ends before layer `stop` and of its successor."""
         on, back = self.boundary_bytes(stop)
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
