@@ -314,7 +314,7 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script, again after failures and pauses, until it succeeds, is stopped or may not restart."""
+    """Run the script until it succeeds or is stopped; restart it after pauses and up to `restarts` failures."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):

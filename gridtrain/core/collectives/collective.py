@@ -1,9 +1,9 @@
 """The interface of collectives (ring, butterfly, ...) to the I/O loop that runs them: events and effects.
 
-A collective decides which rank sends which payload to which rank, and when;
-it never reads the contents of a payload.  The values are in a collective buffer
-(`gridtrain.runtime.buffers`), which the loop owns.  The loop executes effects strictly in the order in which
-they are returned, so `MergePayload` followed by `SendTo` sends the merged payload.
+A collective decides which rank sends which payload to which rank, and when; it never reads the contents of a
+payload.  The values are in a collective buffer (`gridtrain.runtime.buffers`), which the loop owns.  The loop
+executes effects strictly in the order in which they are returned, so `MergePayload` followed by `SendTo`
+sends the merged payload.
 
          a payload                          effects, in order
     wire ------------> Collective.handle ------------------> loop: buffer.apply(effect)

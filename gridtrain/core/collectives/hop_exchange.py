@@ -87,7 +87,10 @@ class HopExchange(CollectiveBase):
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send this rank's payload, before the partner's is merged into it; or complete if no hop remains."""
+        """Send this rank's payload, before the partner's payload is merged into it.
+
+        If no hop is left, complete the exchange instead.
+        """
         if not self._hops:
             return self._completed()
         hop = self._hops[0]

@@ -36,7 +36,7 @@ MIN_OBSERVATIONS = 8
 of compute time in total (with the weights of `OBSERVATION_DECAY`)."""
 
 MIN_SPEEDUP = 1.15
-"""Different shares justify a new generation if they divide the longest compute time by at least this."""
+"""Different shares justify a new generation if a step is then computed at least this many times as fast."""
 
 MAX_MEDIAN_RATIO = 64.0
 """Upper bound on a speed, as a multiple of the median speed, because workers report their own speeds."""
@@ -197,7 +197,7 @@ def _share_limits(total: int, most: Sequence[int]) -> list[int]:
 
 
 def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], least: int) -> list[int]:
-    """Return shares proportional to speed within their bounds, rounded down to at most the optimal shares.
+    """Return shares proportional to speed within their bounds, rounded down so that none exceeds the optimum.
 
     A worker whose share would be outside its bounds gets the nearest bound, and the remaining samples are
     divided again among the other workers, in at most one pass for each worker.

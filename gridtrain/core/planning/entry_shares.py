@@ -35,8 +35,8 @@ THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
 for a member that already has a smaller share."""
 
 KEPT_SPEEDUP = 1.1
-"""Current shares are kept if they make the exchange at least this many times as fast as whole shares; new
-shares need `MIN_SPEEDUP`."""
+"""Current shares are kept if they make the exchange at least this many times as fast as it is with whole
+shares; new shares need `MIN_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
 """A share is not changed by less than this factor."""
@@ -45,8 +45,8 @@ RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""The largest shares are chosen with which an exchange takes at most this many times as long as with the
-fastest shares tried."""
+"""Of the shares tried, the largest are chosen with which an exchange takes at most this many times as long as
+with the fastest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator

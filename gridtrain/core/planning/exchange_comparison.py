@@ -22,7 +22,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
 DENSE_PREFERENCE_MARGIN = 0.10
-"""A dense exchange is preferred if a step with it exceeds the fastest step by at most this share."""
+"""A dense exchange is preferred if a step with it is longer than the fastest step by at most this share."""
 
 LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 

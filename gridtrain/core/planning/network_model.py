@@ -123,7 +123,7 @@ class LinkOccupancy:
         return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """Send a message; return when its first byte reaches dst, and the earliest time for its last byte."""
+        """Send a message; return when its first byte and, at the earliest, its last byte reach dst."""
         network = self._network
         link = network.link(src, dst)
         start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)

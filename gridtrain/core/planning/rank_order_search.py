@@ -51,8 +51,9 @@ class SearchLimits:
     """Limits on the work of one search.
 
     Attributes:
-        edges: the number of edges in all estimated orders together; an edge takes 0.2 to 0.7 us.
-        messages: the number of messages in all simulated orders together; a message takes 10 to 25 us.
+        edges: the maximum number of edges in all estimated orders together; an edge takes 0.2 to 0.7 us.
+        messages: the maximum number of messages in all simulated orders together; a message takes 10 to
+            25 us.
         simulated_orders: the number of orders that may be simulated even if they exceed `messages`.
         searched_peers: the largest group for which an order is searched.
     """

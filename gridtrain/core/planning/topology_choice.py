@@ -116,7 +116,7 @@ def _without_times(
 
 
 def _usual_kind(load: Workload) -> ExchangeKind:
-    """Return the kind of the load, or for a direct exchange the kind of the ring or butterfly instead."""
+    """Return the kind of the load; for a direct exchange, the kind of the ring or butterfly it replaces."""
     return next((usual for usual, direct in DIRECT_KIND_OF.items() if load.kind is direct), load.kind)
 
 

@@ -50,7 +50,7 @@ def best_partition(
     Args:
         network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
         slack: the share by which the period may exceed the shortest period if the fullest device then has
-            more free memory; above 0 for measured times, which are not exact.
+            more free memory.  It is above 0 for measured times, because they are not exact.
 
     Raises:
         ConfigError: there are more devices than layers or than trained layers, or no partition fits (see

@@ -364,7 +364,7 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
 
 
 def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
-    """Return a function that predicts how long a message and a reply of `DEFAULT_ACTIVATION_BYTES` each take.
+    """Return a function that predicts the time of a message of `DEFAULT_ACTIVATION_BYTES` and an equal reply.
 
     Args:
         at: the index of each peer in `network`.
