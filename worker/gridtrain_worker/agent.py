@@ -314,7 +314,7 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script until it succeeds or is stopped; restart it after pauses and up to `restarts` failures."""
+    """Run the script until it succeeds or is stopped; restart it after a pause or a failure, as allowed."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):
