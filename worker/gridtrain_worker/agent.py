@@ -75,10 +75,10 @@ GROUP_EXIT_TIMEOUT_S = 3.0
 
 IMPORT_GRACE_S = 5.0
 """The longest time between Ctrl-C and SIGTERM for a script that has not joined the run, and so need not leave
-it; if the script joins nevertheless, the signal was lost."""
+it.  If the script joins after Ctrl-C, the signal was lost, and SIGTERM is sent at once."""
 
 ANSWER_S = 2.0
-"""How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
+"""How long to wait, after the script has ended, for an answer from the coordinator."""
 
 ACCESS_CHECK_S = 5.0
 """A worker that is refused for this long is considered removed.  A single refused handshake proves nothing:
@@ -113,8 +113,8 @@ class Job:
         invitation: the invitation from the run's owner.
         folder: the command's working directory; empty for the current directory.
         name: the worker's name; empty for a random one, which is stored with its key.
-        accept: the digest of a bundle accepted in advance; empty to ask.
-        dry_run: whether to stop before joining and only show what would run.
+        accept: the digest of a bundle that is accepted in advance; empty to ask the user.
+        dry_run: whether only to show what would be run, without joining.
         settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
             script.
         unencrypted: whether to join a run without encryption.
@@ -123,7 +123,8 @@ class Job:
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
         grace_s: the time between a signal and SIGKILL, during which the script can leave the run.
-        backoff_s: the pause before the first restart; it doubles with each further early failure.
+        backoff_s: the pause before the first restart; it doubles with each further failure within
+            `BACKOFF_RESET_S`, up to `MAX_BACKOFF_S`.
         connect_s: how long to wait for the coordinator.
 
     Raises:
@@ -188,8 +189,8 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    This is the script's exit code, 128 + N if signal N killed the script, or 128 + SIGINT or SIGTERM if this
-    process was stopped.  Must be called in the main thread.
+    This is the script's exit code, 128 + N if signal N killed the script, or 128 + the signal's number if
+    SIGINT or SIGTERM stopped this process.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
@@ -198,7 +199,7 @@ def supervise(
 
     Raises:
         CoordinatorUnreachable: the coordinator does not answer.
-        JoinRefused: the coordinator refuses this worker, or removed it while the script was running.
+        JoinRefused: the coordinator refuses this worker, or removes it while the script is running.
         ConfigError: the program does not exist, a package or the data set is missing, a key file cannot be
             used, a rule cannot be enforced, or the final model cannot be written.
         TransportError: this machine cannot listen at the chosen address.
@@ -291,7 +292,7 @@ def check_machine(job: Job) -> None:
 
 
 def check_joinable(entry: Enrollment) -> None:
-    """Raise `JoinRefused` if the coordinator serves another run, or a finished one."""
+    """Raise `JoinRefused` if the coordinator serves a different run, or if the run is finished."""
     served = str(entry.status.get("run"))
     if served != entry.run:
         raise JoinRefused(
@@ -313,7 +314,7 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script, and rerun it if it fails, until it succeeds, no restarts remain or a signal arrives."""
+    """Run the script until it succeeds or is stopped; restart it after a pause or a failure, as allowed."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):
@@ -359,7 +360,7 @@ def _run(
 
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
-    """Explain why a script may have ended early without an error; return "" if its end was expected."""
+    """Return a text that explains why a script may have ended early without an error; "" if it has not."""
     if enforcer.is_stopping or not _is_running(entry):
         return ""
     if stats.is_empty:
@@ -380,7 +381,7 @@ def _is_running(entry: Enrollment) -> bool:
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """Return whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S`.
+    """Return whether the coordinator refuses this worker for `ACCESS_CHECK_S` seconds.
 
     Returns False if it admits the worker or does not answer, or if a signal arrives first.
     """
@@ -527,7 +528,7 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
     """Start a shell that terminates a process group if this process dies and thereby closes the shell's pipe.
 
-    Yields a function that sets the process group.
+    Yields a function that tells the shell the process group.
     """
     shell = subprocess.Popen(
         ["/bin/sh", "-c", WATCHDOG, "gridtrain-watchdog", str(math.ceil(grace_s))],
@@ -624,7 +625,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
-    """Copy the script's output, line by line with the worker's name, or unchanged if there is no name.
+    """Copy the script's output: each line with the worker's name before it, or unchanged if there is no name.
 
     Without a name, an incomplete line is copied after `PARTIAL_LINE_S`, because it may be a prompt.
     """

@@ -1,7 +1,7 @@
 """Counts the bytes sent and received each day (traffic budget) in a small file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
-                     rewritten as a whole once `UNWRITTEN_BYTES` are missing from it, or after `UNWRITTEN_S`
+                     rewritten as a whole once it lacks `UNWRITTEN_BYTES`, or any bytes for `UNWRITTEN_S`
 
 `others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
 `gridtrain.training.pause` computes, in the script, how much of the budget a step reserves.
@@ -23,7 +23,8 @@ MAX_FILE_BYTES = 4096
 FILE = "budget.json"
 MAX_DAYS = 8
 UNWRITTEN_BYTES, UNWRITTEN_S = 1 << 20, 1.0
-"""The most that a crash may lose from the count, in bytes or in seconds; each write waits for the disk."""
+"""The most that a crash may lose from the count, in bytes or in seconds.  The file is not written more often,
+because a write may wait for the disk."""
 
 
 class Budget:

@@ -81,9 +81,10 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     """Fetch and unpack the coordinator's bundle without executing any of it.
 
     Raises:
-        ConfigError: the run has no bundle, or the data set's index is invalid.
-        CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch_bundle` and
-            `Bundle.from_archive`.
+        ConfigError: the run has no bundle, the data set's index is invalid, or the files cannot be written.
+        CoordinatorUnreachable: the bundle did not arrive in time.
+        JoinRefused: the coordinator does not have the bundle, or no longer has it.
+        RemoteProtocolError: the received bundle is invalid, or is not the announced one.
     """
     announced = AnnouncedBundle.from_status(entry.status)
     if announced is None:
@@ -119,6 +120,7 @@ def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
 
     Raises:
         NotAccepted: the bundle is not accepted.
+        ConfigError: the acceptance cannot be stored.
     """
     digest, home = offer.bundle.digest, offer.folder.parent.parent
     accepted = _read_consents(home)
@@ -216,6 +218,7 @@ def fetch_data_file(
     Raises:
         DataError: the file cannot be fetched, does not match the expected digest, or does not fit into the
             cache.
+        ConfigError: a file cannot be written.
     """
     described = offer.bundle.run.data
     is_here = offer.data is not None and not _is_fetched(offer.data, offer.folder)

@@ -1,4 +1,4 @@
-"""Prints the agent's live line (at intervals), messages and summary, for a terminal, as text or as JSON.
+"""Prints the agent's messages, figures (a live line, or lines at intervals) and summary, as text or as JSON.
 
 terminal    the script's output, and below it one live line:
             step 410, 4 workers | here: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
@@ -32,21 +32,21 @@ always rewrap the line.  The live line ends with a newline, so that output after
 line."""
 
 LINES_EVERY_S = 10.0
-"""The shortest time between two lines of figures in a log."""
+"""The shortest time between two lines of figures, as text or as JSON."""
 
 MAX_LINE = 1 << 16
-"""The most characters of a script's line in one JSON object; the rest follows in further objects."""
+"""The maximum length of incomplete output that is kept; longer output is divided among several objects."""
 
 
 class Console:
-    """A console for agents embedded in a program: writes only the script's output."""
+    """A console for an agent that is embedded in a program: writes only the script's output."""
 
     def say(self, text: str) -> None:
-        """Write a sentence."""
+        """Write a message."""
 
     def report_error(self, text: str, exit_code: int) -> bool:
         """Write the error with which this process exits, if this console formats errors differently from
-        sentences; return whether the error was written."""
+        messages; return whether it was written."""
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
@@ -81,9 +81,9 @@ class _LogConsole(Console):
 
 
 class JsonConsole(_LogConsole):
-    """A console for programs that writes one JSON object per line.
+    """A console that writes one JSON object per line, for programs to read.
 
-    The script's output to any other stream is left unchanged.
+    The script's output to a stream other than this console's is left unchanged.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -20,6 +20,7 @@ class ContributionStats:
 
     Args:
         identity: the file that contains the worker's key; the total is stored beside it.
+        voice: shows the figures to the volunteer.
     """
 
     def __init__(self, identity: Path, voice: Console) -> None:
@@ -66,7 +67,7 @@ class ContributionStats:
         self._current = None
 
     def finish(self) -> None:
-        """Show and store the total if there is a contribution.  Idempotent."""
+        """Show and store the total if there is a contribution; further calls have no effect."""
         if self._is_reported or self.is_empty:
             return
         self._is_reported = True

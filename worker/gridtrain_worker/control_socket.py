@@ -27,7 +27,7 @@ from gridtrain.runtime.client.worker_defaults import state_directory
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
-"""The longest path at which the socket is created; some systems allow only 103 bytes.
+"""The length of the longest path at which the socket is created; some systems allow only 103 bytes.
 
 If the path would be longer, the socket is created at a shorter path, and a link points to it.
 """
@@ -46,9 +46,10 @@ class ControlSocket:
 
     Args:
         folder: this worker's private folder.
-        answer: answers a request from the owner; if it raises a `GridtrainError`, the request is refused.
-        greet: returns the first directive for a script, given its first message.
-        hear: receives the process id of a script and its status.
+        answer: returns the answer to a request from the owner; if it raises a `GridtrainError`, the request
+            is refused.
+        greet: returns the first directive for a script, given the script's first message.
+        hear: called with a script's process id and each status that the script sends.
     """
 
     def __init__(
@@ -158,10 +159,10 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 
 
 def _free(place: Path) -> tuple[str, Path | None]:
-    """Prepare a path to listen on and remove the socket of an agent that was killed.
+    """Remove the socket of an agent that was killed, and return (path to listen on, temporary folder).
 
-    Returns (path, temporary folder).  The folder is None unless `place` is too long; in that case, `place`
-    becomes a link to a socket in that folder.
+    The folder is None unless `place` is too long; in that case, `place` becomes a link to a socket in the
+    folder.
     """
     place.unlink(missing_ok=True)
     if len(os.fsencode(place)) <= MAX_PATH_BYTES:
@@ -189,7 +190,8 @@ def ask_agent(path: Path, question: Body) -> Body:
 
     Raises:
         ConfigError: the agent refuses the request.
-        OSError: no agent is listening at `path`.
+        OSError: no agent is listening at `path`, or it does not answer in time.
+        StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
     target = os.readlink(path) if path.is_symlink() else str(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:

@@ -51,14 +51,20 @@ class PolicyEnforcer:
     Args:
         folder: the folder for this worker's rules, budget and socket.
         name: the worker's name, until the run assigns another one.
-        given: the rules from the command line; rules saved by `set` also apply.
+        given: the rules from the command line; rules that were saved earlier also apply.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
         sensors: the sensors to read; by default this machine's.
         now: returns local time without a time zone.
 
+    Attributes:
+        decision: the latest decision.
+        is_stopping: whether the script is to stop for good.
+        has_ended_script: whether the agent has terminated the latest script for not obeying in time.
+
     Raises:
-        ConfigError: a rule cannot be enforced on this machine.
+        ConfigError: a rule is malformed or cannot be enforced on this machine, or a file or the socket in
+            `folder` cannot be read or created.
     """
 
     def __init__(
@@ -146,7 +152,7 @@ class PolicyEnforcer:
     # -- called by the agent ---------------------------------------------------------------------
 
     def set_script(self, pid: int) -> None:
-        """Record that the script was started with this process id; 0 if it has ended."""
+        """Record the process id of the script that has started, or 0 once it has ended."""
         with self._lock:
             self._pids = (pid,) if pid else ()
             self._script_status, self._disobeyed_since_s = {}, None
@@ -179,6 +185,7 @@ class PolicyEnforcer:
 
         Raises:
             BudgetSpent: the rules do not currently allow training, or this worker is stopping.
+            RuntimeError: the background thread has failed.
         """
         self.raise_fault()
         with self._lock:
@@ -270,7 +277,7 @@ class PolicyEnforcer:
         self._tell("this worker's rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
-        """Return the current readings; all are absent if the sensors cannot be read."""
+        """Return the current readings; if reading raises an error, all are absent."""
         try:
             return self._sensors.read(self._pids, names)
         except ConfigError as error:
@@ -320,7 +327,7 @@ class PolicyEnforcer:
         }
 
     def _state(self) -> str:
-        """Return the script's state, or its state once the latest command has taken effect."""
+        """Return the script's state, or the state that it will have once the decision has taken effect."""
         if not self.decision.may_train:
             return "paused"
         state = str(self._script_status.get("state", "starting"))
@@ -333,7 +340,7 @@ class PolicyEnforcer:
 
     @property
     def _why_waiting(self) -> str:
-        """Why no worker of the run is training; "" if the run is training."""
+        """Why no worker of the run is training, as reported by the script; "" if it reports no reason."""
         return str(self._script_status.get("why_waiting") or "")
 
     # -- called over the socket, by the script ---------------------------------------------------
@@ -427,8 +434,8 @@ class PolicyEnforcer:
 
 
 class AgentMeter(FetchMeter):
-    """The meter for the agent's own fetches, which counts them; requests raise `BudgetSpent` while the rules
-    forbid training."""
+    """Counts the bytes of the agent's own fetches and limits them; while the rules forbid training, requests
+    raise `BudgetSpent`."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:
         super().__init__(fields=[0.0] * FIELDS)

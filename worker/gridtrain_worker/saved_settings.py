@@ -26,8 +26,14 @@ _UNWRITABLE = "free space on the disk, or check the folder's permissions"
 
 
 class SavedSettings:
-    """Reads and writes the two files in a worker's folder; raises `ConfigError` if a file cannot be read or
-    written."""
+    """Reads and writes the two files in a worker's folder.
+
+    The constructor and the methods raise `ConfigError` if a file cannot be read or written.
+
+    Attributes:
+        is_paused: whether the owner has paused this worker.
+        until: when the pause ends, in local time; None if it has no end, or if there is no pause.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._rules_file, self._owner_file = folder / RULES_FILE, folder / OWNER_FILE
@@ -42,11 +48,15 @@ class SavedSettings:
         self.until = _time(self._owner_file, word.get("until")) if self.is_paused else None
 
     def effective_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return all rules that apply, by key; `given` are the rules of this start."""
+        """Return all rules that apply, by key.
+
+        Args:
+            given: the rules from the command line of this start.
+        """
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the saved rules that are not replaced by the rules `given` at this start."""
+        """Return the saved rules that apply in addition to or instead of the rules `given` at this start."""
         return {
             key: text
             for key, text in self._rules.items()
@@ -54,7 +64,12 @@ class SavedSettings:
         }
 
     def save_rules(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
-        """Save rules that have just been set; `given` are the rules of this start."""
+        """Save rules that the owner has just set.
+
+        Args:
+            settings: the new rules, by key; other saved rules are kept.
+            given: the rules from the command line of this start.
+        """
         rules = {**self._rules, **settings}
         over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}

@@ -5,7 +5,8 @@
     idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): the most recent use counts
     temperature  nvidia-ml-py for GPUs, psutil for other components
 
-Each source is read at most every `EVERY_S`, and only if a rule needs it; a program has `ASK_S` to respond.
+The sensors are read at most every `EVERY_S` seconds, and only those that a rule needs.  A program that is run
+to read one has `ASK_S` seconds to respond.
 Use `gridtrain.testing.FakeSensors` in tests.
 """
 
@@ -205,7 +206,7 @@ def _psutil() -> Any:
 
 
 def _nvml() -> tuple[Any, str]:
-    """Return the initialized NVML library and "", or None and the reason why there is none."""
+    """Return the initialized NVML library and "", or None and the reason why it cannot be used."""
     try:
         import pynvml
     except ImportError:

@@ -72,8 +72,8 @@ class Rules:
         battery: whether to pause while the computer is running on battery power.
         gpu: whether to pause while another program is using the GPU.
         idle_s: how long the computer must be unused before training is allowed; 0 for no such rule.
-        hot_C: the temperature at which to pause; infinite for no limit.
-        cool_C: the temperature below which to continue.
+        hot_C: the temperature at which training pauses; infinite for no limit.
+        cool_C: the temperature below which training continues after such a pause.
     """
 
     upload: str = ""
@@ -203,8 +203,13 @@ def _temperature(key: str, text: str) -> tuple[float, float]:
 
 
 class _RuleForm(NamedTuple):
-    """The attributes of `Rules` that a rule sets, the values that reset them, and the function that parses
-    any other text, given the rule's key and the text."""
+    """How the text of a rule is parsed.
+
+    Attributes:
+        names: the attributes of `Rules` that the rule sets.
+        off_texts: the texts that reset these attributes to their defaults.
+        parse: a function of (the rule's key, any other text) that returns the values of the attributes.
+    """
 
     names: tuple[str, ...]
     off_texts: tuple[str, ...]
@@ -225,7 +230,7 @@ KEYS = {
 
 
 def parse_pairs(words: Iterable[str]) -> dict[str, str]:
-    """Parse "key=value" words into strings by key; raise `ConfigError` if a word is not of this form."""
+    """Parse words of the form "key=value"; raise `ConfigError` if a word does not have this form."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -239,7 +244,7 @@ def parse_pairs(words: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """The decision on whether the script may train, with reasons and the expected end of a pause.
+    """The decision whether the script may train, with reasons and the expected end of a pause.
 
     Attributes:
         may_train: whether the script may train.
@@ -260,7 +265,7 @@ class PolicyDecision:
 
 
 class TrainingPolicy:
-    """Decides for one worker, from its rules, any pause set by its owner, and current and earlier readings.
+    """Decides whether one worker may train, from its rules, its owner's pause and the sensors' readings.
 
     Attributes:
         rules: the worker's rules, replaced as a whole when they change.
@@ -279,7 +284,7 @@ class TrainingPolicy:
         self.is_paused, self._paused_until = True, until
 
     def resume(self) -> None:
-        """End `pause`; the rules still apply."""
+        """End the pause that the owner requested; the rules still apply."""
         self.is_paused, self._paused_until = False, None
 
     def unreadable(self, readings: SensorReadings) -> dict[str, str]:
@@ -288,7 +293,7 @@ class TrainingPolicy:
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """Apply all rules and end a pause that has expired.
+        """Apply all rules, after ending a pause that has expired, and return the decision.
 
         Args:
             readings: the current readings of the sensors.
@@ -318,7 +323,7 @@ class TrainingPolicy:
         return PolicyDecision(not blocking, tuple(reason for reason, _ in blocking), until)
 
     def _sensor_reason(self, name: str, readings: SensorReadings, now: datetime) -> str:
-        """Return why the reading of sensor `name` pauses the script; empty if the script may run."""
+        """Return why the reading of the sensor `name` pauses the script; empty if it does not."""
         match name:
             case "battery":
                 return "battery" if readings.on_battery else ""
@@ -340,7 +345,7 @@ class TrainingPolicy:
         return "" if quiet else "the GPU is in use"
 
     def _heat(self, temperature_C: float) -> str:
-        """Return why the temperature pauses the script; empty if the script may run.
+        """Return why the temperature pauses the script; empty if it does not.
 
         Two limits (hysteresis) prevent the script from pausing and continuing every few seconds.
         """

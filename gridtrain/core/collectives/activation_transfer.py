@@ -40,7 +40,11 @@ def stage_channel(from_stage: int, to_stage: int, channel: Channel) -> Channel:
 
 
 class ActivationSender:
-    """Sender of a transfer in `pieces` slices."""
+    """Sends the slices of one transfer.
+
+    Args:
+        pieces: the number of slices.
+    """
 
     __slots__ = ("_label", "_pieces", "_to_rank", "complete")
 
@@ -66,7 +70,7 @@ class ActivationSender:
 
 
 class ActivationReceiver:
-    """Receiver of a transfer; it takes the number of slices from the first slice that arrives."""
+    """Receives the slices of one transfer; learns their number from the first slice that arrives."""
 
     __slots__ = ("_from_rank", "_label", "_missing", "_pieces", "_world_size", "complete")
 

@@ -1,8 +1,8 @@
 """`TopK`'s all-gather of one payload from each rank, in ceil(log2 P) hops for any P (Bruck et al., 1997).
 
 Each payload spreads independently along a binomial tree.  The rank at distance f below the payload's origin
-forwards the payload to the ranks at distance f + d, for each power of two d > f.  The tree for P = 6, from
-the origin at distance 0 downwards (hop 0: d = 1, hop 1: d = 2, hop 2: d = 4):
+forwards the payload to the ranks at distance f + d, for each power of two d > f with f + d < P.  The tree for
+P = 6, from the origin at distance 0 downwards (hop 0: d = 1, hop 1: d = 2, hop 2: d = 4):
 
     distance   0 --hop 0--> 1 --hop 1--> 3
                0 --hop 1--> 2        1 --hop 2--> 5

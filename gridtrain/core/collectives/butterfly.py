@@ -1,4 +1,4 @@
-"""gTop-k as a butterfly: pairs the ranks that swap in each hop, for any P >= 1 (Shi et al., 2019).
+"""gTop-k in a butterfly: pairs the ranks that swap in each hop, for any number P of ranks (Shi et al., 2019).
 
 Let Q be the largest power of two <= P.  First the ranks >= Q send their payloads down to rank - Q, then each
 rank < Q swaps payloads with rank XOR 1, 2, 4 .. Q/2, and finally the result is sent back up.  P = 6, Q = 4:
@@ -63,7 +63,11 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class ButterflyExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `flags` belong to this rank's contribution."""
+    """One gTop-k exchange according to `schedule`.
+
+    Args:
+        flags: flags of this rank's contribution (`core.group.round_flags`).
+    """
 
     __slots__ = ()
 

@@ -1,9 +1,9 @@
 """The interface of collectives (ring, butterfly, ...) to the I/O loop that runs them: events and effects.
 
-A collective (ring, all-gather, butterfly, ..) decides which rank sends which payload to which rank, and when;
-it never reads the contents of a payload.  The values are in a collective buffer
-(`gridtrain.runtime.buffers`), which the loop owns.  The loop executes effects strictly in the order in which
-they are returned, so `MergePayload` followed by `SendTo` sends the merged payload.
+A collective decides which rank sends which payload to which rank, and when; it never reads the contents of a
+payload.  The values are in a collective buffer (`gridtrain.runtime.buffers`), which the loop owns.  The loop
+executes effects strictly in the order in which they are returned, so `MergePayload` followed by `SendTo`
+sends the merged payload.
 
          a payload                          effects, in order
     wire ------------> Collective.handle ------------------> loop: buffer.apply(effect)
@@ -123,8 +123,8 @@ class Collective(Protocol):
         """Process a payload of this round and channel; store a payload that arrives early until it is due.
 
         Raises:
-            RemoteProtocolError: the payload cannot belong to this collective: a wrong sender for the slot, an
-                impossible slot, or the same slot twice.
+            RemoteProtocolError: the payload cannot belong to this collective, because the slot is impossible,
+                belongs to another sender or has already arrived.
         """
         ...
 

@@ -8,12 +8,13 @@ slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0
                    3                             3
 
 All segments are exchanged at the same time, so each member sends and receives as much as in a ring,
-2 (P - 1) / P vectors, but a value passes 2 hops instead of 2 (P - 1).  This is faster for vectors so small
-that hops cost more time than bytes.  Every member is connected to every other member.
+2 (P - 1) / P vectors, but a value passes 2 hops instead of 2 (P - 1).  This is faster for vectors that are so
+small that hops cost more time than bytes.  Every member is connected to every other member.
 
-The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1, in the same
-order as a ring, so both produce bit-identical results.  A payload that arrives too early is deferred; at
-most one payload is deferred for each sender and slice, and none that is longer than the slice.
+The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1 (modulo P),
+in the same order as a ring, so both produce bit-identical results.  A payload that arrives too early is
+deferred; at most one payload is deferred for each sender and slice, and none that is longer than the longest
+slice.
 
 All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
 A retry starts from the beginning, because it repeats only two hops.
@@ -50,9 +51,10 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class DirectAllReduce(CollectiveBase):
-    """One all-reduce; each segment has `slices` >= 1 slices.
+    """One all-reduce.
 
     Args:
+        slices: the number of slices of each segment, at least 1.
         flags: flags of this rank's contribution (`core.group.round_flags`).
         most_bytes: length of the longest slice of this rank's segment; None if payloads have no length, as in
             a simulation.
@@ -119,7 +121,7 @@ class DirectAllReduce(CollectiveBase):
             )
 
     def _add(self, index: int) -> list[CollectiveEffect]:
-        """Add the parts that have arrived, in rank order; after the last one, send the sum."""
+        """Add the parts that have arrived, in the ring's order; after the last part, send the sum."""
         effects: list[CollectiveEffect] = []
         while self._turns[index] < len(self._others):
             sender = self._others[self._turns[index]]

@@ -43,9 +43,9 @@ class Hop:
 
 
 class HopExchange(CollectiveBase):
-    """One gTop-k exchange along a schedule.
+    """One gTop-k exchange along a schedule of hops.
 
-    A partner may be several hops ahead; at most one early payload is deferred for each hop.
+    A partner may be several hops ahead of this rank; at most one early payload is deferred for each hop.
 
     Args:
         name: name of the exchange in error messages.
@@ -87,7 +87,10 @@ class HopExchange(CollectiveBase):
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send this rank's payload before the partner's is merged into it; complete if no hop remains."""
+        """Send this rank's payload, before the partner's payload is merged into it.
+
+        If no hop is left, complete the exchange instead.
+        """
         if not self._hops:
             return self._completed()
         hop = self._hops[0]

@@ -38,7 +38,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
-"""The messages of a slice that a rank has not received, as encoded in RESUME: both, only GATHER, none."""
+"""The values of a byte in RESUME: the rank lacks both messages of the slice, only GATHER, or neither."""
 
 MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024
@@ -47,7 +47,7 @@ MIN_SLICE_BYTES = 128 * 1024
 A message costs each end about 0.3 ms of CPU time, in which 40 KiB could be sent at 1 Gbit/s.
 """
 PREFERRED_SLICES = 8
-"""Preferred number of slices of a segment: one is sent and one is added while the other slices wait."""
+"""Preferred number of slices of a segment; one is sent and another is added while the other slices wait."""
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
@@ -62,9 +62,10 @@ def count_slices(segment_bytes: int) -> int:
 
 
 class RingAllReduce(CollectiveBase):
-    """One all-reduce; each segment has `slices` >= 1 slices.
+    """One all-reduce.
 
     Args:
+        slices: the number of slices of each segment, at least 1.
         flags: flags of this rank's contribution (`core.group.round_flags`).
 
     Attributes:

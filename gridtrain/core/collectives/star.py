@@ -45,7 +45,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 class _Star(CollectiveBase):
     """Base class of the two star collectives, which tracks the expected payloads and sends the result to all.
 
-    `PayloadSlot.segment` is the sender's rank, `slice` the index of a slice.
+    `PayloadSlot.segment` is the sender's rank, and `PayloadSlot.slice` is the index of a slice.
     """
 
     __slots__ = ("_missing", "_slices")
@@ -82,7 +82,11 @@ class _Star(CollectiveBase):
 
 
 class SparseStar(_Star):
-    """One gTop-k exchange; `flags` belong to this rank's contribution."""
+    """One gTop-k exchange.
+
+    Args:
+        flags: flags of this rank's contribution (`core.group.round_flags`).
+    """
 
     __slots__ = ()
 
@@ -100,7 +104,12 @@ class SparseStar(_Star):
 
 
 class DenseStar(_Star):
-    """One dense sum in `slices` >= 1 slices; `flags` belong to this rank's contribution."""
+    """One dense sum.
+
+    Args:
+        slices: the number of slices of the vector, at least 1.
+        flags: flags of this rank's contribution (`core.group.round_flags`).
+    """
 
     __slots__ = ("_missing_parts",)
 

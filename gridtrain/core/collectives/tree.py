@@ -1,8 +1,8 @@
 """gTop-k on a tree, as in the paper: merges up the tree and sends the result down (Shi et al., 2019, alg. 3).
 
 The tree is binomial, for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to
-rank r - 2^j, where 2^j is the lowest set bit of r, after merging the payloads of the ranks r + 1, r + 2 ..
-r + 2^(j-1), as far as these exist.  P = 6:
+rank r - 2^j, where 2^j is the lowest set bit of r, after merging the payloads of the ranks r + 1, r + 2,
+r + 4 .. r + 2^(j-1), as far as these exist.  P = 6:
 
     rank         0      1      2      3      4      5
     TO_ROOT 0    <----- 1      <----- 3      <----- 5
@@ -12,8 +12,8 @@ r + 2^(j-1), as far as these exist.  P = 6:
 
 The paper's algorithm loses the values that a merge drops.  In this implementation, the rank that computes a
 merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at most
-once on each link, which is the minimum for any exchange, and a leaf has only one link.  A tree takes twice as
-many hops as the butterfly, and each rank is idle in half of the hops.
+once on each of its links, which is the minimum for any exchange, and a leaf has only one link.  A tree takes
+twice as many hops as the butterfly, and each rank is idle in half of the hops.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class TreeExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `flags` belong to this rank's contribution."""
+    """One gTop-k exchange according to `schedule`.
+
+    Args:
+        flags: flags of this rank's contribution (`core.group.round_flags`).
+    """
 
     __slots__ = ()
 

@@ -1,6 +1,7 @@
 """Chooses a run's exchange, its order of ranks and its batch shares from measured links and speeds.
 
-Contains pure functions of measurements, and the state of a run's choice; it neither measures nor sends.
+Contains pure functions of measurements, and the state of a run's choice of exchange; it neither measures nor
+sends.
 
     exchange_facts        the facts of a run --> Dense | TopK | GTopK | Auto, number of parameters
     network_model         links, latencies and rates;  workload: bytes and CPU time of an exchange
@@ -9,8 +10,8 @@ Contains pure functions of measurements, and the state of a run's choice; it nei
     rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports
     entry_shares          which members select fewer entries, because their uploads are slow
     exchange_comparison   the fastest exchange;  exchange_choice: the choice of a run
-    topology_choice       direct, or in a ring or butterfly
-    worker_memory         memory of a worker, in bytes per trainable parameter
-    batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
-    svg_elements          elements that the charts of a plan share
+    topology_choice       whether an exchange is direct, or uses a ring or butterfly
+    worker_memory         the memory of a worker, in bytes per trainable parameter
+    batch_shares          each worker's samples of a step;  local_steps_proposal: steps between exchanges
+    svg_elements          elements that several charts have in common
 """

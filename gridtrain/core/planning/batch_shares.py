@@ -1,12 +1,13 @@
-"""Divides a step's samples among workers according to measured speed (`global_batch_size`), and rebalances.
+"""Divides a step's samples (`global_batch_size`) among workers by measured speed, and rebalances the shares.
 
     speed, samples/s      40   10   10
     equal shares of 60    20   20   20        compute time per step: 2.00 s
     shares by speed       40   10   10        compute time per step: 1.00 s
 
-A step takes as long as its slowest worker, so the shares make the longest n_i / v_i as short as whole samples
-allow.  A worker's speed is measured with its current share.  If part of a step's time does not depend on the
-share (v grows with n), the shares therefore converge to those for which all workers finish at the same time.
+A step takes as long as its slowest worker, so the shares minimize the longest compute time.  A worker's
+compute time is its number of samples divided by its speed, which is measured with its current share.  If part
+of the compute time does not depend on the share, the measured speed grows with the share; repeated
+rebalancing therefore converges to the shares for which all workers finish at the same time.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ a heartbeat or, if steps take longer than the interval between heartbeats, a ste
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
-"""A speed is considered measured after this many observations with this much compute time in total."""
+"""A speed is considered measured after at least `MIN_OBSERVATIONS` observations with at least `MIN_SECONDS_S`
+of compute time in total (with the weights of `OBSERVATION_DECAY`)."""
 
 MIN_SPEEDUP = 1.15
-"""Different shares justify a new generation if they reduce the longest compute time by this factor."""
+"""Different shares justify a new generation if a step is then computed at least this many times as fast."""
 
 MAX_MEDIAN_RATIO = 64.0
 """Upper bound on a speed, as a multiple of the median speed, because workers report their own speeds."""
@@ -121,7 +123,8 @@ class WorkerSpeeds:
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
         """Return the reason for a new generation with different shares.
 
-        Returns "" if different shares do not justify a new generation, or if speeds are missing.
+        Returns "" if different shares do not justify a new generation, if there are fewer than 2 workers, or
+        if the speed of a worker with samples has not been measured.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
@@ -145,10 +148,10 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 
 
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return integer shares with the sum `total` that minimize the longest count / speed.
+    """Return integer shares with the sum `total` that minimize the longest compute time (share / speed).
 
-    Every worker gets at least 1 sample if there are enough samples; of equal workers, the one with the
-    lower index gets the sample.
+    Every worker gets at least 1 sample if there are enough samples.  If two workers would finish the next
+    sample at the same time, the one with the lower index gets it.
 
     Args:
         speeds: (P,) samples per second of each worker, all > 0 and finite.
@@ -158,7 +161,7 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
     counts = _rounded_down(total, speeds, limits, least)
-    # The next sample goes to the worker that finishes it first: exact, because counts only grow.
+    # Each further sample goes to the worker that would finish it first; this is optimal, as counts only grow.
     queue = [
         ((count + 1) / speed, i)
         for i, (count, speed, limit) in enumerate(zip(counts, speeds, limits, strict=True))
@@ -174,7 +177,10 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
 
 
 def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence[int]) -> str:
-    """Describe shares above their limits, which occur if the group is too small for a step's samples."""
+    """Return a text that names the workers whose shares exceed their limits; "" if there are none.
+
+    Shares exceed their limits only if the sum of the limits is less than the number of samples.
+    """
     above = [
         f"{name} {count} instead of at most {limit}"
         for name, count, limit in zip(names, counts, most, strict=True)
@@ -191,7 +197,7 @@ def _share_limits(total: int, most: Sequence[int]) -> list[int]:
 
 
 def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], least: int) -> list[int]:
-    """Return shares proportional to speed within their bounds, none larger than in the optimal division.
+    """Return shares proportional to speed within their bounds, rounded down so that none exceeds the optimum.
 
     A worker whose share would be outside its bounds gets the nearest bound, and the remaining samples are
     divided again among the other workers, in at most one pass for each worker.

@@ -99,8 +99,8 @@ def exchange_cost(
 def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
     """Return whether the exchange has more messages than may be simulated.
 
-    Of a ring and a direct exchange, the messages of one slice of each segment are counted; of a dense star,
-    those of all slices.  Other exchanges are always simulated.
+    For a ring or a direct exchange, the messages of one slice of each segment are counted; for a dense star,
+    the messages of all slices.  Other exchanges are always simulated.
     """
     match load.kind:
         case ExchangeKind.DENSE:
@@ -114,9 +114,10 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
-    """Return the CPU time per packet, which is 0 if the cores cannot handle packets one by one.
+    """Return the CPU time per packet; 0 if the cores are too slow to handle packets one by one, because many
+    packets are then read at once.
 
-    Many packets are then read at once.  The slowest link sets the rate at which all members handle packets.
+    All members are assumed to send and receive packets at the rate of the slowest link.
     """
     slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
     members, cores = (network.size, host_cores) if host_cores is not None else (1, 1)
@@ -131,7 +132,7 @@ def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
 
 
 _ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
-"""Costs per entry or element, except those of selecting and encoding, which precede all packets."""
+"""Costs per entry or element that packet handling slows down; selecting and encoding precede all packets."""
 
 
 def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:
@@ -140,7 +141,7 @@ def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:
 
 
 _messages_of = lru_cache(maxsize=4)(messages_of)
-"""A search simulates the same exchange in several orders; nothing changes the messages."""
+"""Cached, because a search simulates the same messages with several orders of ranks."""
 
 
 def _simulated_cost(

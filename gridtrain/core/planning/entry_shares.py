@@ -1,12 +1,12 @@
 """Decides which members with slow uploads send fewer than k entries of a sparse exchange, how many, and when.
 
     upload rates --slow members--> shares to try --simulated exchanges--> the largest shares that are nearly
-                                                                          as fast as the smallest
+                                                                          as fast as the fastest
 
-A member sends its own payload once.  If it is a leaf of a tree, a star or the fold of a butterfly, it sends
-nothing else, so a small share prevents it from delaying others.  In the later hops of a butterfly it sends
-merged payloads of up to k entries, regardless of its share.  The entries that it does not send stay in its
-residual.
+A member sends its own payload once.  A leaf of a tree or of a star, and a rank that is folded in a butterfly,
+send nothing else, so a small share keeps such a member from delaying the others.  In the later hops of a
+butterfly, a member sends merged payloads of up to k entries, regardless of its share.  The entries that a
+member does not send stay in its residual.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from gridtrain.core.planning.workload import CpuCosts, Workload
 from gridtrain.quantities import format_count, format_seconds, list_first
 
 MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
-"""The smallest share: with less, a member's gradient would reach the model very late."""
+"""The smallest share; with a smaller share, a member's gradient would reach the model very late."""
 
 THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
 """An upload is slow if the median upload of the other members is this many times as fast; the second value is
 for a member that already has a smaller share."""
 
 KEPT_SPEEDUP = 1.1
-"""Current shares are kept if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
+"""Current shares are kept if they make the exchange at least this many times as fast as it is with whole
+shares; new shares need `MIN_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
-"""A share is changed only by at least this factor."""
+"""A share is not changed by less than this factor."""
 
 RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""The chosen shares are the largest with which an exchange takes at most this many times as long as with the
-smallest."""
+"""Of the shares tried, the largest are chosen with which an exchange takes at most this many times as long as
+with the fastest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
@@ -54,7 +55,7 @@ MAX_LISTED = 8  # members named in `EntryShares.reason`
 
 @dataclass(frozen=True, slots=True)
 class EntryShares:
-    """The choice for one generation.
+    """The shares chosen for one generation.
 
     Attributes:
         shares: `Member.entries_share` of the members that have a smaller share than `WHOLE_SHARE`.
@@ -154,7 +155,8 @@ def share_change_reason(
 def _rated_network(
     load: Workload | None, measured: LinkMeasurements, peers: Sequence[PeerId]
 ) -> NetworkModel | None:
-    """Return the network of a sparse exchange; None if there is nothing to choose."""
+    """Return the members' network; None if the exchange is not sparse, no rate is measured, or the group has
+    fewer than 3 or more than `MAX_MEMBERS` members."""
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     if load is None or not load.kind.is_sparse or not has_rates:
         return None

@@ -1,4 +1,4 @@
-"""Chooses a run's exchange for `exchange="auto"`, and ring, butterfly or direct for `Dense()` and `GTopK()`.
+"""Chooses a run's exchange for `exchange="auto"`, and the topology of `Dense()` and `GTopK()` if it is open.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.
@@ -7,7 +7,7 @@ The choice is part of the MembershipView and is journalled with it.
                                         |                                                |
                 members compute, and wait before the exchange          they continue with the same gradient
 
-    later: links, speeds or members change --> another choice, if it makes steps `MIN_SPEEDUP` times as fast
+    later: links, speeds or members change --> another choice, if it is worth a new generation (`reconsider`)
 
 A worker's first batch takes longest because kernels are compiled.  Compared with that compute time, a dense
 exchange costs little, so the first choice may be a dense exchange, and a later choice a sparse exchange.  The
@@ -101,7 +101,7 @@ class ExchangeChoice:
             script specifies an exchange.
         topology: the current generation's topology for an exchange whose topology is open.
         reason: the reason for the choice, as text.
-        rate_timeout_s: how long the first choice waits for a measured rate.
+        rate_timeout_s: how long the first choice waits for a measured link once all members have reported.
         report_timeout_s: how long after the first report the choice waits for members that have not reported
             their first batch.  No round is open yet, so no deadline applies; without this limit, a member
             that hangs would block all members.
@@ -116,7 +116,7 @@ class ExchangeChoice:
     _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
     _local: LocalStepsFacts | None = None
     _parameters: int = 0  # 0: unknown
-    _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
+    _alternative_text: str = ""  # names an exchange that is faster, but not fast enough for a change
     _first_report_s: float | None = None  # when the first member reported its compute time
     _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
     _is_chosen_alone: bool = False  # chosen when the run had only one worker
@@ -202,7 +202,7 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the exchange is sparse and its updates are therefore small enough for catching up."""
+        """Whether the exchange is sparse; its updates are then small enough for newcomers to catch up."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 
@@ -292,10 +292,13 @@ class ExchangeChoice:
     def reconsider(
         self, size: int, network: NetworkModel | None, compute_s: Sequence[float], *, edges: bool = False
     ) -> str:
-        """Change the choice if steps become sufficiently faster; return the reason, or "" without a change.
+        """Change the choice if it is worthwhile; return the reason, or "" if the choice does not change.
 
-        A choice made for a single worker is not kept for several workers: without measurements it becomes
-        open again.
+        A sparse exchange is replaced by a dense one if steps then take at most `DENSE_RETURN_RATIO` times as
+        long.  Otherwise, a denser exchange is chosen if workers still compute for more than the desired share
+        of the time; if they do not reach that share now, another exchange is chosen if steps can become
+        `MIN_SPEEDUP` times as fast.  A choice that was made when the run had only one worker is replaced once
+        there are several; without measurements, it becomes open again.
 
         Args:
             compute_s: each member's compute time per step, in seconds; empty if unknown.
@@ -383,8 +386,8 @@ class ExchangeChoice:
     ) -> list[ExchangeEstimate]:
         """Estimate each candidate on this network; return [] if the model's size is unknown.
 
-        In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks,
-        and with the faster topology if it is open.
+        In groups of at most `MAX_ORDERED_MEMBERS` members, each candidate is estimated with its best order of
+        ranks.  If the topology of a candidate is open, the faster topology is used.
         """
         count, cpu = self._parameters, CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_S, DEFAULT_LINK_Bps)

@@ -22,7 +22,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
 DENSE_PREFERENCE_MARGIN = 0.10
-"""A dense exchange is preferred if its step takes at most this share longer than the fastest step."""
+"""A dense exchange is preferred if a step with it is longer than the fastest step by at most this share."""
 
 LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
@@ -32,7 +32,7 @@ class ExchangeEstimate:
     """The predicted cost of one exchange on one network.
 
     Attributes:
-        compute_s: compute time per step, from its batch to its gradient.
+        compute_s: compute time per step, from the batch to the gradient, in seconds.
         local_steps: optimizer steps between two exchanges.
         overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
     """
@@ -53,7 +53,7 @@ class ExchangeEstimate:
 
     @property
     def hideable_s(self) -> float:
-        """The exchange time without selection, in seconds, which may overlap with computation."""
+        """The exchange time without the selection, in seconds: the part that may overlap with computation."""
         return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
@@ -80,7 +80,7 @@ def estimate_exchange(
     """Estimate a step with this exchange.
 
     Args:
-        order: `order[rank]` is a member of `network`; if None, the order of `network` is kept.
+        order: `order[rank]` is the member of `network` with that rank; None to keep the order of `network`.
 
     Raises:
         ConfigError: `compute_s` is not above 0, or `local_steps` is less than 1.

@@ -20,11 +20,11 @@ from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
 
 DIRECT_DENSE = Dense(topology="direct").describe()
-"""The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology for a
-dense exchange of the script."""
+"""The value of `MembershipView.exchange` if the script specifies a dense exchange and the coordinator has
+chosen the direct topology for it."""
 
 DIRECT_GTOPK = "GTopK(topology=direct)"
-"""The same for gTop-k."""
+"""The same value for gTop-k."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(True|\d{1,9}))?\)")
@@ -36,7 +36,7 @@ def make_exchange(name: str, options: str) -> Exchange | None:
 
     The name is, for example, "GTopK", and the options are "density=0.01, values=fp16, topology=tree".  Only
     the options that determine bytes and messages are read; momentum and density warm-up keep their defaults.
-    Returns None if the exchange does not exist or an option is invalid.
+    Returns None if there is no such exchange or an option is invalid.
     """
     given = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
     topology = given.get("topology")
@@ -75,7 +75,7 @@ class LocalStepsFacts(NamedTuple):
     """The local steps of a run.
 
     Attributes:
-        every: optimizer steps in one step of the run.
+        every: the number of optimizer steps in one step of the run.
         overlapped: the number of local steps that an exchange overlaps with; 0 without overlap.
     """
 
@@ -111,7 +111,7 @@ def workload_of(facts: Mapping[str, str]) -> Workload | None:
 
 
 def as_direct(exchange: Exchange | Auto | None) -> Dense | GTopK | None:
-    """Return the exchange with the direct topology; None if its topology is not open to the coordinator."""
+    """Return the exchange with the direct topology; None if the coordinator may not choose its topology."""
     if isinstance(exchange, Dense | GTopK) and exchange.topology == "auto":
         return replace(exchange, topology="direct")
     return None
@@ -123,8 +123,8 @@ def direct_marker(exchange: Exchange | Auto | None) -> str:
 
 
 def name_direct(text: str) -> str:
-    """Return an exchange's text after giving the first `Dense` or `GTopK` with open topology the direct
-    topology."""
+    """Return the text of an exchange with the direct topology added to the first `Dense` or `GTopK` that has
+    no topology."""
     return re.sub(r"(?:Dense\((?=values=|\))|GTopK\((?![^)]*topology=))", _name_direct, text, count=1)
 
 
@@ -137,8 +137,9 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
     """Return the facts of `setup` with another exchange.
 
     Args:
-        text: the exchange, which replaces the part that the script left open; empty to keep the facts.
-        direct: whether to give an exchange with open topology the direct topology.
+        text: the chosen exchange, which replaces the `Auto` in the script's exchange; empty to replace
+            nothing.
+        direct: whether to add the direct topology to an exchange that has no topology.
     """
 
     def shown(given: str) -> str:

@@ -1,8 +1,8 @@
-"""Simulates the messages of one exchange over the links of a network and the CPUs, event by event.
+"""Simulates the messages of one exchange on a network's links and the members' CPUs, event by event.
 
-    needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
+    needs handled --> [sender's CPU] --> links --latency--> [download] --> [receiver's CPU: work] --> next
 
-A member's CPU does one thing at a time, while its links transfer data.  With `host_cores` all members run
+A member's CPU does one thing at a time, while its links transfer data.  With `host_cores`, all members run
 on one machine and share that many cores, as in the benchmarks.
 """
 
@@ -49,7 +49,7 @@ class CpuOccupancy:
 
 
 def vote_end_s(ends_s: Sequence[float], network: NetworkModel, cpu: CpuCosts, cpus: CpuOccupancy) -> float:
-    """Return the time at which the last member receives the result of the vote after an exchange.
+    """Return the time at which the last member has handled the result of the vote after an exchange.
 
     All members send their votes to the root (rank 0), which handles them one by one and then sends the
     decision to the members one by one.
@@ -77,7 +77,7 @@ _DEPART, _REACH, _ARRIVE = range(3)
 
 
 class MessageCost(NamedTuple):
-    """The cost of a message, which is the same for all messages of one size.
+    """The cost of a message, which is the same for all messages with the same size and `work`.
 
     Attributes:
         wire_bytes: size of the message, including headers.
@@ -176,13 +176,13 @@ class ExchangeSimulation:
         return vote_end_s(ends_s, self.network, self.cpu, self._cpus)
 
     def _queue_to_send(self, index: int, now_s: float) -> None:
-        """Reserve the sender's CPU for the message before other messages that have arrived are handled."""
+        """Reserve the sender's CPU for the message, ahead of other messages that have arrived."""
         message = self.messages[index]
         out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))
 
     def _cost_of(self, message: PlannedMessage) -> MessageCost:
-        """Return the message's cost, computed once for all messages of its size."""
+        """Return the message's cost, computed once for all messages with the same size and `work`."""
         key = message.count, message.fraction, message.work
         if key not in self._costs:
             load, cpu = self.load, self.cpu
@@ -199,9 +199,9 @@ class ExchangeSimulation:
         self.cpu_s[message.dst] += cost.handling_s
 
     def _arrive(self, index: int, now_s: float) -> None:
-        """Handle a message that has arrived and the messages that waited for it.
+        """Handle a message that has arrived, and then the messages that waited for it.
 
-        A message whose `after_messages` are not all handled is only recorded.
+        The arrival of a message whose `after_messages` have not all been handled is only recorded.
         """
         self._arrived_s[index] = now_s
         ready = [index] if self._pending_predecessors[index] == 0 else []

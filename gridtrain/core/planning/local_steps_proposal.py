@@ -53,7 +53,7 @@ def propose_local_steps(
     Args:
         step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
         exchange_s: exchange time on the slowest link, measured or predicted, in seconds.
-        target_share: the desired share of the time, 0 < target_share < 1.
+        target_share: the largest acceptable share of the time for exchanges, 0 < target_share < 1.
         most: the maximum number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
             `LocalSteps(overlap=True)` all of it except the time for selection.

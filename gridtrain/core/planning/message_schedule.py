@@ -40,11 +40,11 @@ class PlannedMessage:
 
     Attributes:
         src, dst: the ranks of the sender and the receiver.
-        fraction: the share of the exchange's unit in each payload; the unit is the whole dense vector or one
-            sparse payload.
+        fraction: the size of each payload as a fraction of the exchange's unit, which is the whole dense
+            vector or one sparse payload.
         work: the receiver's work.
-        needs: indices of the messages that the sender must handle first.  A message that depends on no other
-            message is sent at the start.
+        needs: indices of the messages that the sender must have received and handled before it sends this
+            message.  A message that needs no other message is sent at the start.
         after_messages: indices of the messages that the receiver handles before this message, even if they
             arrive later.
         count: the number of payloads in the message.
@@ -148,7 +148,7 @@ def butterfly(world_size: int) -> list[PlannedMessage]:
 
 
 def tree(world_size: int) -> list[PlannedMessage]:
-    """Return the messages of gTop-k as published (arXiv 1901.04359), by `collectives.tree.schedule`.
+    """Return the messages of gTop-k as published (arXiv 1901.04359); see `collectives.tree.schedule`.
 
     Payloads are merged up a binomial tree to rank 0, and the result is sent down the same tree.
     """
@@ -209,8 +209,8 @@ def star(world_size: int, slices: int, arrives: ReceiveWork, result: ReceiveWork
 def scale_to_shares(messages: Sequence[PlannedMessage], shares: Sequence[float]) -> list[PlannedMessage]:
     """Return the messages of a sparse exchange in which rank r contributes `shares[r]` of the k entries.
 
-    A member's own payload has its share of k entries.  A merge has at most as many entries as its two
-    payloads together, and at most k.
+    A member's own payload has its share of the k entries.  A merged payload is assumed to have as many
+    entries as its two payloads together, but at most k.
 
     Args:
         messages: the messages of one sparse exchange, each after the messages that it needs.

@@ -1,4 +1,4 @@
-"""A network for planning: latency and rate of links, links that several pairs share, and when each is free.
+"""Models a network for planning: latencies and rates of links, shared links, and when each link is free.
 
     src -- its upload -- the pair's own link -- links that several pairs share -- dst's download --> dst
            (shared by all                       (a slow link between two sites)   (shared by all
@@ -6,8 +6,8 @@
 
 Each link is a first-in, first-out queue with its own rate; the two directions are independent.  A message
 flows through all links of its path at the same time: no link waits for a message's last byte before it
-forwards the first.  If there is no other traffic, a message therefore takes alpha + bytes / (the slowest
-rate); messages on the same link wait for each other.
+forwards the first.  If there is no other traffic, a message therefore takes the latency plus its size divided
+by the slowest rate; messages on the same link wait for each other.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class NetworkModel:
         link: a function of (src, dst) that returns the link from src to dst.
         up_Bps, down_Bps: (size,) bytes per second of each rank's upload and download.
         shared_Bps: bytes per second of each link that several pairs share, by its name.
-        entry_shares: (size,) the share of the k entries of a sparse payload that each rank contributes, > 0
-            and <= 1; () if each contributes k.
-        burst_bytes: the bytes that a link lets through at once after a pause, like a token bucket.
+        entry_shares: (size,) the fraction of the k entries of a sparse payload that each rank contributes,
+            > 0 and <= 1; empty if each rank contributes all k entries.
+        burst_bytes: the number of bytes that a rank's upload or download passes without delay after a pause,
+            as with a token bucket.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
@@ -73,7 +74,7 @@ class NetworkModel:
         return len(self.up_Bps)
 
     def path_Bps(self, src: int, dst: int) -> float:
-        """Return the rate of the slowest link on the path from src to dst if there is no other traffic."""
+        """Return the rate of the slowest link on the path from src to dst, in bytes per second."""
         link = self.link(src, dst)
         rate_Bps = min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst])
         if not link.shared_links:
@@ -94,7 +95,7 @@ class NetworkModel:
 
 
 def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkModel:
-    """Return a network of equal links, as with one switch; each rank has `bandwidth_Bps` up and down."""
+    """Return a network of equal links, as with one switch; uploads and downloads have `bandwidth_Bps`."""
     link = LinkModel(alpha_s)
     return NetworkModel(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
 
@@ -102,9 +103,9 @@ def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkM
 class LinkOccupancy:
     """Tracks when each link of a network is free again.
 
-    A message occupies all links of its path except the last when its sender is ready (`depart`), and the last
-    link, the receiver's download, when its first byte arrives (`arrive`).  Calls must be made in
-    chronological order.
+    A message is queued for all links of its path except the last when its sender is ready (`depart`), and for
+    the last link, the receiver's download, when its first byte arrives there (`arrive`).  Calls must be made
+    in chronological order.
     """
 
     __slots__ = ("_free_s", "_network")
@@ -122,7 +123,7 @@ class LinkOccupancy:
         return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """Send a message; return (time of its first byte at dst, earliest time of its last byte at dst)."""
+        """Send a message; return when its first byte and, at the earliest, its last byte reach dst."""
         network = self._network
         link = network.link(src, dst)
         start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)
@@ -140,7 +141,7 @@ class LinkOccupancy:
         return max(end_s, not_before_s)
 
     def _reserve(self, link: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """Queue for a link; return (time at which the transfer begins, time at which it ends)."""
+        """Queue a message for a link; return the times at which its transfer begins and ends."""
         burst_bytes = self._network.burst_bytes if isinstance(link, int) else 0.0  # of a rank's own link
         credited_s = ready_s - burst_bytes / rate_Bps
         start_s = max(credited_s, self._free_s.get(link, -inf))

@@ -1,4 +1,4 @@
-"""Decides whether and why to change the order of ranks; validates measured links and fills in missing rates.
+"""Decides whether to change the order of ranks, and why; limits reported rates and fills in missing ones.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
@@ -43,7 +43,7 @@ MAX_Bps, MIN_Bps = 1e11, 1e3
 
 MAX_UNCONFIRMED_Bps = 125e6
 """The bound on a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
-A rate that only one end has reported may be far too high, because a worker whose loop was busy reads the
+A rate that only one end has reported may be far too high, because a worker whose I/O loop was busy reads the
 whole burst from a buffer at once."""
 
 PeerPair = tuple[PeerId, PeerId]
@@ -260,7 +260,7 @@ def search_rank_order(
     *,
     is_urgent: bool = False,
 ) -> Pieces[RankOrder]:
-    """Plan the order of ranks for the exchange of a run, in pieces.
+    """Plan the order of ranks for the exchange of a run, in pieces (see `Pieces`).
 
     Args:
         load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
@@ -268,7 +268,8 @@ def search_rank_order(
         peers: the members in join order, without duplicates.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference.
-        current: the current order; the search also starts from this order, with new members at its end.
+        current: the current order, or empty; the search also starts from this order, with new members at its
+            end.
         entry_shares: `Member.entries_share` of the members that have a smaller share than `WHOLE_SHARE`.
         is_urgent: see `best_order`.
     """
@@ -292,7 +293,7 @@ def search_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """Return the join order, for use if the operator has chosen it; rank 0 is the first of `firsts`."""
+    """Return the join order, which the operator has chosen, but with the first of `firsts` as rank 0."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks in the order of joining, as configured")
 
@@ -304,13 +305,14 @@ def compare_rank_orders(
     peers: Sequence[PeerId] = (),
     entry_shares: Mapping[PeerId, int] | None = None,
 ) -> Pieces[str]:
-    """Return the reason for a new generation with another order, in pieces.
+    """Return the reason for a new generation with another order, in pieces (see `Pieces`).
 
-    Returns "" if another order does not justify a new generation, or if no rates are known.
+    Returns "" if no other order justifies a new generation, if no rate has been measured, or if there are
+    fewer than 3 or more than `MAX_REPLANNED_MEMBERS` members.
 
     Args:
-        peers: the members of `current` in join order, by default `current`; all of them hold the
-            state.
+        peers: the members of `current` in join order, by default `current`; each of them may be rank 0,
+            because all hold the state.
         entry_shares: see `search_rank_order`.
     """
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
@@ -366,7 +368,7 @@ def _corroborate(
 def with_entry_shares(
     network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
 ) -> NetworkModel:
-    """Return the network of `peers` with these entries shares (`Member.entries_share`), by default whole."""
+    """Return the network of `peers` with these values of `Member.entries_share`, by default `WHOLE_SHARE`."""
     fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
     return replace(network, entry_shares=fractions if shares else ())
 

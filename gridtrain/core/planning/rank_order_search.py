@@ -2,16 +2,17 @@
 
     ring        avoids slow links, because each link of the ring carries all segments
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
-                one hop, and the ranks beyond a power of two, which have the most hops, get fast links
-    star, tree  rank 0, through which all data pass, is the member with the fastest link that may be rank 0
+                one hop; the ranks beyond a power of two, whose payloads take two more hops, get fast links
+    star, tree  rank 0, through which all data pass, has the fastest link of the members that may be rank 0
     direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
 
-For up to 7 members, every order is tried unless members wait for the plan.  Otherwise, good starting
-orders are improved in a limited number of trials, by swapping two members or reversing a range of ranks;
-above 128 members only the root of a star is chosen.  Orders are compared by `order_estimator`, which adds up
-hops without queueing; the best orders are then simulated message by message.  `SearchLimits` bounds counts,
-not time, so that the same measurements always lead to the same order.  `search_order` is a generator that
-yields after each piece of its work, so that a coordinator of many members can handle messages in between.
+For up to 7 members, or 6 if members are waiting for the plan, all orders are tried with each candidate for
+rank 0.  Otherwise, good starting orders are improved in a limited number of trials, by swapping two members
+or reversing a range of ranks; above 128 members, only the root of a star is chosen.  Orders are compared by
+`order_estimator`, which adds up hops without queueing; the best orders are then simulated message by message.
+`SearchLimits` limits counts, not time, so that the same measurements always lead to the same order.
+`search_order` is a generator that yields after each piece of its work, so that a coordinator of many members
+can handle messages in between.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class SearchLimits:
     """Limits on the work of one search.
 
     Attributes:
-        edges: the number of edges of the orders that are estimated; an edge takes 0.2 to 0.7 us.
-        messages: the number of messages of the orders that are simulated; a message takes 10 to 25 us.
-        simulated_orders: the number of orders that are simulated even if they have more messages.
+        edges: the maximum number of edges in all estimated orders together; an edge takes 0.2 to 0.7 us.
+        messages: the maximum number of messages in all simulated orders together; a message takes 10 to
+            25 us.
+        simulated_orders: the number of orders that may be simulated even if they exceed `messages`.
         searched_peers: the largest group for which an order is searched.
     """
 
@@ -63,13 +65,13 @@ class SearchLimits:
 
 
 FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
-"""Up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
+"""Takes up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
 
 URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
-"""Up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; more than 16 members keep the
-current order."""
+"""Takes up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; above 16 members, no new
+order is searched."""
 
-SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
+SIMULATED_MESSAGES = 400  # the maximum for one exchange, so a ring is simulated with few slices
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,7 +90,7 @@ def advance(pieces: Pieces[T]) -> T | None:
 
 
 def in_one_piece(begin: Callable[P, Pieces[T]]) -> Callable[P, T]:
-    """Return the function that computes all pieces at once."""
+    """Return a function that computes all pieces of `begin` at once and returns the result."""
 
     @wraps(begin)
     def compute(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -184,7 +186,7 @@ best_order = in_one_piece(search_order)
 
 
 def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of `firsts`: the first member, and those with the fastest links."""
+    """Return at most `most` members of `firsts`: the first one, and the ones with the fastest links."""
     fast = sorted(firsts[1:], key=lambda member: -min(network.up_Bps[member], network.down_Bps[member]))
     return [firsts[0], *fast[: most - 1]]
 
@@ -313,7 +315,8 @@ def _edge_count(size: int) -> int:
 
 
 def _affordable_roots(size: int, limits: SearchLimits) -> int:
-    """Return the number of choices of rank 0 for which all orders of the others may be estimated."""
+    """Return how many candidates for rank 0 the search limits allow if all orders of the remaining members
+    are estimated for each; 0 if the group is too large."""
     return limits.edges // (factorial(size - 1) * _edge_count(size)) if size <= EXACT_MAX_PEERS else 0
 
 
@@ -324,9 +327,9 @@ def _rotated(order: Sequence[int], first: int) -> MemberOrder:
 
 
 def _all_orders(starts: Sequence[MemberOrder], estimate: OrderEstimator, most: int) -> list[MemberOrder]:
-    """Return the best orders, at most `most`.
+    """Return the orders with the smallest estimates, at most `most`.
 
-    Every order is considered that begins with the first member of an order in `starts`.
+    All orders are considered whose rank 0 is also rank 0 in an order of `starts`.
     """
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (
@@ -343,7 +346,10 @@ def _improved_orders(
     most: int,
     limits: SearchLimits,
 ) -> Pieces[list[MemberOrder]]:
-    """Improve each order by swapping two members or reversing a range; return the best `most` orders."""
+    """Improve orders by swapping two members or reversing a range of ranks; return the best, at most `most`.
+
+    The orders that are improved are those in `given`, a clustered order and a nearest-neighbour order.
+    """
     trials = max(1, limits.edges // _edge_count(network.size))
     joined, apart_s = given[0], _pair_exchange_s(network, load)
     clustered = _clustered_order(joined, apart_s)

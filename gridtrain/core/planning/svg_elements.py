@@ -13,7 +13,13 @@ FONT_PX = 13.0
 def svg_page(
     title: str, heading: str, subtitle: str, left: float, size: tuple[float, float], parts: Iterable[str]
 ) -> str:
-    """Return a chart of `size` pixels on white; heading and subtitle begin `left` pixels from its edge."""
+    """Return a chart on a white background, as SVG.
+
+    Args:
+        left: the distance of the heading and the subtitle from the left edge, in pixels.
+        size: the width and the height, in pixels.
+        parts: the SVG elements below the subtitle.
+    """
     width, height = size
     return "\n".join(
         [
@@ -42,7 +48,7 @@ def svg_text(
     extra: str = "",
     halo: bool = False,
 ) -> str:
-    """Return a line of text; a `halo` keeps it legible over lines, and `extra` holds further attributes."""
+    """Return a line of text; a `halo` keeps it legible over lines, and `extra` adds SVG attributes."""
     around = ' stroke="#FFFFFF" stroke-width="3.5" paint-order="stroke"' if halo else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size:g}" '

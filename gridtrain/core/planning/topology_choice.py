@@ -1,11 +1,11 @@
 """Chooses between a direct exchange and a ring (`Dense()`) or butterfly (`GTopK()`), and limits direct ones.
 
-Among few members that all connect directly, on similar links, data take two hops if that is predicted to be
-faster.  `exchange_choice` holds the choice of a run.
+In a small group whose members can all connect directly, over similar links, the exchange is direct, in two
+hops, if that is predicted to be faster.  `exchange_choice` holds the choice of a run.
 
-A worker that reports a slow link makes all members use the ring or butterfly, which costs less than a really
-slow worker does.  Requiring the reports of both ends would not prevent this: the receiver's answer determines
-what the sender measures, and a busy receiver measures too high a rate.
+By reporting a slow link, one worker can make all members use the ring or butterfly.  This costs less than a
+worker that really is slow.  Requiring the reports of both ends would not prevent it: the receiver's answer
+determines what the sender measures, and a busy receiver measures too high a rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_DIRECT_MEMBERS = 16
 """The largest group for a direct exchange, in which each member needs a connection to every other member."""
 
 MIN_LINK_SHARE = 0.25
-"""A link slower than this share of its ends' upload and download is probably shared by several pairs."""
+"""A link that is slower than this fraction of its ends' upload and download is probably shared by several
+pairs."""
 
 _USUAL_NAME = {ExchangeKind.DENSE: "around a ring", ExchangeKind.GTOPK: "in a butterfly"}
 
@@ -39,8 +40,8 @@ class Topology:
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring or in a butterfly.
         reason: the reason for the choice, as text; empty if there was nothing to choose.
-        usual_speedup: the speed of the ring or butterfly relative to a direct exchange, if the ring or
-            butterfly is chosen because it is faster.
+        usual_speedup: how many times as fast as a direct exchange the ring or butterfly is, if it is chosen
+            because it is faster; infinity if it is chosen because of a slow link; otherwise 1.
     """
 
     is_direct: bool
@@ -87,7 +88,7 @@ def is_direct_size(size: int) -> bool:
 
 
 def may_be_direct(load: Workload, size: int, network: NetworkModel | None, edges: bool) -> bool:
-    """Return whether `choose_topology` makes the exchange direct if that is faster."""
+    """Return whether `choose_topology` may choose the direct topology for this exchange."""
     decided = _without_times(load, size, network, edges)
     return decided is None or decided.is_direct
 
@@ -95,7 +96,7 @@ def may_be_direct(load: Workload, size: int, network: NetworkModel | None, edges
 def _without_times(
     load: Workload | None, size: int, network: NetworkModel | None, edges: bool
 ) -> Topology | None:
-    """Return the topology, or None if predicted times decide."""
+    """Return the topology, or None if it depends on predicted times."""
     if load is None or size < 3:
         return USUAL_TOPOLOGY
     kind = _usual_kind(load)
@@ -115,12 +116,13 @@ def _without_times(
 
 
 def _usual_kind(load: Workload) -> ExchangeKind:
-    """Return the kind of the load if its exchange were not direct."""
+    """Return the kind of the load; for a direct exchange, the kind of the ring or butterfly it replaces."""
     return next((usual for usual, direct in DIRECT_KIND_OF.items() if load.kind is direct), load.kind)
 
 
 def _slowest_link_share(network: NetworkModel) -> float:
-    """Return the smallest ratio of a pair's rate to the upload and download of its ends; at most 1."""
+    """Return the smallest ratio (<= 1) of a path's rate to the slower of its sender's upload and its
+    receiver's download."""
     ranks = range(network.size)
     pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
     shares = (network.path_Bps(a, b) / min(network.up_Bps[a], network.down_Bps[b]) for a, b in pairs)

@@ -2,7 +2,7 @@
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange
-    for a newcomer        a copy of the state, until that worker has it
+    for a newcomer        a copy of the state, until the newcomer has received it
 
 Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
 included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
@@ -16,16 +16,16 @@ from gridtrain.config import Dense, Exchange, GTopK, LocalSteps
 
 _FLOAT = 4
 _ENTRY_BYTES = 12
-"""An index and a value of a sparse vector in memory."""
+"""Bytes of an entry (an index and a value) of a sparse vector in memory."""
 
 _LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
-"""Bytes of an entry in the update log, and of a step in addition to its entries."""
+"""Bytes of an entry in the update log, and bytes of a step in addition to those of its entries."""
 
 MAX_LOGGED_STEPS, MAX_LOGGED_BYTES = 512, 128 << 20
 """The maximum length of the update log, in steps and in bytes."""
 
 ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
-"""Bytes per element of the copy of what was sent, which a dense exchange keeps if it rounds values."""
+"""Bytes per element of the copy of the sent values that a dense exchange keeps if it rounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class WorkerMemory:
         parameter, gradient, optimizer: the memory that training needs even without gridtrain.
         flat_gradient: the flat gradient, always float32.
         residual: the residual and its momentum, each with the copy that an exchange writes.
-        local_steps: the parameters of the last exchange, the outer velocity, and the change that is being
-            exchanged.
+        local_steps: the parameters after the last exchange, the outer velocity and, with overlap, the change
+            that is being exchanged.
         update_log: the updates of the latest steps.
         exchange: the buffers of an exchange, while it runs.
         state: a copy of the state, kept until a newcomer has received it.
@@ -55,7 +55,7 @@ class WorkerMemory:
 
     @property
     def always(self) -> float:
-        """Bytes that a worker holds between two exchanges."""
+        """Bytes per trainable parameter that a worker holds between two exchanges."""
         return self.total - self.exchange - self.state
 
     def __str__(self) -> str:
@@ -84,9 +84,10 @@ def worker_memory(
         workers: the number of workers.
         optimizer_values: the number of values that the optimizer keeps for each parameter, such as 2 for
             AdamW (`stage_cost.OPTIMIZER_STATE_COPIES`).
-        parameter_bytes: the bytes of a parameter, and of each of these values.
-        local: the local steps, if the change of the parameters is exchanged instead of the gradient.
-        logged_steps: the number of steps in the update log.
+        parameter_bytes: the bytes of a parameter, and of each of the optimizer's values.
+        local: the local steps, if the change of the parameters is exchanged instead of the gradient; None
+            otherwise.
+        logged_steps: the maximum number of steps in the update log.
     """
     velocity = _FLOAT if local is not None and local.outer_momentum else 0.0
     own = 0.0 if local is None else parameter_bytes + velocity + _FLOAT * bool(local.overlap)

@@ -1,4 +1,4 @@
-"""The load of an exchange: number of messages, bytes of payloads with each kind of values, and CPU times."""
+"""The load of an exchange: number of messages, bytes of payloads in each format of values, and CPU times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER_BYTES = 110
 """Overhead of a Data message: the msgpack header, the ZMTP framing and the transport's own bytes."""
 
 PACKET_BYTES = 1448
-"""Payload of an Ethernet frame that carries TCP with timestamps over IPv4."""
+"""Bytes of TCP payload in an Ethernet frame, with IPv4 and TCP timestamps."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
@@ -26,7 +26,7 @@ LEVEL_BITS = {"int4": 4, "int2": 2}
 LEVEL_BLOCK_SHIFT = 6  # with int4 and int2, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (measured: 4 to 9, decision 0068)
 MAX_MESSAGES = 30_000
-"""An exchange with more messages is simulated with fewer slices, or estimated if one slice has too many."""
+"""An exchange with more messages is simulated with fewer slices, or estimated if one slice still has more."""
 
 
 class ExchangeKind(StrEnum):
@@ -81,7 +81,7 @@ class CpuCosts:
             time.
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
-        packet_s: handling one packet at one end of a link that is slower than the processor, so each
+        packet_s: handling one packet at one end of a link that is slower than the processor, so that each
             packet wakes a thread; on faster links it is not counted.  This work does not delay exchanges, but
             takes CPU time from members that share the core.
         byte_s: moving one byte through one end's socket.
@@ -91,7 +91,8 @@ class CpuCosts:
         encode_entry_s: encoding one entry of a sparse payload.
         decode_entry_s: decoding and checking one entry of a sparse payload.
         merge_entry_s: decoding, summing, truncating and encoding one of the k entries of a gTop-k hop.
-        sum_entry_s: adding one entry of a payload to the sum, at the end of TopK and at the centre of a star.
+        sum_entry_s: adding one entry of a payload to a sum, at the end of TopK, at the root of a star and in
+            direct gTop-k.
         select_parameter_s: examining one parameter in the selection of the k largest.
         round_element_s, widen_element_s: encoding and decoding one element of a dense slice as int8; bf16
             takes a third.
@@ -126,7 +127,7 @@ class Workload:
     Attributes:
         density: the share of the elements that a member selects, for sparse kinds.
         values: the format of transferred values, for sparse kinds: a name in `config.VALUES`.
-        encrypted: whether messages are encrypted by CURVE.
+        encrypted: whether messages are encrypted with CURVE.
         dense_values: the format of transferred values, for dense kinds: fp32, bf16 or int8.
 
     Raises:
@@ -194,7 +195,7 @@ class Workload:
         return f"{self.kind}:{self.dense_values}" if self.is_rounded else str(self.kind)
 
     def payload_bytes(self, fraction: float) -> float:
-        """Return the size of a payload with this share of the unit, in bytes."""
+        """Return the size in bytes of a payload that is this fraction of the unit."""
         if fraction == 1.0 or not self.kind.is_sparse or self.kind in DIRECT_KINDS:
             return fraction * self.unit_bytes  # the parts of a direct exchange are as dense as the whole
         return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
@@ -224,7 +225,7 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """Return the number of slices of a segment; for a dense star, of the whole vector."""
+    """Return the number of slices of a segment, or of the whole vector in a dense star; 1 if sparse."""
     if load.kind.is_sparse:
         return 1
     if load.kind is ExchangeKind.STAR:
@@ -292,7 +293,7 @@ def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESS
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
-    """Count the messages of one slice by (sender, receiver); leave out pairs without messages."""
+    """Count the messages by (sender, receiver), of one slice of each segment if the exchange is dense."""
     ranks = range(world_size)
     if load.kind is ExchangeKind.DENSE:
         hops = 2 * (world_size - 1)
@@ -309,7 +310,7 @@ _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """Return a receiver's CPU time per payload; `part` is its share of the exchange's unit."""
+    """Return a receiver's CPU time for a payload whose size is the fraction `part` of the exchange's unit."""
     match work:
         case ReceiveWork.ADD:
             return part * (load.vector_bytes * cpu.add_byte_s + _recoding_s(load, cpu, is_sent_on=True))

@@ -7,5 +7,5 @@ Contains pure functions of costs and measurements, which the coordinator and `gr
     bottleneck_partition   the search;  partition: the best partition for given devices
     step_time              a simulation of a whole step;  micro_batch_trials: the number of micro-batches
     device_assignment      unequal stages for unequal devices;  rank_placement: the rank of each worker
-    repartition            a new partition for the remaining workers;  partition_chart: text and SVG
+    repartition            a new partition for the remaining workers;  partition_chart: a partition as a chart
 """

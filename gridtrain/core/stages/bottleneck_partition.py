@@ -25,8 +25,7 @@ StageCostFunction = Callable[[int, int, int], float]
 """Returns the cost of (stage, start, stop): layers `start` to `stop` - 1 as stage number `stage`."""
 
 FoundCuts = tuple[tuple[int, ...] | None, float]
-"""(cuts, cost of the costliest stage); the cuts are the first layer of each stage, then the number of
-layers."""
+"""The cuts (the first layer of each stage, then the number of layers), and the highest cost of a stage."""
 
 EdgeCosts = Sequence[Sequence[float]]
 """[stage][stop]: a lower bound on the costs of a stage and of the next stage if the boundary between them is
@@ -100,7 +99,9 @@ def bottleneck_cuts_within(
 ) -> FoundCuts:
     """Return the same result as `bottleneck_cuts`, but faster.
 
-    Some partition must cost at most `known`, and all costs must be at least 0.
+    Args:
+        cost, least, edges: see `bottleneck_cuts`; all costs must be at least 0.
+        known: the cost of a known partition, which the result does not exceed.
     """
     within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):

@@ -65,7 +65,10 @@ def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
 
 
 def is_uniform(setup: Setup, cuts: Sequence[int], devices: Mapping[PeerId, Device]) -> bool:
-    """Return whether all devices are equally fast and each can hold any stage of this partition."""
+    """Return whether all devices are equally fast and each can hold any stage of this partition.
+
+    Returns True if the costs of the model's layers are unknown.
+    """
     if setup.model is None or not setup.model.blocks:
         return True
     least = min(device.memory_bytes for device in devices.values())
@@ -156,7 +159,8 @@ def _stage_orders(
 def able_workers(
     setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], devices: Mapping[PeerId, Device]
 ) -> list[PeerId]:
-    """Return the workers that can hold at least one stage of this partition."""
+    """Return the workers that can hold at least one stage of this partition; all if the layers' costs are
+    unknown."""
     if setup.model is None or not setup.model.blocks:
         return list(peers)
     least = min(stage_bytes(setup, cuts))
@@ -170,7 +174,7 @@ def check_memory_fit(
     devices: Mapping[PeerId, Device],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raise `ConfigError` if a worker's stage needs more memory than its device has."""
+    """Raise `ConfigError` if a worker's stage is known to need more memory than the worker's device has."""
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)

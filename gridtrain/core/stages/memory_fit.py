@@ -23,7 +23,7 @@ def smallest_shortfall(
 ) -> tuple[tuple[int, ...], float]:
     """Return the cuts that minimize the largest memory shortfall, and this shortfall in bytes.
 
-    A negative shortfall means that this number of bytes is free.
+    If the shortfall is negative, each device has at least that many bytes free.
     """
     costs = StageCostModel(layers, devices, None, running)
 
@@ -80,7 +80,8 @@ def shortage_text(
         f"fits: in the best one, stage "
         f"{worst} ({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its device "
         f"has only {format_bytes(devices[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
-        f"({format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
+        f"(the {format_bytes(needed.total)} are: "
+        f"{format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
     if stop - start > 1:
         alone = costs.memory(worst, big, big + 1).total

@@ -1,13 +1,14 @@
 """Chooses the number of micro-batches for `micro_batches="auto"` from trials in a run's first steps.
 
-All members of a committed step have the same timings, so all members choose the same number.
+After a committed step all members have the same timings, so all members choose the same number.
 
     step       0        1         2         3         4 ...
     number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
             warm-up  measured  warm-up  measured
                         |                   |
-                  t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample, n samples
+                  t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x time per sample
 
+Here t(n) is a stage's time for a micro-batch of n samples, and hop(n) is the time of its payload on a link.
 The times of two sizes give the fixed cost of a micro-batch, which `step_time.propose_micro_batches` weighs,
 together with the cost of the links, against the bubble.  The trials use at least the number of micro-batches
 that GPipe recommends (4 for each stage, section 2.3), so they need no more memory than GPipe.  The chosen
@@ -46,7 +47,7 @@ class StepTimings:
     """The measurements of one member in one step.
 
     Attributes:
-        forward_s, backward_s: the mean time of a micro-batch; backward includes the second forward pass.
+        forward_s, backward_s: the mean time of a micro-batch; `backward_s` includes a second forward pass.
         round_trip_s: on the first stage, the time from sending the first micro-batch until its gradient
             arrives; 0 if it is unknown because the stage was still busy when the gradient arrived.
         samples: the number of samples in this replica's batch.

@@ -1,4 +1,4 @@
-"""Partitions a model into stages by the times and sizes of its layers, for least step time or least memory.
+"""Partitions a model into stages by the times and sizes of its layers: minimizes time, then memory.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
     devices      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
@@ -9,12 +9,13 @@
 **Objective.**  While a pipeline is full, it completes one micro-batch in each period, which is the time of
 its slowest stage.  A stage's time is the larger of its compute time (forward and backward pass, and a
 second forward pass if activations are re-materialized) and its transfer time in the busier direction: the
-stage uploads activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's
-time is the sum of both times.  `best_partition` minimizes the period among all partitions that fit into the
-devices' memory.  Among partitions whose period is within `slack` of the minimum, it chooses the partition
-whose fullest device has the most free memory and, if several tie, the one whose later stages begin latest.
-Latency is ignored, because it lengthens filling and draining, not the period (`step_time` simulates the whole
-step).
+stage uploads activations and gradients to its neighbours and downloads theirs.  Without overlap, a stage's
+time is the sum of its compute time and its transfer time.  `best_partition` minimizes the period among all
+partitions that fit into the devices' memory.  Among partitions whose period is within `slack` of the minimum,
+it chooses the partition whose fullest device has the most free memory and, if several tie, the one whose
+later stages begin latest.
+Latency is ignored, because it lengthens the filling and draining of the pipeline, not the period (`step_time`
+simulates the whole step).
 
 The search (`bottleneck_partition`) runs twice, first to minimize the period and then to minimize memory
 within that period.  If one search did both, the best partition of a prefix would depend on the remaining
@@ -49,7 +50,7 @@ def best_partition(
     Args:
         network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
         slack: the share by which the period may exceed the shortest period if the fullest device then has
-            more free memory; measured times are not exact anyway.
+            more free memory.  It is above 0 for measured times, because they are not exact.
 
     Raises:
         ConfigError: there are more devices than layers or than trained layers, or no partition fits (see

@@ -1,4 +1,4 @@
-"""Assigns stages and replicas, preferring workers with the state and then fast links; chooses state sources.
+"""Assigns workers to stages and replicas, by the state they hold and then by links; chooses state sources.
 
     connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is standby
                                                                  (n): holds the state of stage n
@@ -30,7 +30,7 @@ PairCost = Callable[[PeerId, PeerId], float]
 """Returns the round trip between two peers in seconds, which does not depend on their order."""
 
 MAX_ENUMERATED = 3000
-"""The maximum number of placements that are all tried; if there are more, pairs are swapped."""
+"""If there are at most this many placements, all are tried; otherwise, pairs of members are swapped."""
 
 MAX_SWAP_CHECKS = 200_000
 """The maximum number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
@@ -163,9 +163,9 @@ def _place_holders(
 def _place_disk_holders(
     layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """For each stage that no worker holds in memory, assign a member that has that stage on disk.
+    """Place workers so that each stage that no worker holds in memory is on the disk of a placed worker.
 
-    Modifies `placed` and `rest`.
+    Moves these workers from `rest` to `placed`.  Initial stages are left out.
 
     Raises:
         LocalProtocolError: there is a stage whose state no worker has.
@@ -237,7 +237,7 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 def _improve_by_links(
     layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
-    """Return the best placement that keeps the pinned members in their stages."""
+    """Return the best placement found that keeps the pinned members in their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:
@@ -248,7 +248,7 @@ def _improve_by_links(
 def _enumerate_placements(
     placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
-    """Yield all placements; stage 0 is not permuted, because the numbering of pipelines does not matter."""
+    """Yield all placements; stage 0 is not permuted, as the numbers of the pipelines make no difference."""
     for others in permutations([placed[s][r] for s, r in loose]):
         rows = [list(row) for row in placed]
         for (s, r), peer in zip(loose, others, strict=True):
@@ -346,8 +346,8 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
     """Divide a batch among the members of the first stage; only these members read samples.
 
     Args:
-        most: (P,) the batch size of each rank.  It is the rank's share if `global_batch_size` is None;
-            otherwise it is the maximum of this share, and 0 means no maximum.
+        most: (P,) the batch size of each rank if `global_batch_size` is None; otherwise the largest share of
+            each rank, where 0 means no limit.
         global_batch_size: the number of samples in a step; None if each pipeline uses its first worker's
             batch size.
     """
@@ -364,7 +364,7 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
 
 
 def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
-    """Return a function that predicts how long a message of `DEFAULT_ACTIVATION_BYTES` and its reply take.
+    """Return a function that predicts the time of a message of `DEFAULT_ACTIVATION_BYTES` and an equal reply.
 
     Args:
         at: the index of each peer in `network`.

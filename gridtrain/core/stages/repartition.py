@@ -44,7 +44,8 @@ MAX_ORDERED_LAYERS = 64
 partition takes about 5 ms."""
 
 MIN_SPEEDUP = 1.1
-"""States are moved to use more stages only if the slowest stage becomes at least this many times as fast."""
+"""States are moved for a partition into more stages only if its slowest stage is at least this many times as
+fast."""
 
 MAX_GROUPED_WORKERS = 6
 """The maximum number of workers for which all groups are tried."""
@@ -106,7 +107,7 @@ class Repartition:
 
 
 def check_setup(setup: Setup) -> None:
-    """Raise `ConfigError` for an invalid partition or invalid costs before the coordinator uses them."""
+    """Raise `ConfigError` if the setup's partition or costs are invalid, before the coordinator uses them."""
     model = setup.model
     if model is None:
         return
@@ -385,7 +386,10 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Return `locations` restricted to these members, which create initial states that only others have."""
+    """Return `locations` restricted to these members.
+
+    If no step has been committed, these members create the states that only other workers have.
+    """
     mine = replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},

@@ -71,7 +71,7 @@ class Action:
 
 
 def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the sizes of a mini-batch's micro-batches: as even as possible, largest first, none empty.
+    """Return the sizes of a mini-batch's micro-batches: as equal as possible, largest first, none empty.
 
     Seven samples in three micro-batches give (3, 2, 2).  If there are fewer samples than micro-batches, each
     sample forms a micro-batch; without samples, the result is ().

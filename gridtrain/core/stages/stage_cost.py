@@ -9,7 +9,8 @@
                     + b work + fixed work         each for the layer in which it is largest
     transit         2 b (all payloads received or sent): one micro-batch in use, one in transfer
 
-k is M in fill-drain, and up to S - s in 1F1B with `ahead` = 0 (`schedule`).
+With S stages and M micro-batches, k is M in fill-drain, and at most S - s in 1F1B if `ahead` is 0
+(`schedule`).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class ExecutionSettings:
             keeps.
         input_bytes: size of the first layer's input, per sample.
         overlap: whether transfers overlap with computation.
-        message_s: a stage's CPU time per message that it sends or receives.
+        message_s: a stage's CPU time for each message that it sends or receives.
         ahead: the `ahead` of 1F1B; see `schedule.one_forward_one_backward`.
     """
 
@@ -212,7 +213,7 @@ class StageCost:
     """The cost of layers `start` to `stop` - 1 as a stage on one device, for one micro-batch.
 
     Attributes:
-        compute_s: time of forward and backward on this device.
+        compute_s: the time of the forward and backward passes on this device.
         transfer_s: how long the stage's link is busy in the busier direction.
         out_bytes, back_bytes: bytes sent to the next stage, and bytes sent to the previous stage.
     """
@@ -234,8 +235,11 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCost:
-    """The cost of a model in stages; `period_s` is the time that the slowest stage takes (see
-    `partition`)."""
+    """The cost of a model in stages.
+
+    Attributes:
+        period_s: the time that the slowest stage takes for a micro-batch (see `partition`).
+    """
 
     stages: tuple[StageCost, ...]
     period_s: float
@@ -310,7 +314,7 @@ class StageCostModel:
         return self._seconds(work, stage)
 
     def compute_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the compute time; it increases as `start` decreases, so the search can stop early."""
+        """Return the compute time; it never decreases when layers are added, so the search can stop early."""
         return self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
 
     def _seconds(self, work: int, stage: int) -> float:
@@ -334,7 +338,7 @@ class StageCostModel:
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
-        """Return a lower bound on the times of a stage that ends before layer `stop` and of the next one."""
+        """Return a lower bound on the times of a stage that ends before layer `stop` and of its successor."""
         on, back = self.boundary_bytes(stop)
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 

@@ -40,7 +40,7 @@ STEP_TIME_TOLERANCE = 0.02
 them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Further values of `ahead` to try; the value for the slowest hop is too small for unbalanced stages."""
+"""Values of `ahead` to try besides that for the slowest hop, which is too small for unbalanced stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,14 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchProposal:
-    """The proposed number of micro-batches, the reason for it, and all numbers that fit, ascending."""
+    """A proposed number of micro-batches.
+
+    Attributes:
+        chosen: the prediction for the proposed number.
+        alternatives: the predictions for all numbers that fit into memory, including the proposed one, in
+            ascending order.
+        reason: the reason for the proposal, as text.
+    """
 
     chosen: StepEstimate
     alternatives: tuple[StepEstimate, ...]
@@ -120,8 +127,8 @@ def propose_micro_batches(
         ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
     Raises:
-        ConfigError: an argument is out of range, or no number fits into the devices' memory.  In the latter
-            case the error is the one for the largest number.
+        ConfigError: an argument is out of range, or the model does not fit into the devices' memory with any
+            of the numbers.  In the latter case, the error is the one for the largest number.
     """
     network = network or uniform_network(len(devices), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
@@ -252,7 +259,7 @@ def _reason(
 
 
 class _StepSimulation:
-    """Simulates a step: the stages execute their lists of actions, and payloads queue for the links."""
+    """Simulates a step: stages execute their lists of actions, and payloads are queued for the links."""
 
     def __init__(
         self,
