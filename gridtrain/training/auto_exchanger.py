@@ -1,4 +1,4 @@
-"""The worker's side of `Auto(...)`: changes to the exchange that the step plan names, and keeps the residual.
+"""The worker's side of `Auto(...)`: switches to the exchange that a step plan names, and keeps the residual.
 
 The residual of one exchange is passed on to the next, so that no gradient is lost:
 

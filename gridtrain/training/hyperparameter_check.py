@@ -2,7 +2,7 @@
 
 A digest of the optimizer settings is part of every vote, so that a step with different settings never
 commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
-that the workers with different settings stop instead of aborting forever:
+that workers with different settings stop and the remaining ones can commit:
 
     attempt 0   update                         ABORT: the votes' digests differ
     attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group

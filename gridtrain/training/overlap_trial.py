@@ -116,8 +116,8 @@ class OverlapTrial:
         return DenseRingBuffer(rows.reshape(-1), plan.world_size)
 
     def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
-        """Make the decision after the round with the table was committed; return a message if the decision
-        changed, otherwise ""."""
+        """Decide from the table of a committed round; return a message if the decision has changed,
+        otherwise ""."""
         text = self._decide(plan, table)
         _, start = self._phase_of(plan)
         assert start is not None

@@ -60,7 +60,7 @@ class LeftResidual:
 
     @property
     def text(self) -> str:
-        """The stage's layers, as the beginning of a log message; empty for a whole model."""
+        """The stage's layers and a comma, as a part of a log message; "" for a whole model."""
         if self.layers == WHOLE_MODEL:
             return ""
         return f"layers {self.layers.start} to {self.layers.stop - 1}, "

@@ -66,9 +66,9 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export: the checkpoint that was read, its step and data ledger, the number of
-    tensors that were written, and the names of an adapter's frozen tensors that are missing in the
-    checkpoint."""
+    """The result of an export: the checkpoint that was read, its step and data ledger, the numbers of
+    tensors and elements that were written, and the names of an adapter's frozen tensors that are missing in
+    the checkpoint."""
 
     source: Path | str
     step: int
@@ -181,8 +181,8 @@ def keep_earlier(folder: Path, *names: str) -> str:
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
-    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner
-    restarts it, and a model that was deleted here could be the only copy.
+    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner restarts it,
+    and a model that was deleted here could be the only copy.
 
     Raises:
         ConfigError: they cannot be kept.

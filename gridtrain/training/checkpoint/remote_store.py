@@ -401,7 +401,8 @@ class RemoteStore:
         )
 
     def _fetch(self, manifest: Manifest, folder: Path, facts: Facts, retry_after_s: Sequence[float]) -> None:
-        """Copy a part that is not on disk with these settings.  Raises `ConfigError` if it is damaged."""
+        """Copy a part, unless it is on disk with the same history and settings.  Raises `ConfigError` if the
+        part is missing or damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
         path = checkpoint_store.step_folder(parent, manifest.step)
         with contextlib.suppress(ConfigError):  # the disk has none, or a damaged one

@@ -1,7 +1,8 @@
 """The batch sizes that a script requests: the arguments of `Grid.batches` (global_batch_size, accumulate).
 
-batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples in each step
-global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` per worker
+batch_size=32, accumulate=2, 4 calls to optimizer.step in a step   --> Setup.batch_size = 256
+global_batch_size=512, max_batch_size=64, 1 call in a step         --> Setup.global_batch_size = 512,
+                                                                       Setup.batch_size = 64, an upper limit
 """
 
 from __future__ import annotations
