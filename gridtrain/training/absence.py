@@ -73,7 +73,7 @@ class Absence:
         self._is_obstacle_logged = False
 
     def find_obstacle(self) -> str:
-        """Return why no step may commit without this worker; "" if steps may do so."""
+        """Return the reason why the group must wait for this worker in every step; "" if there is none."""
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle
@@ -91,7 +91,8 @@ class Absence:
     def check_step(self, step: int, settings: bytes) -> None:
         """Compare the optimizer settings and the schedulers in a step with those in the previous step.
 
-        If they change in a way that could not be repeated for a missed step, no step may be missed.
+        If they change in a way that could not be repeated for a missed step, no later step commits without
+        this worker.
         """
         before = self._latest
         if before is not None and before[0] == step:  # a retry

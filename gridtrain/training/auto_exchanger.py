@@ -41,7 +41,7 @@ class AutoExchanger(Exchanger):
         exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
 
     Attributes:
-        choices: maps descriptions to these exchanges, each with its own and with the direct topology.
+        choices: these exchanges, and their variants with the direct topology, by description.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:

@@ -54,8 +54,12 @@ class BatchWeights:
             self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
     def add(self, count: int) -> int:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; return the
-        number of micro-batches since the latest call to `step`."""
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
+        return the number of micro-batches since the latest call to `step`.
+
+        Raises:
+            ConfigError: steps are weighted by samples, or `count` is not in the permitted range.
+        """
         if self.weigh_by == "samples":
             raise ConfigError(
                 "grid.weigh was called in a run whose steps are weighted by samples",

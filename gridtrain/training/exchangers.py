@@ -47,7 +47,7 @@ _NEIGHBOURS: dict[str, NeighboursOf] = {
 
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
-    """Return the function that returns the neighbours of each rank in `exchange`."""
+    """Return the neighbours in `exchange`, as a function of rank and world size."""
     return _NEIGHBOURS[topology_of(round_exchange(exchange))]
 
 

@@ -630,8 +630,8 @@ class WholeModelState(ModelState):
         super().begin_turn(snapshot)
 
     def _keep_other_history(self, snapshot: WorkerSnapshot) -> str:
-        """Move checkpoints of another history than the group's, which later ones must not replace; return
-        where the latest checkpoint is, as the end of a sentence."""
+        """Move checkpoints whose history is not the group's to another folder, so that later ones do not
+        replace them; return where the latest of them is, as the end of a sentence."""
         with suppress(OSError):
             if kept := self.checkpoints.keep_other_history(self._facts, position_of(snapshot)):
                 return f"is now in {kept}"
@@ -717,8 +717,8 @@ class WholeModelState(ModelState):
         )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Keep the model in memory, excluding its residual; return its position if the group is at the same
-        position."""
+        """Keep the model in memory, excluding its residual; return its position if it is the state after the
+        last committed step, otherwise None."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None

@@ -61,7 +61,7 @@ SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
 """The plan, the attempt and the buffer averages of a step that was submitted before its turn's end."""
 
 EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
-"""The buckets that were sent during the backward pass, and the plan that they were sent for."""
+"""The plan of the buckets that were sent during the backward pass, and their attempts by bucket."""
 
 
 class GridOptimizer(WrappingOptimizer):
@@ -109,7 +109,7 @@ class GridOptimizer(WrappingOptimizer):
             communicating, applying.
 
     Raises:
-        ConfigError: inner, model and exchange are not compatible; the message says what to change.
+        ConfigError: an argument is invalid, or the arguments are not compatible.
     """
 
     delay = 0  # `LedgerSpec.delay`
@@ -254,8 +254,8 @@ class GridOptimizer(WrappingOptimizer):
         return self.weights.weigh_by
 
     def weigh(self, count: int) -> None:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
-        `Grid.weigh`."""
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
+        see `Grid.weigh`."""
         number = self.weights.add(count)
         if number == self.backwards_per_step and self.local_calls + 1 == self.calls_per_turn:
             self.weights.announce()
@@ -265,7 +265,8 @@ class GridOptimizer(WrappingOptimizer):
     def exchange(self) -> bool:
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
-        Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
+        Returns False if the step is skipped or taken without this worker; the gradients are then unchanged,
+        and `step` does not apply them.
         With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
         self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
@@ -437,9 +438,9 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and all tracked
-        objects are schedulers that the script has stepped since.  Whether the script still has to step other
-        objects, or a scheduler that it steps less often, is not known."""
+        """Whether the state after a committed step is certainly complete: its update is applied, and all
+        tracked objects are schedulers that the script has stepped since.  With other objects, and with
+        schedulers that are stepped less often, this is not known, and the result is False."""
         return self._is_applied and all(
             (rates := _rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
             for name, tracker in self._trackers.items()

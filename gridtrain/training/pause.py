@@ -173,8 +173,9 @@ class PauseController:
             on_left: a function that is called when this worker has left.
             others_wait: whether the other workers may have to wait for this worker.
 
-        Raises `JoinRefused` if the coordinator refuses the worker, and `CoordinatorUnreachable` if it does
-        not answer for `Deadlines.paused_s`.
+        Raises:
+            JoinRefused: the coordinator refuses the worker.
+            CoordinatorUnreachable: the coordinator does not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
         hint = " (gridtrain worker resume ends the pause)" if ends_with_resume(reason) else ""
@@ -280,8 +281,8 @@ class PauseController:
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end immediately, or "" while the budget is not exhausted.
 
-        The I/O thread calls it often, even while a large state is being transferred or a step waits for a
-        slow link, so that new rate limits take effect immediately.
+        The I/O thread calls this method often, even while a large state is being transferred or a step waits
+        for a slow link, so that new rate limits take effect immediately.
         """
         directive = self._agent.directive
         self._apply_rates(directive)

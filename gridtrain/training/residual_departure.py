@@ -73,7 +73,7 @@ def transfer_residual(
     drop_from_checkpoint: Callable[[int], None] | None,
     layers: Span = WHOLE_MODEL,
 ) -> LeftResidual | None:
-    """Send the residual of a worker that leaves a run in progress.  Call this function only once.
+    """Send the residual of a worker that leaves a run in progress or pauses.
 
     Returns the residual that remains with this worker, or None if nothing remains.
 

@@ -117,6 +117,8 @@ class SingleSampleReport:
         """Report a layer for which a batch of one sample is too small.
 
         Args:
+            layer: the layer's name and class, as the beginning of a sentence.
+            batch_size_is_one: whether every batch has only one sample.
             is_normalized: whether running statistics replace those of the batch.
 
         Raises:

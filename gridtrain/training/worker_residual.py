@@ -76,8 +76,8 @@ class WorkerResidual:
         return update
 
     def take(self, resolve: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
-        """Return the residual after this worker's last round, (n,) float32.  Call it when the worker will
-        take no further steps.
+        """Return the residual after this worker's last round, (n,) float32.  Call this method when the worker
+        leaves or pauses.
 
         Returns None if there is no residual, if the outcome of that round is unknown, or if a commit was
         interrupted.

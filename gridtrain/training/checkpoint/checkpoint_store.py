@@ -200,8 +200,8 @@ class CheckpointStore:
             self._lock = None
 
     def mark_verified(self) -> None:
-        """Record that training continues from the latest checkpoint, and that the checkpoints on disk thus
-        belong to this history."""
+        """Record that training continues from the latest checkpoint; the checkpoints on disk thus belong to
+        this history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
@@ -209,8 +209,11 @@ class CheckpointStore:
         """Move the checkpoints that were written with these settings, but belong to a different history than
         the group's state, to a new folder `earlier-N`.
 
-        Returns this folder, or None if there are no such checkpoints.  Raises `OSError` if they cannot be
-        moved."""
+        Returns this folder, or None if there are no such checkpoints.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
         found = []
         for path in list_checkpoints(self.folder) if self._every else ():
             with contextlib.suppress(ConfigError):  # it cannot be read
@@ -370,7 +373,11 @@ def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str
 
 
 def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> None:
-    """Raise `ConfigError` if checkpoints in `folders` below `place` were written with different settings."""
+    """Raise `ConfigError` if checkpoints in `folders` were written with different training settings.
+
+    Args:
+        place: the folder that contains them, which the message names.
+    """
     if refused := refused_checkpoints(folders, facts):
         path, difference = refused.popitem()
         raise ConfigError(
@@ -404,7 +411,7 @@ def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
 
 
 def is_of_other_history(written: CheckpointInfo, current: CheckpointInfo) -> bool:
-    """Whether the state in a checkpoint is certainly not one from which `current` was trained."""
+    """Whether the state `current` was certainly not trained from the state in a checkpoint."""
     is_same = (written.applied, written.history) == (current.applied, current.history)
     is_restarted = written.ledger.restart_generation != current.ledger.restart_generation
     return is_restarted or (written.applied >= current.applied and not is_same)

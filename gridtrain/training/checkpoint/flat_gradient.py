@@ -126,7 +126,7 @@ class FlatGradient:
         consecutive operations on it read main memory once; elsewhere a block is a whole parameter.
 
         Args:
-            shaped_P: sequences that have a tensor for each parameter, with the parameter's shape.
+            shaped_P: sequences of one tensor for each parameter, with the parameter's shape.
             divided: whether to divide parameters; if not, a block is a whole parameter.
 
         Yields:

@@ -66,7 +66,7 @@ def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return all plain fields of each group."""
+    """Return the plain fields of each group: numbers, strings, None and lists of these."""
     groups = []
     for group in optimizer.param_groups:
         fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}

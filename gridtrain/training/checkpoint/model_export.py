@@ -177,7 +177,7 @@ def save_model(state: Mapping[str, Any], out: Path, metadata: dict[str, str] | N
 
 
 def keep_earlier(folder: Path, *names: str) -> str:
-    """Keep the files and folders of these names that an earlier end of a run wrote to `folder`, in a new
+    """Copy the files and folders with these names, which an earlier end of a run wrote to `folder`, to a
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
@@ -248,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _can_take(folder: Path, end: str, names: set[str]) -> bool:
-    """Return whether `folder` is new, or has only other parts of this end."""
+    """Return whether `folder` is new, or has parts of the run's end `end` only, but none in `names`."""
     if not folder.exists():
         return True
     parts = _parts(folder)

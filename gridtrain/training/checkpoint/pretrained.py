@@ -92,7 +92,7 @@ class PretrainedLayout:
     def from_json(cls, node: Any) -> PretrainedLayout:
         """Parse the result of `to_json`, which may come from a damaged file or from a peer.
 
-        Raises `ValueError`.
+        Raises `ValueError` if it is malformed, or if `check` does.
         """
         try:
             texts = {str(path): str(text) for path, text in node["texts"].items()}
@@ -107,7 +107,8 @@ class PretrainedLayout:
         return layout
 
     def check(self) -> None:
-        """Raise `ValueError` if a file is not one of those that the libraries write, or is too large.
+        """Raise `ValueError` if there is a file that the libraries do not write, or if there are too many
+        files, names or bytes of text.
 
         A peer's checkpoint must not choose which files an export writes.
         """

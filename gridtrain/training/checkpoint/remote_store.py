@@ -314,8 +314,8 @@ class RemoteStore:
             return None
 
     def prune(self, keep: int) -> None:
-        """Remove all but the latest `keep` complete checkpoints, and incomplete ones that are older than
-        these or not among the latest `MAX_INCOMPLETE`."""
+        """Remove the checkpoints that are older than the latest `keep` complete ones, and the incomplete ones
+        that are not among the latest `MAX_INCOMPLETE` of their kind."""
         counts: Counter[bool] = Counter()
         for step in self.steps():
             is_complete = bool(self.complete(step))
@@ -351,7 +351,7 @@ class RemoteStore:
         disk.  A damaged one is skipped with a warning if an older one can be used.
 
         Args:
-            facts: the training settings that it must have; None for any.
+            facts: the training settings that the checkpoint must have; None for any.
             newer_than: the step of the latest complete checkpoint on disk; only a later one is copied.
 
         Returns:

@@ -377,7 +377,7 @@ def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     if text_bytes + tensors_bytes > len(data) - begin:
         raise _invalid_state(
             f"it is {len(data)} bytes long; according to its header, it must be at least "
-            f"{begin + text_bytes + tensors_bytes}"
+            f"{begin + text_bytes + tensors_bytes} bytes long"
         )
     end = begin + text_bytes
     try:

@@ -89,7 +89,8 @@ class StageCheckpointStore:
         self._lock.release()
 
     def stored_checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """Return the loadable checkpoints, latest first."""
+        """Return the readable checkpoints with these training settings, latest first; at most
+        `MAX_STAGE_CHECKPOINTS`."""
         found = []
         for blocks, folder in self.stages():
             for path in checkpoint_store.list_checkpoints(folder):
@@ -114,8 +115,11 @@ class StageCheckpointStore:
             checkpoint_store.check_not_refused(folders, self._facts, self.folder)
 
     def latest_complete_step(self, layers: int) -> int:
-        """Return the latest step for which this disk alone has all `layers` of the model; 0 if there is
-        none."""
+        """Return the latest step of which this disk alone has checkpoints of all layers; 0 if there is none.
+
+        Args:
+            layers: the number of layers in the model.
+        """
         spans: dict[tuple[int, bytes], list[Span]] = {}
         for held in self.stored_checkpoints():
             spans.setdefault((held.applied, held.history), []).append(held.layers)
@@ -302,7 +306,7 @@ class StageCheckpointStore:
         self._report(self.stored_checkpoints())
 
     def discard_after(self, after: int) -> None:
-        """Remove the checkpoints after step index `after`, whose history the group has abandoned."""
+        """Remove the checkpoints later than step index `after`, whose history the group has abandoned."""
         self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again

@@ -17,14 +17,19 @@ MAX_STEP_SAMPLES = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The number of samples in a step, either per worker or for all workers together, from the arguments of
-    `Grid.batches`."""
+    """The batch sizes that a script requests, either per worker or for all workers together.
+
+    Attributes:
+        per_worker, per_step, max_per_worker: the arguments `batch_size`, `global_batch_size` and
+            `max_batch_size` of `Grid.batches`.
+        calls_per_step: the number of calls to `optimizer.step` in a step of the run.
+    """
 
     per_worker: int | None
     per_step: int | None
     max_per_worker: int | None = None
     accumulate: int = 1
-    calls_per_step: int = 1  # calls to `optimizer.step` in a step of the run
+    calls_per_step: int = 1
 
     @property
     def global_batch_size(self) -> int | None:

@@ -86,7 +86,7 @@ class Prefetcher:
         self._batches = None
 
     def next_request(self) -> Spans:
-        """Return the next step to load when the loader has room; () if no further step is expected."""
+        """Return the spans of the step that the loader is to read next; () if no further step is expected."""
         spans = self._requests.popleft() if self._requests else ()
         self._pending.append(_BatchRequest(spans))
         return spans

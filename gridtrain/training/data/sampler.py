@@ -99,7 +99,8 @@ class GridSampler(Sampler[list[int]]):
 
     Args:
         spec: the run's data ledger.
-        turns: a function that is called for each iteration, and yields this worker's spans step by step.
+        turns: a function that is called for each iteration; it returns an iterator over this worker's spans,
+            step by step.
         dataset: the data set of the loader, which may be sharded.
     """
 
