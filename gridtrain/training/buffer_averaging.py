@@ -8,8 +8,8 @@ update.
     the sum        / contributors | members | contributors; do all digests agree | rank 0's words
 
 A worker with a buffer that is not finite, or too large to be summed, contributes zeros for this buffer, and
-receives the average of the other workers' buffers.  A buffer that is equal on all workers (a
-mask, frequencies) is left unchanged, which preserves infinite values and full precision.
+receives the average of the other workers' buffers.  A buffer that is equal on all workers (a mask,
+frequencies) is left unchanged, which preserves infinite values and full precision.
 """
 
 from __future__ import annotations

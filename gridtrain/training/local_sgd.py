@@ -11,7 +11,7 @@ retries.
                              +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
 
-The share is the fraction of the step's samples that this worker has processed.
+The share is this worker's fraction of the step's samples or tokens.
 
 Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
@@ -276,8 +276,8 @@ class LocalSGDOptimizer(GridOptimizer):
         return is_finite(self._flat.flat_N, sums)
 
     def _reset_inner(self) -> None:
-        """Reset the moments and the running statistics, because they usually contain the values because of
-        which the parameters are not finite."""
+        """Reset the moments and the running statistics, which usually contain values that are not finite, as
+        the parameters do."""
         self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "

@@ -110,7 +110,8 @@ class ModelState(ABC):
     """One worker's model in one run.  Use it on the training thread.
 
     Attributes:
-        has_failed: whether the script ended with an error, which may have left the model within a step.
+        has_failed: whether the script ended with an error, which may have left the model in the middle of a
+            step.
     """
 
     has_failed = False
@@ -424,7 +425,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save or record the state when this worker leaves or pauses, because no other worker may keep it.
+        """Save or record the state when this worker leaves or pauses, in case no other worker keeps it.
 
         Args:
             between_steps: whether the script has finished a step and not begun another.

@@ -7,8 +7,8 @@
       |                                            (skipped: no update, the inner optimizer is not called)
       +--> inner.step()
 
-The share is the fraction of the step's samples that this worker has processed.  The session decides whether a
-step is committed (rules 1 to 16 in docs/architecture.md).
+The share is this worker's fraction of the step's samples or tokens.  The session decides whether a step is
+committed (rules 1 to 16 in docs/architecture.md).
 """
 
 from __future__ import annotations
