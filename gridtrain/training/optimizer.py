@@ -265,8 +265,8 @@ class GridOptimizer(WrappingOptimizer):
     def exchange(self) -> bool:
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
-        Returns False if the step is skipped or taken without this worker; the gradients are then unchanged,
-        and `step` does not apply them.
+        Returns False if the step is skipped, which leaves the gradients unchanged, or if it is taken without
+        this worker; `step` then applies no update.
         With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
         self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
