@@ -7,7 +7,7 @@
 All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
 overlap_trial decides whether overlap saves time, and grad_scaler makes workers share the loss scale.
 
-Before joining, model_check refuses a model or data that cannot work.
+When the worker joins, model_check refuses a model with NaN values; later it checks the batches.
 
 Around a step: batch_weights, overlap (buckets during the backward pass), single_samples, running_statistics
 and buffer_averaging (batch norm), hyperparameter_check (after an abort), skip_report.  Between two steps:
@@ -15,6 +15,6 @@ model_state (checkpoints, leaving, export), parameter_watch, residual_departure,
 absence (the steps that a stalled trainer has missed).  `data` provides the samples of each step, and
 `checkpoint` serializes and stores the state.
 
-A leaving worker's residual: worker_residual gives it, residual_departure sends it or writes it to disk, and
+A leaving worker's residual: worker_residual returns it, residual_departure sends it or writes it to disk, and
 `gridtrain.core.member.residual_recipients` decides who takes it.
 """

@@ -1,4 +1,4 @@
-"""Decides for which workers the group always waits (`wait="auto"`); applies steps a stalled trainer missed.
+"""`wait="auto"`: decides whether steps may commit without this worker; applies the steps that it missed.
 
     I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
     training thread   apply_missed           the committed updates, in order, before it takes part again
@@ -6,7 +6,7 @@
 Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
 that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
 group waits for the trainer in steps that need its state, and whenever a missed step could not be applied
-later: `find_obstacle` gives the reason.
+later; `find_obstacle` returns the reason.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AbsentOptimizer(Protocol):
 
 
 class Absence:
-    """The part of an optimizer wrapper that lets steps commit without its trainer.
+    """The part of an optimizer wrapper that lets steps commit without this worker's trainer.
 
     Args:
         trackers: the objects that the script tracks, by name; they may be added later.
@@ -73,7 +73,7 @@ class Absence:
         self._is_obstacle_logged = False
 
     def find_obstacle(self) -> str:
-        """Return why no step may commit without this worker; "" if steps may do so."""
+        """Return the reason why the group must wait for this worker in every step; "" if there is none."""
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle
@@ -85,13 +85,14 @@ class Absence:
         for name, tracker in list(self._trackers.items()):  # the script may be adding one
             is_plateau = isinstance(tracker, lr_scheduler.ReduceLROnPlateau)
             if is_plateau or not (in_one_call and isinstance(tracker, lr_scheduler.LRScheduler)):
-                return f"it tracks {name!r}, which cannot be repeated for a missed step"
+                return f"it tracks {name!r}, whose changes cannot be repeated for a missed step"
         return ""
 
     def check_step(self, step: int, settings: bytes) -> None:
         """Compare the optimizer settings and the schedulers in a step with those in the previous step.
 
-        If they change in a way that could not be repeated for a missed step, no step may be missed.
+        If they change in a way that could not be repeated for a missed step, no later step commits without
+        this worker.
         """
         before = self._latest
         if before is not None and before[0] == step:  # a retry
@@ -173,7 +174,7 @@ class Absence:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual the remainders from steps whose updates the model already contains."""
+        """Add to the residual what remains from steps whose updates the model already contains."""
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

@@ -1,4 +1,4 @@
-"""The worker's side of `Auto(...)`: changes to the exchange that the step plan names, and keeps the residual.
+"""The worker's side of `Auto(...)`: switches to the exchange that a step plan names, and keeps the residual.
 
 The residual of one exchange is passed on to the next, so that no gradient is lost:
 
@@ -41,7 +41,7 @@ class AutoExchanger(Exchanger):
         exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
 
     Attributes:
-        choices: maps descriptions to these exchanges, each with its own and with the direct topology.
+        choices: these exchanges, and their variants with the direct topology, by description.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:

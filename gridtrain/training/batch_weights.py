@@ -32,18 +32,21 @@ class BatchWeights:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
         self._counts: list[float] = []  # one per call to `add` since the latest call to `step`
         self._counted = 0.0  # in this turn, up to the latest call to `step`
-        self._fraction = 1.0  # of the micro-batch's samples, the part that counts in this micro-batch
+        self._fraction = 1.0  # the fraction with which the micro-batch's samples count in it
 
     def begin_turn(self) -> None:
         self._counts, self._counted = [], 0.0
 
     def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by the number
-        of micro-batches.
+        """Begin a micro-batch: scale the accumulated gradient, so that each micro-batch has its weight.
 
-        The accumulated gradient is scaled so that each micro-batch has its weight.  The last factor, at most
-        1 if weights never increase, is applied in the step, so that a clipped gradient stays clipped.  In a
-        run whose steps are weighted by tokens, `add` scales gradients before the loop can clip them.
+        The loop divides the loss of each micro-batch by the number of micro-batches.  The last factor, which
+        is at most 1 if the weights never increase, is applied in the step, so that a clipped gradient stays
+        clipped.  In a run whose steps are weighted by tokens, `add` scales the gradients instead.
+
+        Args:
+            number: the number of the micro-batch in its step, counted from 0.
+            weights: the weights of all micro-batches of the step.
         """
         self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
         if self.weigh_by == "samples":
@@ -51,8 +54,12 @@ class BatchWeights:
             self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
     def add(self, count: int) -> int:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; return the
-        number of micro-batches since the latest call to `step`."""
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
+        return the number of micro-batches since the latest call to `step`.
+
+        Raises:
+            ConfigError: steps are weighted by samples, or `count` is not in the permitted range.
+        """
         if self.weigh_by == "samples":
             raise ConfigError(
                 "grid.weigh was called in a run whose steps are weighted by samples",
@@ -73,11 +80,18 @@ class BatchWeights:
         return number
 
     def announce(self) -> None:
-        """Send the other members the count of this worker in this turn."""
+        """Send this worker's count in this turn to the other members."""
         self._session.announce_weight(round(self._counted + sum(self._counts)))
 
     def take(self, has_samples: bool = True) -> None:
-        """Add the counts of the gradient that is about to be used to the turn's counts."""
+        """Add the counts since the latest call to `step` to the turn's counts.  Call this method in `step`.
+
+        Args:
+            has_samples: whether the batch has samples; the counts of a stand-in are dropped.
+
+        Raises:
+            ConfigError: steps are weighted by tokens, but there is no count.
+        """
         if self.weigh_by == "samples":
             return
         if not self._counts:
@@ -85,7 +99,7 @@ class BatchWeights:
                 "optimizer.step() was called for a batch without a weight",
                 remedy="call grid.weigh(tokens) for each batch before optimizer.step()",
             )
-            self._session.close(error.reason)  # so that the others do not wait for the end of this script
+            self._session.close(error.reason)  # so that other workers do not wait for this script's end
             raise error
         self._counted += sum(self._counts) if has_samples else 0.0
         self._counts.clear()
@@ -108,7 +122,7 @@ class BatchWeights:
 def check_weighting(
     weigh_by: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None, wait: str
 ) -> None:
-    """Raise `ConfigError` unless steps can be weighted in this way."""
+    """Raise `ConfigError` if `weigh_by` is unknown, or cannot be combined with the other arguments."""
     if weigh_by not in ("samples", "tokens"):
         raise ConfigError(
             f"weigh_by is {weigh_by!r}; it must be 'samples' or 'tokens'", remedy='use weigh_by="samples"'

@@ -3,13 +3,13 @@
 The averages are one more dense vector in the same round, so that they commit or abort together with the
 update.
 
-    contribution   float buffers | 1.0 | for each buffer: 1.0 and 32 bits of its digest | integer buffers of
-                                         or, if it is not finite: zeros and 0.0           rank 0, 16-bit words
-    the sum        / members       members; do all digests agree?                         rank 0's words
+    contribution   float buffers  | 1.0     | for each of them: 1.0, or 0.0 with | integer buffers of
+                   or zeros       |         | zeros; the 32 bits of its digest   | rank 0, 16-bit words
+    the sum        / contributors | members | contributors; do all digests agree | rank 0's words
 
-A worker with a buffer that is not finite contributes zeros for this buffer, and receives the average of the
-others.  A buffer that is equal on all workers (a mask, frequencies) is left unchanged, which preserves
-infinite values and full precision.
+A worker with a buffer that is not finite, or too large to be summed, contributes zeros for this buffer, and
+receives the average of the other workers' buffers.  A buffer that is equal on all workers (a mask,
+frequencies) is left unchanged, which preserves infinite values and full precision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BufferAveraging:
         self._every = every if model_buffers.buffers_of(model) else 0
 
     def describe(self) -> str:
-        """Return a description of the buffers and the averaging interval, which must be equal on all
+        """Return a description of the buffers and of the averaging interval.  It must be equal on all
         workers."""
         text = model_buffers.describe_buffers(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
@@ -64,7 +64,8 @@ class BufferAveraging:
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
     def apply(self, buffer: DenseRingBuffer) -> None:
-        """After the commit, load the contributors' average of float buffers and rank 0's integer buffers."""
+        """After the commit, load rank 0's integer buffers and, for each float buffer that differs between the
+        members, the average over its contributors."""
         buffers = model_buffers.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
         sums_N, members, heads, words_M = np.split(buffer.update, (n, n + 1, n + 1 + _HEAD * len(buffers)))

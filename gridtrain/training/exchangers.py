@@ -3,7 +3,7 @@
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
     gradient_N   [ bucket 0 | bucket 1 | ... ]      a single bucket without `Overlap`
-                       | prepare_bucket (weighted by n_i / N)
+                       | prepare_bucket (weighted by `StepPlan.weight`)
                  ExchangeAttempt ...  --join_attempts--> ExchangeAttempt --session.run--> commit --> update
 """
 
@@ -47,7 +47,7 @@ _NEIGHBOURS: dict[str, NeighboursOf] = {
 
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
-    """Return the function that returns the neighbours of each rank in `exchange`."""
+    """Return the neighbours in `exchange`, as a function of rank and world size."""
     return _NEIGHBOURS[topology_of(round_exchange(exchange))]
 
 
@@ -113,12 +113,11 @@ class Exchanger(ABC):
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """Prepare one bucket's attempt.  It may be called again after an abort, and for buckets in arbitrary
-        order.
+        """Prepare one bucket's attempt.  Buckets may be prepared in any order, and again after an abort.
 
         Args:
             gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.
-            usable: whether the gradient may be finite; if not, this worker votes to skip the step.
+            usable: False if the gradient is known not to be finite; this worker then votes to skip the step.
         """
 
     @abstractmethod
@@ -140,7 +139,9 @@ def make_exchanger(
     """Return the worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ...,
     n).
 
-    `feedback` is an error feedback to share with an exchanger that has different bounds.
+    Args:
+        feedback: the error feedback of another exchanger, with other bounds, to be shared; by default a new
+            one, if the exchange keeps a residual.
     """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds, feedback)

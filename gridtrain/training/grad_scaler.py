@@ -9,8 +9,8 @@ A newcomer receives the group's scale (as a tracker, see `Grid.scaler`); if it s
 the group is at 1024, it would make the group skip six steps.  With `LocalSteps` each worker has its own
 scale, because no gradient is exchanged.
 
-The group's result is written to the scaler's own record: `optimizer.found_inf` is computed from this record
-each time, so setting the attribute would have no effect.
+Whether the group skipped the step is written to the scaler's own record: `optimizer.found_inf` is computed
+from this record each time, so setting the attribute would have no effect.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for the optimizer that `grid.optimizer` returned; it is used in the same
-    way."""
+    """A `torch.amp.GradScaler` for the optimizer that `grid.optimizer` returned.  Use it in the same way."""
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = super().step(optimizer, *args, **kwargs)
@@ -38,6 +37,6 @@ class GridScaler(torch.amp.GradScaler):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load `state_dict` unless it is empty, as it is on a worker whose scaler is disabled."""
+        """Load `state_dict`, unless it is empty, as a disabled scaler's state is."""
         if state_dict:
             super().load_state_dict(state_dict)

@@ -2,7 +2,7 @@
 
 A digest of the optimizer settings is part of every vote, so that a step with different settings never
 commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
-that the workers with different settings stop instead of aborting forever:
+that workers with different settings stop and the remaining ones can commit:
 
     attempt 0   update                         ABORT: the votes' digests differ
     attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group
@@ -58,7 +58,7 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
 
 
 def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
-    """Return a buffer without a row, for a worker that contributes nothing; nothing is then compared."""
+    """Return a buffer of zeros, for a worker that contributes nothing; the settings are then not compared."""
     return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
 
@@ -95,8 +95,10 @@ def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
 
 
 def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
-    """Return the settings that differ, with this worker's values and with the other rank's values.  `theirs`
-    was received from the network."""
+    """Return the settings that differ, with this worker's values and with the other rank's values.
+
+    Only printable characters are returned, because `theirs` was received from the network.
+    """
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
     if not pairs:  # the difference is in the truncated part
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]

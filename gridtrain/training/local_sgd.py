@@ -6,19 +6,21 @@ retries.
     anchor                parameters after the last committed round, bit-identical on all workers
       |  inner.step()     `every` times, each worker with its own gradients and moments
       v
-    local parameters      change_N = anchor - local, weighted by n_i / N;  parameters = anchor
+    local parameters      change_N = (anchor - local) * share;  parameters = anchor
                              |
                              +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
+
+The share is this worker's fraction of the step's samples or tokens.
 
 Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
 equal on all workers; they are compared, and sent to newcomers.  The moments of the inner optimizer
 differ from worker to worker.
 
-The parameters are reset to the anchor *before* the round begins, so that a state that is requested or loaded
-while this worker waits is never a half-trained model.  Settings and trackers in this state are those at the
-start of the turn (`turn_start_state`).
+The parameters are reset to the anchor *before* the round begins, so that a state that a newcomer requests
+while this worker waits never contains local changes.  The settings and trackers in this state are those from
+the start of the turn (`turn_start_state`).
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class OuterOptimizer(WrappingOptimizer):
         return {"state": self.state, "param_groups": self.inner.state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise `ValueError` if it was saved for another model or with different momentum
-        settings."""
+        """Load a state.  Raises `ValueError` if it belongs to a model of another size, or if only one of the
+        two optimizers uses momentum."""
         velocity_N = _velocity_of(state_dict["state"])
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
@@ -96,7 +98,7 @@ class OuterOptimizer(WrappingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take an SGD step as torch does (Nesterov momentum after Sutskever et al. 2013).  Multiplication and
+        """Take a step as torch's SGD does with Nesterov momentum (Sutskever et al. 2013).  Multiplication and
         addition are separate operations, because the rounding of a fused operation depends on the number of
         threads, and all workers must get the same bits."""
         update, self.update = self.update, None
@@ -124,8 +126,8 @@ class LocalSGDOptimizer(GridOptimizer):
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
     `backward()` and `step`, as you would when training alone.
 
-    It takes the arguments of `GridOptimizer`, but `clip_norm` must be None.  It has the attributes of
-    `GridOptimizer`, and:
+    It takes the arguments of `GridOptimizer`, but `clip_norm` and `overlap` must be None.  In addition to the
+    attributes of `GridOptimizer`, it has:
         replicated: the outer optimizer.
         local_calls: the number of calls to `step` since the last exchange.
     """
@@ -178,7 +180,8 @@ class LocalSGDOptimizer(GridOptimizer):
         """Take a step of the inner optimizer; the last step of a turn also exchanges.
 
         Raises:
-            ConfigError: `step` was called more times than there are batches.
+            ConfigError: `step` was called with a closure, before all of its batches were requested, or more
+                than `exchange.every` times in a turn.
         """
         if closure is not None:
             super().step(closure)  # raises ConfigError
@@ -233,8 +236,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self.last_skipped = overflowed
 
     def _unscale_local(self) -> bool:
-        """Unscale the gradients of the parameters, as `GridOptimizer._unscale` does for the flat
-        gradient."""
+        """Divide the parameters' gradients by a GradScaler's scale, as `GridOptimizer._unscale` does with
+        the flat gradient; return whether the scaler found a gradient that is not finite."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
         if scale is not None and not overflowed:
@@ -249,7 +252,7 @@ class LocalSGDOptimizer(GridOptimizer):
         laps_s = self._stopwatch.reset()
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
-        self._session.report_figures({})  # a heartbeat; the others may already be waiting in the round
+        self._session.report_figures({})  # shows progress; the other workers may already wait in the round
 
     # -- the exchange ------------------------------------------------------------------------------------
 
@@ -273,8 +276,8 @@ class LocalSGDOptimizer(GridOptimizer):
         return is_finite(self._flat.flat_N, sums)
 
     def _reset_inner(self) -> None:
-        """Reset the moments and the running statistics, because they usually contain the values that made the
-        parameters non-finite."""
+        """Reset the moments and the running statistics, which usually contain values that are not finite, as
+        the parameters do."""
         self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "
@@ -302,8 +305,8 @@ class LocalSGDOptimizer(GridOptimizer):
     # -- the state that is sent --------------------------------------------------------------------------
 
     def _save_turn_start(self) -> None:
-        """Save the state at the start of a turn, including weight averages, because a loop changes them after
-        each of its steps."""
+        """Save the settings and trackers at the start of a turn.  Weight averages are copied, too, because a
+        loop may change them after each local step."""
         self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
@@ -333,8 +336,8 @@ class LocalSGDOptimizer(GridOptimizer):
 
 @torch.no_grad()
 def subtract(a: Tensor, b: Tensor, result: Tensor, factor: float = 1.0) -> None:
-    """Set result = a - factor * b, computed as float32; the tensors may have other dtypes and devices.  With
-    a factor other than 1, the rounding may depend on the processor."""
+    """Set result = a - factor * b, computed in at least float32.  The tensors may differ in dtype and device.
+    With a factor other than 1, the rounding may depend on the processor."""
     if a.dtype == b.dtype == result.dtype == torch.float32 and a.device == b.device == result.device:
         torch.sub(a, b, alpha=factor, out=result)  # no temporary tensor
     else:
@@ -342,14 +345,18 @@ def subtract(a: Tensor, b: Tensor, result: Tensor, factor: float = 1.0) -> None:
 
 
 def is_finite(values_N: Tensor, sums: Sequence[Tensor]) -> bool:
-    """Whether all values are finite; `sums` are the sums of their blocks."""
+    """Whether all values are finite.
+
+    Args:
+        sums: for each block of the values, the sum of its elements.
+    """
     # A sum is finite only if its terms are, but finite terms may add up to infinity.
     is_certain = bool(torch.isfinite(torch.stack(list(sums))).all())
     return is_certain or math.isfinite(largest_magnitude(values_N))
 
 
 def _part_of(update: npt.NDArray[np.float32] | SparseVector, part: slice, device: torch.device) -> Tensor:
-    """Return a copy of a part of an update."""
+    """Return a dense copy of a part of an update."""
     if not isinstance(update, SparseVector):
         return torch.from_numpy(update[part]).to(device, copy=True)
     step_B = torch.zeros(part.stop - part.start, device=device)

@@ -1,4 +1,4 @@
-"""Checks a model and its batches before the first step for NaN and labels or tokens outside the vocabulary.
+"""Checks a model for NaN, and its batches for labels, tokens and lengths that the model cannot process.
 
 check_values(model)          when a worker joins: NaN in a parameter
 TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions
@@ -30,7 +30,8 @@ IGNORED = -100
 
 MAX_LOOKED_AT = 64
 _MAX_OFFSET = 2
-"""How many more rows than positions a table of positions may have, as OPT's does."""
+"""The maximum number of rows that a table of positions may have in addition to one per position; OPT's has
+two."""
 
 
 @torch.no_grad()
@@ -62,8 +63,8 @@ class TokenCheck:
     indexed with them.
 
     Args:
-        look_further: returns batches of samples from the whole data set, one at a time; called if the first
-            batch has no token to predict.
+        look_further: a function that returns batches of one sample each from the whole data set; it is called
+            if the first batch has no token to predict.
         is_tokens: whether a batch that is a single tensor contains token ids.
     """
 
@@ -115,7 +116,8 @@ class TokenCheck:
             self._table.register_forward_pre_hook(partial(_check_lookup, self._rows), with_kwargs=True)
 
     def _refuse_masked(self) -> None:
-        """Raise `ConfigError` if no sample has a token to predict; otherwise warn once."""
+        """Raise `ConfigError` if neither the first batch nor any sample from `look_further` has a token to
+        predict; otherwise warn once."""
         looked_at = (
             [_predicts_nothing(batch["labels"]) for batch in self._look_further()] if self._is_first else []
         )
@@ -136,7 +138,7 @@ class TokenCheck:
 
 
 def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-    """Yield batches of one sample each, spread over the whole data set, at most `MAX_LOOKED_AT`; none if the
+    """Yield at most `MAX_LOOKED_AT` batches of one sample each, spread over the whole data set; none if the
     data set is read shard by shard or in its own order."""
     if isinstance(dataset, ShardedDataset) or is_iterable(dataset):
         return

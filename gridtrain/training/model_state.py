@@ -110,7 +110,8 @@ class ModelState(ABC):
     """One worker's model in one run.  Use it on the training thread.
 
     Attributes:
-        has_failed: whether the script ended with an error, which may have spoiled the model within a step.
+        has_failed: whether the script ended with an error, which may have left the model in the middle of a
+            step.
     """
 
     has_failed = False
@@ -264,7 +265,7 @@ class ModelState(ABC):
         return self._final_step is not None and self._final_step == self._written_step
 
     def lacks_final_checkpoint(self, timeout_s: float) -> bool:
-        """Wait for the final checkpoint, for at most `timeout_s`; return whether it could not be written."""
+        """Wait for the final checkpoint, for at most `timeout_s`; return whether writing it has failed."""
         is_over = self._final_step is not None and self._wait_for_writer(timeout_s)
         return is_over and not self.has_final_checkpoint
 
@@ -275,7 +276,7 @@ class ModelState(ABC):
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Transfer the residual before a pause; return the position of the state that stays in memory, or
-        None if no state stays."""
+        None if no usable state stays."""
         is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
@@ -408,7 +409,7 @@ class ModelState(ABC):
 
     @property
     def _continuation_text(self) -> str:
-        """The checkpoints of the last step, as the end of a sentence."""
+        """Where the checkpoints of the last step are, as the end of a sentence."""
         return f"the checkpoints in {self._options.folder} (see docs/operations.md)"
 
     @abstractmethod
@@ -424,7 +425,7 @@ class ModelState(ABC):
 
     @abstractmethod
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save the state that may be lost when this worker leaves.
+        """Save or record the state when this worker leaves or pauses, in case no other worker keeps it.
 
         Args:
             between_steps: whether the script has finished a step and not begun another.
@@ -443,7 +444,8 @@ class ModelState(ABC):
         return [] if left is None else [left]
 
     def _add_left(self, left: LeftResidual, entries: SparseVector, snapshot: WorkerSnapshot) -> bool:
-        """Add a residual of the run's current step; return False if it cannot be added."""
+        """Add a residual that belongs to the run's current step to this worker's residual; return False if it
+        cannot be added."""
         assert self._residual is not None
         return self._residual.add(entries, snapshot.world_size)
 
@@ -584,7 +586,8 @@ class WholeModelState(ModelState):
         )
 
     def _load_checkpoint(self) -> CheckpointInfo | None:
-        """Load the latest checkpoint with these settings from disk; the group may have a later state."""
+        """Load the latest checkpoint with these settings, from disk or the URL; the group may have a later
+        state."""
         self.checkpoints.claim()
         found = self.checkpoints.latest(self._facts)
         if self._fetch_checkpoint(0 if found is None else found.step):
@@ -628,8 +631,8 @@ class WholeModelState(ModelState):
         super().begin_turn(snapshot)
 
     def _keep_other_history(self, snapshot: WorkerSnapshot) -> str:
-        """Move checkpoints of another history than the group's, which later ones must not replace; return
-        where the latest checkpoint is, as the end of a sentence."""
+        """Move checkpoints whose history is not the group's to another folder, so that later ones do not
+        replace them; return where the latest of them is, as the end of a sentence."""
         with suppress(OSError):
             if kept := self.checkpoints.keep_other_history(self._facts, position_of(snapshot)):
                 return f"is now in {kept}"
@@ -715,8 +718,8 @@ class WholeModelState(ModelState):
         )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Keep the model in memory, excluding its residual; return its position if the group is at the same
-        position."""
+        """Keep the model in memory, excluding its residual; return its position if it is the state after the
+        last committed step, otherwise None."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None

@@ -1,13 +1,14 @@
-"""`grid.optimizer`: applies updates (retries, clip_norm, skipped steps) and rejects unsupported optimizers.
+"""`grid.optimizer`: exchanges gradients, retries, clips, applies updates, rejects unsupported optimizers.
 
-    p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
+    p.grad --gather--> flat_N --(* share)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run
       |                  |          not committed: begin again, same gradient <----+
       +-----scatter------+------ clip_norm ------- update <----- committed --------+
       |                                            (skipped: no update, the inner optimizer is not called)
       +--> inner.step()
 
-The session decides whether a step is committed (rules 1 to 16 in docs/architecture.md).
+The share is this worker's fraction of the step's samples or tokens.  The session decides whether a step is
+committed (rules 1 to 16 in docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
 """The plan, the attempt and the buffer averages of a step that was submitted before its turn's end."""
 
 EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
-"""The buckets that were sent during the backward pass, and the plan that they were sent for."""
+"""The plan of the buckets that were sent during the backward pass, and their attempts by bucket."""
 
 
 class GridOptimizer(WrappingOptimizer):
@@ -98,17 +99,17 @@ class GridOptimizer(WrappingOptimizer):
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
             it is `inner`.
-        requested_batches: how many batches of the latest call to `step` the script has requested.
+        requested_batches: how many of the batches for the next call to `step` the script has requested.
         residual: the gradient that this worker has not sent yet.
         weights: how much this worker's batch counts in a step.
-        parameter_watch: whether the script has changed the parameters since the latest step.
+        parameter_watch: detects whether the script has changed the parameters since the latest step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
         timings: how long each phase of the latest step took, in seconds: computing, waiting, selecting,
             communicating, applying.
 
     Raises:
-        ConfigError: inner, model and exchange are not compatible; the message says what to change.
+        ConfigError: an argument is invalid, or the arguments are not compatible.
     """
 
     delay = 0  # `LedgerSpec.delay`
@@ -236,8 +237,12 @@ class GridOptimizer(WrappingOptimizer):
         return 1
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """Begin a turn in which `calls_with_samples` of the calls have samples; the others get stand-in
-        batches."""
+        """Begin a turn.
+
+        Args:
+            calls_with_samples: the number of the turn's calls to `step` that have samples; the remaining
+                calls get stand-in batches.
+        """
         self.weights.begin_turn()
         self._statistics.save()
         if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
@@ -249,8 +254,8 @@ class GridOptimizer(WrappingOptimizer):
         return self.weights.weigh_by
 
     def weigh(self, count: int) -> None:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
-        `Grid.weigh`."""
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
+        see `Grid.weigh`."""
         number = self.weights.add(count)
         if number == self.backwards_per_step and self.local_calls + 1 == self.calls_per_turn:
             self.weights.announce()
@@ -260,7 +265,8 @@ class GridOptimizer(WrappingOptimizer):
     def exchange(self) -> bool:
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
-        Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
+        Returns False if the step is skipped, which leaves the gradients unchanged, or if it is taken without
+        this worker; `step` then applies no update.
         With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
         self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
@@ -300,7 +306,7 @@ class GridOptimizer(WrappingOptimizer):
         """Attempt one step until an attempt is committed; the local gradient stays in flat_N until then.
 
         Args:
-            usable: whether the gradient may be finite.
+            usable: False if the gradient is known not to be finite.
             early: the buckets that have already been sent.
         """
         self.base.check_sometimes()
@@ -395,11 +401,15 @@ class GridOptimizer(WrappingOptimizer):
         try:
             hyperparameter_check.check_hyperparameters(plan, compared)
         except ConfigError as error:
-            self._session.close(error.reason)  # so that the others do not wait for the end of this script
+            self._session.close(error.reason)  # so that other workers do not wait for this script's end
             raise
 
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
-        """Prepare this worker's part in an attempt; `sent` holds the buckets already sent."""
+        """Prepare this worker's part in an attempt.
+
+        Args:
+            sent: the attempts of the buckets that were already sent, by bucket.
+        """
         exchanger = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
         attempts = [
             sent.get(bucket)
@@ -428,9 +438,9 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and all tracked
-        objects are schedulers that the script has stepped since.  Whether the script still has to step other
-        objects, or a scheduler that it steps less often, is not known."""
+        """Whether the state after a committed step is certainly complete: its update is applied, and all
+        tracked objects are schedulers that the script has stepped since.  With other objects, and with
+        schedulers that are stepped less often, this is not known, and the result is False."""
         return self._is_applied and all(
             (rates := _rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
             for name, tracker in self._trackers.items()
@@ -442,7 +452,7 @@ class GridOptimizer(WrappingOptimizer):
         return not self.parameter_watch.has_changed
 
     def abort_turn(self) -> bool:
-        """Undo what the turn in progress has changed, for `pack`, if the turn's update is not applied yet;
+        """Undo what the turn in progress has changed, so that `pack` can copy the state before the turn;
         return whether this is possible.  No step may be taken afterwards."""
         self._statistics.restore()
         return True
@@ -453,10 +463,10 @@ class GridOptimizer(WrappingOptimizer):
             self.compare_replicas(step, is_due=self._compare_next)
 
     def compare_replicas(self, step: int, *, is_due: bool) -> None:
-        """Report the digest of the state after `step`, if the workers compare their states after it.
+        """Report the digest of the state after `step`, if the workers compare their states after this step.
 
         Args:
-            is_due: whether they do so even if `compare_every` does not require it.
+            is_due: whether to compare also between the intervals of `compare_every`, if that is not 0.
         """
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
@@ -531,7 +541,7 @@ class GridOptimizer(WrappingOptimizer):
             self._flat.flat_N.copy_(kept_N)
 
     def is_state_needed(self, step: int) -> bool:
-        """Whether this worker's state is averaged in this step."""
+        """Whether this step averages the buffers, and therefore needs those of this worker."""
         return self.buffer_averaging.is_due(step)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
@@ -541,7 +551,7 @@ class GridOptimizer(WrappingOptimizer):
         return self._exchanger.make_empty_buffer(plan)
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Write the update, clipped, to every `p.grad`."""
+        """Write the update, clipped if there is a `clip_norm`, to every `p.grad`."""
         self._flat.load_update(update)
         if self.clip_norm is not None:
             self._flat.flat_N.mul_(min(1.0, self.clip_norm / (l2_norm(update) + 1e-6)))
@@ -553,7 +563,8 @@ class GridOptimizer(WrappingOptimizer):
         self.parameter_watch.record()
 
     def capture_turn_state(self) -> Callable[[], None]:
-        """Copy the state that the script changes between two steps; return a function that restores it."""
+        """Copy the buffers, trackers and settings, which the script may change between two steps; return a
+        function that restores them."""
         own = self.capture_state(whole=False)
         return lambda: self.restore_state(own)
 
@@ -603,8 +614,10 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if the arguments are not compatible.  Call this function two frames below
-    the user's call, so that the warning names the user's line."""
+    """Raise `ConfigError` if the arguments are not compatible.
+
+    There must be two frames between this function and the user's line, which the warning names.
+    """
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")

@@ -36,7 +36,10 @@ log = logging.getLogger("gridtrain")
 def make_overlapper(
     flat: FlatGradient, whole: Exchanger, session: GroupSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
-    """Return an `Overlapper`, or None if the gradient is too short to be divided into buckets."""
+    """Return an `Overlapper`, or None if the gradient is too short to be divided into buckets.
+
+    Raises `ConfigError` if `overlap` is not an `Overlap`.
+    """
     if not isinstance(overlap, Overlap):
         raise ConfigError(
             f"overlap is {overlap!r}, which is not an Overlap",
@@ -55,7 +58,7 @@ def make_overlapper(
 
 
 class Overlapper:
-    """Sends each bucket of one model's gradient when all gradients of the bucket are complete.
+    """Sends each bucket of one model's gradient when the gradients of all its parameters are complete.
 
     Args:
         whole, parts: the exchangers of the whole vector and of its buckets, which share one error feedback.

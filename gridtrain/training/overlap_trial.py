@@ -4,13 +4,13 @@ The sender and the receiver of a message must divide the gradient in the same wa
 depends only on data that all members have: the generation, the step, and a table that a committed round has
 summed.
 
-    phase (step - the generation's first)
+    phase = step - first step of the generation
      0 1   2 3 4   5 6 7   8 9 10  11 12 13  14       15 ...                       100 .. 111  112
      whole early   whole   early   whole     whole,   early if that takes at       the same    table, ...
                                              table    most 98 % of whole           trial
 
-    table (P, 2), each member fills its row and leaves zeros   rank 0   0.573   0.549   s: early, whole
-    in the others; one more dense vector of the next round     rank 1   0.570   0.551   --> their medians
+    table (P, 2): each member fills its row and leaves zeros   rank 0   0.573   0.549   s: early, whole
+    in the other rows; the next round sums the table           rank 1   0.570   0.551   --> their medians
 
 The first of every three steps is not counted, because the previous setting still affects it.  The trial
 starts again in each generation, because members and links may have changed, and new members have no
@@ -116,8 +116,8 @@ class OverlapTrial:
         return DenseRingBuffer(rows.reshape(-1), plan.world_size)
 
     def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
-        """Make the decision after the round with the table was committed; return a message if the decision
-        changed, otherwise ""."""
+        """Decide from the table of a committed round; return a message if the decision has changed,
+        otherwise ""."""
         text = self._decide(plan, table)
         _, start = self._phase_of(plan)
         assert start is not None

@@ -1,23 +1,25 @@
 """`LocalSteps(overlap=t)`: exchanges one turn's changes during the next turn's first t local steps.
 
-    A     the anchor: parameters after the last committed round, equal on all workers
-    D_r   the change that turn r has made on this worker so far
+    A       the anchor: the parameters after the last committed round, equal on all workers
+    D_r     the change that turn r has made on this worker so far
+    share   the fraction of its own latest change with which a worker begins a turn (`kept_share`)
 
-    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1;  D_r = 0
-    local steps      the parameters change;  meanwhile the group exchanges D_r-1 and commits round r
-    after step t     waits for round r;  committed: A = A - outer_learning_rate * nesterov(update)
-                     parameters = A - D_r
-    after the last   D_r is kept;  parameters = A
+    turn r begins           D_(r-1) is submitted to round r;  parameters = A - share * D_(r-1);  D_r = 0
+    local steps 1 to t      the parameters change;  meanwhile the group exchanges D_(r-1)
+    after local step t      the worker waits until round r is committed, and applies its update:
+                            A = A - outer_learning_rate * nesterov(update);  parameters = A - D_r
+    after the last step     D_r is stored for the next round;  parameters = A
 
-A worker thus applies a share of its own latest change immediately, and the changes of the others t local
-steps later.  They are applied at the same local step on all workers, so a run is determined by its seeds.
+A worker thus applies a share of its own latest change immediately, and the changes of the other workers t
+local steps later.  They are applied at the same local step on all workers, so that a run is determined by its
+seeds.
 
 Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
 and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
-If round r is aborted, it is repeated after step t.
+If an attempt at round r is aborted, it is repeated after local step t.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the previous turn, so a stall delays no one if stall and exchange together
-    take less time than t steps.
+    workers that have not finished the previous turn, so that a stall delays no other worker if the stall and
+    the exchange together take less time than t local steps.
     """
 
     delay = 1
@@ -70,7 +72,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     # -- turns ---------------------------------------------------------------------------------------
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """Submit the change of the previous turn and begin the next turn from a share of it."""
+        """Submit the change of the previous turn, and begin the next turn with a share of this change."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = False
         self._stopwatch.lap("computing_s")
@@ -92,7 +94,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._exchange_latest()
 
     def begin_repeated_turn(self, calls_with_samples: int) -> None:
-        """Begin a turn that only computes the change, from the anchor; the next turn submits it."""
+        """Begin a turn at the anchor that exchanges nothing; the next turn submits its change."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = True
         self._flat.flat_N.zero_()
@@ -161,7 +163,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @property
     def _settings_of_step(self) -> torch.optim.Optimizer:
-        """An optimizer with the settings at the start of the turn, which a retry at its end uses again."""
+        """An optimizer with the settings from the start of the turn, which a retry in the turn also uses."""
         return self._step_settings
 
 

@@ -6,7 +6,7 @@ for ... in grid.batches(...):        record_turn, except within a step whose par
 model.load_state_dict(best)          has_changed: a checkpoint would have these values instead
 grid.close()
 
-If a variable refers to the loop's iterator, `record_end` comes later, and may follow `load_state_dict`.
+If a variable refers to the loop's iterator, `record_end` is called later, possibly after `load_state_dict`.
 """
 
 from __future__ import annotations

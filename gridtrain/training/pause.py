@@ -1,4 +1,4 @@
-"""Pauses a script and rejoins: the owner's pause, and the traffic budget's reserve for the next step.
+"""Pauses a worker when its owner or the traffic budget requires it, and lets it rejoin the run.
 
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 
@@ -111,7 +111,7 @@ class PauseController:
 
     @property
     def residual_budget_bytes(self) -> int:
-        """The bytes that a worker that pauses or leaves may spend on handing over its residual."""
+        """The bytes that this worker may spend on transferring its residual when it pauses or leaves."""
         return self.remaining_bytes // 2
 
     @property
@@ -120,7 +120,7 @@ class PauseController:
         return self._note_exchanges() + self._fetches.fetched_bytes
 
     def _note_exchanges(self) -> int:
-        """Return the bytes that the sockets have sent and received so far, which also bound the fetches."""
+        """Return the bytes that the sockets have sent and received so far, and note them in the meter."""
         sent_bytes, received_bytes = self._session.connection.total_bytes
         self._fetches.note_exchanges(received_bytes, sent_bytes + received_bytes)
         return sent_bytes + received_bytes
@@ -167,11 +167,15 @@ class PauseController:
         """Leave the group and rejoin when the agent allows it; return False if this worker must not rejoin.
 
         Args:
+            held: the state that this worker holds, or None; the group's state replaces it if the group has
+                continued.
+            touched: whether the model has changed since the script created it.
             on_left: a function that is called when this worker has left.
             others_wait: whether the other workers may have to wait for this worker.
 
-        Raises `JoinRefused` if the coordinator refuses the worker, and `CoordinatorUnreachable` if it does
-        not answer for `Deadlines.paused_s`.
+        Raises:
+            JoinRefused: the coordinator refuses the worker.
+            CoordinatorUnreachable: the coordinator does not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
         hint = " (gridtrain worker resume ends the pause)" if ends_with_resume(reason) else ""
@@ -277,8 +281,8 @@ class PauseController:
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end immediately, or "" while the budget is not exhausted.
 
-        The I/O thread calls it often, even while a large state is being transferred or a step waits for a
-        slow link, so that new rate limits take effect immediately.
+        The I/O thread calls this method often, even while a large state is being transferred or a step waits
+        for a slow link, so that new rate limits take effect immediately.
         """
         directive = self._agent.directive
         self._apply_rates(directive)

@@ -60,7 +60,7 @@ class LeftResidual:
 
     @property
     def text(self) -> str:
-        """The stage's layers, as the beginning of a log message; empty for a whole model."""
+        """The stage's layers and a comma, as a part of a log message; "" for a whole model."""
         if self.layers == WHOLE_MODEL:
             return ""
         return f"layers {self.layers.start} to {self.layers.stop - 1}, "
@@ -73,7 +73,7 @@ def transfer_residual(
     drop_from_checkpoint: Callable[[int], None] | None,
     layers: Span = WHOLE_MODEL,
 ) -> LeftResidual | None:
-    """Send the residual of a worker that leaves a run in progress.  Call this function only once.
+    """Send the residual of a worker that leaves a run in progress or pauses.
 
     Returns the residual that remains with this worker, or None if nothing remains.
 

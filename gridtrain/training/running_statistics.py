@@ -1,8 +1,8 @@
 """Restores batch norm's running statistics after a batch with values that are not finite.
 
-begin_turn    the statistics are copied
-the batch     a value that is not finite spreads to the statistics in the forward pass, and to the gradient
-skipped       the copy is restored; otherwise all later batches and the final model would be affected
+begin_turn            the statistics are copied
+the batch             values that are not finite reach the statistics (in the forward pass) and the gradient
+the step is skipped   the copy is restored; otherwise all later batches and the final model would be affected
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class RunningStatistics:
-    """The running statistics of the batch and instance norms of `model`, and their counters."""
+    """The running statistics and batch counters of the batch norms and instance norms in `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]

@@ -34,14 +34,14 @@ def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 class _SingleValueNorm(_BatchNorm):
-    """A batch norm while `SingleValueNorms.allow` is active.  Its `__class__` is the norm's own class, the
-    next base: copies and pickled norms have that class, and torch's parametrizations replace it."""
+    """The class of a batch norm while `SingleValueNorms.allow` is active.  The norm's `__class__` is still
+    its own class, the second base: copies and pickled norms have it, and parametrizations replace it."""
 
     on_single: Callable[[nn.Module], None]
     on_several: Callable[[nn.Module, Tensor], None]
 
     def __init_subclass__(cls) -> None:
-        """Do not call the method of the norm's own class, which may refuse subclasses."""
+        """Do nothing, because the norm's own class may define this method to refuse subclasses."""
 
     def forward(self, input: Tensor) -> Tensor:
         is_single = input.dim() > 1 and input.numel() == input.shape[1]  # a single value per channel
@@ -65,8 +65,8 @@ class SingleValueNorms:
 
     Args:
         on_single: called with a norm that is about to normalize a single value.
-        on_several: called with a norm and any other values.  A hook would have a new id in each `with` block,
-            so that a compiled model would be recompiled.
+        on_several: called with a norm and its input in all other cases.  A hook in its place would have a new
+            id in each `with` block, so that a compiled model would be compiled again.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SingleValueNorms:
 
 
 class SingleSampleReport:
-    """Refuses layers that cannot train on one sample, or would never get more, and warns once about others.
+    """Refuses layers that cannot train on one sample or would never get more; warns once about other layers.
 
     Args:
         recipient: what receives the samples, such as "worker".
@@ -117,6 +117,8 @@ class SingleSampleReport:
         """Report a layer for which a batch of one sample is too small.
 
         Args:
+            layer: the layer's name and class, as the beginning of a sentence.
+            batch_size_is_one: whether every batch has only one sample.
             is_normalized: whether running statistics replace those of the batch.
 
         Raises:
@@ -146,10 +148,10 @@ class SingleSampleReport:
 
 
 class SingleSampleBatches:
-    """A model's batches of one sample in data-parallel training.
+    """Lets a model's batch norms train on batches of one sample in data-parallel training, and reports them.
 
     Args:
-        batch_size_is_one: whether all batches have one sample; if so, batch norms raise `ConfigError`.
+        batch_size_is_one: whether every batch has one sample; if so, a batch norm raises `ConfigError`.
     """
 
     def __init__(self, model: nn.Module, *, batch_size_is_one: bool) -> None:

@@ -1,4 +1,4 @@
-"""Reports skipped steps and the worker whose gradient caused them, in few lines for many steps.
+"""Reports skipped steps, and whether this worker's gradient caused them, with few messages for many steps.
 
 own gradient      --> warning, and a counter in the heartbeats, from which `gridtrain status` and the
                       dashboard name the worker
@@ -33,7 +33,11 @@ class SkipReport:
         return sum(self._counts.values())
 
     def record_skipped(self, step: int, *, is_own: bool) -> None:
-        """Record a skipped step; `is_own` is set if this worker's gradient was the cause."""
+        """Record a skipped step.
+
+        Args:
+            is_own: whether this worker's gradient caused it.
+        """
         self._counts[is_own] += 1
         count = self._counts[is_own]
         if is_own:

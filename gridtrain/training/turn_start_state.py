@@ -1,10 +1,10 @@
 """The optimizer settings and trackers from before a turn, for a state that is sent during the turn.
 
-A state that is sent in the middle of a turn has these values, because its receiver makes all calls of the
-turn:
+A state that is sent in the middle of a turn has these values, because its receiver makes all calls to
+`step` of the turn:
 
     micro-batch or local step    1       2       3       4 = the step of the run
-    scheduler, stepped by each   s+1     s+2     s+3      |  workers may request this worker's state here
+    scheduler, stepped by each   s+1     s+2     s+3      |  a newcomer may request this worker's state here
     sent then                    s <----------------------+
 """
 
@@ -37,8 +37,9 @@ class TurnStartState:
     def capture(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
         """Copy the current settings and trackers.
 
-        With `averages`, also copy large tensors of trackers, which is not necessary if the script changes
-        them only after the step of the run.
+        Args:
+            averages: whether to copy also the trackers' tensors of more than one element, such as weight
+                averages.  This is not necessary if the script changes them only after the step of the run.
         """
         groups = copy.deepcopy(inner.state_dict()["param_groups"])
         return cls(
@@ -48,8 +49,8 @@ class TurnStartState:
     def apply_to(
         self, replicated: torch.optim.Optimizer, trackers: Trackers
     ) -> tuple[torch.optim.Optimizer, Trackers]:
-        """Return replacements for the optimizer and the trackers, from which a state can be sent during the
-        turn."""
+        """Return replacements for the optimizer and the trackers that have the values from the start of the
+        turn, so that a state can be sent during the turn."""
         theirs = {
             name: _TrackerView(self.trackers[name]) if name in self.trackers else item
             for name, item in trackers.items()

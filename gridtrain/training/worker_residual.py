@@ -1,4 +1,4 @@
-"""This worker's residual while it trains: replaced at a commit, kept after an abort, and taken when leaving.
+"""A worker's residual while it trains: replaced at a commit, kept after an abort, and taken when it leaves.
 
 The same object serves a whole model and a stage of a pipeline.
 
@@ -50,8 +50,8 @@ class WorkerResidual:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures to report: the magnitude that decay of the residual has dropped, if there is a
-        decay."""
+        """The figures to report: the sum of the magnitudes that the residual's decay has dropped; {} if it
+        has dropped none."""
         feedback = self._exchanger.feedback
         dropped = 0.0 if feedback is None else feedback.decayed_magnitude
         return {"decayed_mass": dropped} if dropped else {}
@@ -76,8 +76,8 @@ class WorkerResidual:
         return update
 
     def take(self, resolve: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
-        """Return the residual after this worker's last round, (n,) float32.  Call it when the worker will
-        take no further steps.
+        """Return the residual after this worker's last round, (n,) float32.  Call this method when the worker
+        leaves or pauses.
 
         Returns None if there is no residual, if the outcome of that round is unknown, or if a commit was
         interrupted.
@@ -112,8 +112,12 @@ class WorkerResidual:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add the remainders of this worker's merges and rounding in a committed round to which it
-        contributed nothing."""
+        """Add what remains with this worker from a committed round to which it contributed nothing.
+
+        Args:
+            truncated: the entries that its merges left out.
+            rest_N: its rounding errors, (n,) float32; None if nothing was rounded.
+        """
         feedback = self._exchanger.open_feedback()
         if feedback is not None:
             feedback.add_truncated(truncated, rest_N)

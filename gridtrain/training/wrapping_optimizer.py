@@ -1,4 +1,4 @@
-"""The base class of optimizers that wrap another one and expose its groups and state.
+"""The base class of optimizers that wrap another optimizer and expose its groups and state.
 
 Schedulers, GradScaler and checkpoints read `param_groups`, `state` and `state_dict`, which must be those of
 the inner optimizer.

@@ -60,7 +60,7 @@ def load_merged(
     """Load a newly built stage from checkpoints that together contain the whole stage.
 
     Args:
-        tied: the names of each tied parameter in the whole model.
+        tied: for each tied parameter, all of its names in the whole model.
 
     Raises:
         RemoteProtocolError: a parameter is missing, or settings that must be the same differ between
@@ -81,7 +81,7 @@ def load_merged(
     needed = [name for name, _ in state_parameters(module)]
     if missing := [name for name in needed if parameters[name] is None]:
         raise RemoteProtocolError(
-            f"no checkpoint contains {missing[0]!r}; {format_count(len(missing), 'parameter')} missing in all"
+            f"no checkpoint contains {missing[0]!r}; missing: {format_count(len(missing), 'parameter')}"
         )
     buffers: dict[str, Any] = {}
     for source in reversed(sources):
@@ -184,7 +184,7 @@ def merged_residual(
 
 
 def _parameter_slices(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the slice of each parameter in a flat vector."""
+    """Return the position (start, stop) of each parameter in a flat vector, by name."""
     places, at = {}, 0
     for name, size in sizes.items():
         places[name] = (at, at + size)

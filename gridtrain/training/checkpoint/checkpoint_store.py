@@ -95,8 +95,8 @@ ReportFigures = Callable[[Mapping[str, float]], None]
 
 
 class FailureCounter:
-    """Counts consecutive failures and decides which of them are logged: new errors immediately, and a
-    persistent error at intervals.
+    """Counts consecutive failures and decides which of them are logged: an error that differs from the one
+    before immediately, and a persistent error at intervals.
 
     Args:
         figure: the name of the figure that reports the count.
@@ -200,8 +200,8 @@ class CheckpointStore:
             self._lock = None
 
     def mark_verified(self) -> None:
-        """Record that training continues from the latest checkpoint, and that the checkpoints on disk thus
-        belong to this history."""
+        """Record that training continues from the latest checkpoint; the checkpoints on disk thus belong to
+        this history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
@@ -209,7 +209,11 @@ class CheckpointStore:
         """Move the checkpoints that were written with these settings, but belong to a different history than
         the group's state, to a new folder `earlier-N`.
 
-        Returns this folder, or None if there are no such checkpoints.  Raises `OSError`."""
+        Returns this folder, or None if there are no such checkpoints.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
         found = []
         for path in list_checkpoints(self.folder) if self._every else ():
             with contextlib.suppress(ConfigError):  # it cannot be read
@@ -343,8 +347,7 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
     """Whether a file was written with these training settings.
 
     Earlier versions recorded fewer settings.  Instead of a description of the base, those versions wrote the
-    base's values, which are compared when they are loaded
-    (`frozen_base.without_base`).
+    base's values, which are compared when they are loaded (`frozen_base.without_base`).
     """
     known = dict(written)
     return written == tuple(fact for fact in facts if fact[0] in known or fact[0] not in LATER_FACTS)
@@ -370,7 +373,11 @@ def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str
 
 
 def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> None:
-    """Raise `ConfigError` if checkpoints in `folders` below `place` were written with different settings."""
+    """Raise `ConfigError` if checkpoints in `folders` were written with different training settings.
+
+    Args:
+        place: the folder that contains them, which the message names.
+    """
     if refused := refused_checkpoints(folders, facts):
         path, difference = refused.popitem()
         raise ConfigError(
@@ -382,7 +389,8 @@ def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> Non
 
 def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
     """Move the checkpoints that were written with different training settings from `folders` to a new folder
-    `earlier-N` in `place`, so that they are neither replaced nor removed.  Raises `OSError`."""
+    `earlier-N` in `place`, so that they are neither replaced nor removed.  Raises `OSError` if they cannot be
+    moved."""
     if refused := refused_checkpoints(folders, facts):
         kept = _move_to_earlier(place, refused)
         log.warning("the checkpoints that were written with different training settings are now in %s", kept)
@@ -403,7 +411,7 @@ def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
 
 
 def is_of_other_history(written: CheckpointInfo, current: CheckpointInfo) -> bool:
-    """Whether the state in a checkpoint is certainly not one from which `current` was trained."""
+    """Whether the state `current` was certainly not trained from the state in a checkpoint."""
     is_same = (written.applied, written.history) == (current.applied, current.history)
     is_restarted = written.ledger.restart_generation != current.ledger.restart_generation
     return is_restarted or (written.applied >= current.applied and not is_same)
@@ -496,7 +504,8 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
     """Read the residual; return an empty one if the file is missing, or if it differs from what was written,
     because the state is usable without the residual.
 
-    `written` is the residual's digest; older checkpoints have none.
+    Args:
+        written: the residual's digest according to `state.json`; "" in older checkpoints.
     """
     if not path.exists():
         return {}
@@ -564,7 +573,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Rename `partial`, whose files have been flushed to disk, to `path`.  Raises `OSError`."""
+    """Replace the folder `path` with `partial`, whose files have been flushed to disk.  Raises `OSError`."""
     sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # it is from before a rollback
     os.rename(partial, path)
@@ -572,7 +581,7 @@ def publish_folder(partial: Path, path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Flush files that another module has written.  Raises `OSError`."""
+    """Flush the files in `folder` to disk.  Raises `OSError`."""
     for path in folder.iterdir():
         sync_folder(path)
 
@@ -585,7 +594,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder or a file.  Raises `OSError`."""
+    """Flush a folder or a file to disk.  Raises `OSError`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

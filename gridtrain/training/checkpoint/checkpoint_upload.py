@@ -1,4 +1,4 @@
-"""Uploads checkpoints to a URL in the background, with retries until the worker exits; decides which to drop.
+"""Uploads checkpoints to a URL in the background; retries until the worker exits, and decides which to drop.
 
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds

@@ -126,7 +126,7 @@ class FlatGradient:
         consecutive operations on it read main memory once; elsewhere a block is a whole parameter.
 
         Args:
-            shaped_P: sequences that have a tensor for each parameter, with the parameter's shape.
+            shaped_P: sequences of one tensor for each parameter, with the parameter's shape.
             divided: whether to divide parameters; if not, a block is a whole parameter.
 
         Yields:
@@ -173,8 +173,10 @@ class FlatGradient:
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
-        """Set flat_N to the gradients, with zeros for None; `indices` restricts the call to some of the
-        parameters.
+        """Set flat_N to the gradients times `scale`, with zeros for None.
+
+        Args:
+            indices: the indices of the parameters whose part of flat_N is set; by default all.
 
         Raises `ConfigError` for a sparse gradient, or if the set of trained parameters has changed.
         """
@@ -203,7 +205,7 @@ class FlatGradient:
                     parameter.grad.zero_()
 
     def scale_backward(self, factor: float) -> None:
-        """Multiply what the following backward passes add to the gradients, as `rescale` does."""
+        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -250,7 +252,7 @@ class FlatGradient:
 
 
 def finish_queued_work(device: torch.device) -> None:
-    """Wait until a GPU has done what this thread has queued, so that a clock read afterwards includes it."""
+    """Wait until a GPU has done what this thread has queued, so that a time measured now includes it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

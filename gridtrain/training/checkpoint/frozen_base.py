@@ -133,7 +133,7 @@ class FrozenBase:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors."""
+        """The number of bytes of all tensors of the base, including the scales of quantized ones."""
         moved = _moved_scales(self._model)
         return sum(_nbytes(parameter, moved.get(id(parameter))) for _, parameter in self._named)
 
@@ -320,7 +320,7 @@ def _nbytes(parameter: Tensor, moved_scales: Tensor | None = None) -> int:
 
 
 def _is_equal(own: Tensor, value: Any) -> bool:
-    """Whether the bits are equal."""
+    """Whether `value` is a tensor of the same shape, dtype and bits; False for wrappers."""
     if not isinstance(value, Tensor) or hasattr(own, "__tensor_flatten__"):
         return False
     if (value.shape, value.dtype) != (own.shape, own.dtype):

@@ -54,8 +54,8 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
 
 
 def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the hyperparameters as "name=value" lines, beginning with the fields that schedulers usually
-    change, of all groups."""
+    """Return the hyperparameters of all groups as "name=value" lines; those that schedulers usually change
+    come first."""
     groups = plain_groups(optimizer)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
     pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
@@ -66,7 +66,7 @@ def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return all plain fields of each group."""
+    """Return the plain fields of each group: numbers, strings, None and lists of these."""
     groups = []
     for group in optimizer.param_groups:
         fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}

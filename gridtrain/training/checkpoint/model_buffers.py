@@ -1,4 +1,4 @@
-"""The buffers of a model, of which float ones are averaged and integer ones come from the lowest rank."""
+"""The buffers of a model: floating-point ones are averaged, and integer ones are taken from rank 0."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
 
 
 def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
-    """Load the `integer_buffers_vector` of the lowest rank."""
+    """Load the `integer_buffers_vector` of rank 0.  Raises `RemoteProtocolError` if its length is wrong."""
     tensors = _buffers_of_type(model, floating=False)
     sizes = [tensor.numel() for tensor in tensors]
     if vector_N.shape != (sum(sizes),):

@@ -66,9 +66,9 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export: the checkpoint that was read, its step and data ledger, the number of
-    tensors that were written, and the names of an adapter's frozen tensors that are missing in the
-    checkpoint."""
+    """The result of an export: the checkpoint that was read, its step and data ledger, the numbers of
+    tensors and elements that were written, and the names of an adapter's frozen tensors that are missing in
+    the checkpoint."""
 
     source: Path | str
     step: int
@@ -177,12 +177,12 @@ def save_model(state: Mapping[str, Any], out: Path, metadata: dict[str, str] | N
 
 
 def keep_earlier(folder: Path, *names: str) -> str:
-    """Keep the files and folders of these names that an earlier end of a run wrote to `folder`, in a new
+    """Copy the files and folders with these names, which an earlier end of a run wrote to `folder`, to a
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
-    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner
-    restarts it, and a model that was deleted here could be the only copy.
+    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner restarts it,
+    and a model that was deleted here could be the only copy.
 
     Raises:
         ConfigError: they cannot be kept.
@@ -248,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _can_take(folder: Path, end: str, names: set[str]) -> bool:
-    """Return whether `folder` is new, or has only other parts of this end."""
+    """Return whether `folder` is new, or has parts of the run's end `end` only, but none in `names`."""
     if not folder.exists():
         return True
     parts = _parts(folder)

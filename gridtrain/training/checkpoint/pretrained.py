@@ -92,7 +92,7 @@ class PretrainedLayout:
     def from_json(cls, node: Any) -> PretrainedLayout:
         """Parse the result of `to_json`, which may come from a damaged file or from a peer.
 
-        Raises `ValueError`.
+        Raises `ValueError` if it is malformed, or if `check` does.
         """
         try:
             texts = {str(path): str(text) for path, text in node["texts"].items()}
@@ -107,7 +107,8 @@ class PretrainedLayout:
         return layout
 
     def check(self) -> None:
-        """Raise `ValueError` if a file is not one of those that the libraries write, or is too large.
+        """Raise `ValueError` if there is a file that the libraries do not write, or if there are too many
+        files, names or bytes of text.
 
         A peer's checkpoint must not choose which files an export writes.
         """
@@ -144,9 +145,10 @@ class PretrainedLayout:
 
 
 def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the outermost PEFT or transformers model in `model`, after the prefix of its names in `model`.
+    """Return the outermost PEFT or transformers model in `model`, preceded by the prefix of the names of its
+    tensors in `model`.
 
-    This may be `model` itself.  Returns None if there is no such model."""
+    This may be `model` itself, with the prefix "".  Returns None if there is no such model."""
     classes = _imported(*_PEFT_MODEL) + _imported(*_TRANSFORMERS_MODEL)
     for name, module in model.named_modules():
         if isinstance(module, classes):
@@ -174,10 +176,8 @@ def _plain(value: Any) -> Any:
 def adapter_facts(model: nn.Module) -> Facts:
     """Return the fact that describes the adapters of a PEFT model, which must be equal on all workers.
 
-    Other models have no such fact.
-
-    The fact covers what the parameters do not show, such as `lora_alpha`, but not where the base was loaded
-    from.
+    Other models have no such fact.  The fact covers what the parameters do not show, such as
+    `lora_alpha`, but not where the base was loaded from.
     """
     found = find_pretrained(model)
     if found is None or not isinstance(found[1], _imported(*_PEFT_MODEL)):
@@ -193,8 +193,8 @@ def adapter_facts(model: nn.Module) -> Facts:
 
 
 def describe(model: nn.Module) -> PretrainedLayout | None:
-    """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, or if a
-    trained parameter would be missing.
+    """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, if its
+    library cannot save it in a permitted form, or if a trained parameter would be missing.
 
     To find the names, the library itself saves one-element tensors that contain the positions of the tensors
     in the state_dict.

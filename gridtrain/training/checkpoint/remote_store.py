@@ -314,8 +314,8 @@ class RemoteStore:
             return None
 
     def prune(self, keep: int) -> None:
-        """Remove all but the latest `keep` complete checkpoints, and incomplete ones that are older than
-        these or not among the latest `MAX_INCOMPLETE`."""
+        """Remove the checkpoints that are older than the latest `keep` complete ones, and the incomplete ones
+        that are not among the latest `MAX_INCOMPLETE` of their kind."""
         counts: Counter[bool] = Counter()
         for step in self.steps():
             is_complete = bool(self.complete(step))
@@ -351,7 +351,7 @@ class RemoteStore:
         disk.  A damaged one is skipped with a warning if an older one can be used.
 
         Args:
-            facts: the training settings that it must have; None for any.
+            facts: the training settings that the checkpoint must have; None for any.
             newer_than: the step of the latest complete checkpoint on disk; only a later one is copied.
 
         Returns:
@@ -401,7 +401,8 @@ class RemoteStore:
         )
 
     def _fetch(self, manifest: Manifest, folder: Path, facts: Facts, retry_after_s: Sequence[float]) -> None:
-        """Copy a part that is not on disk with these settings.  Raises `ConfigError` if it is damaged."""
+        """Copy a part, unless it is on disk with the same history and settings.  Raises `ConfigError` if the
+        part is missing or damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
         path = checkpoint_store.step_folder(parent, manifest.step)
         with contextlib.suppress(ConfigError):  # the disk has none, or a damaged one

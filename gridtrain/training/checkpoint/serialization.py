@@ -64,7 +64,7 @@ Trackers = Mapping[str, Stateful]
 
 
 def check_stateful(trackers: Trackers) -> None:
-    """Raise `ConfigError` for an object whose state cannot be sent."""
+    """Raise `ConfigError` for an object without `state_dict` or `load_state_dict`."""
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
@@ -75,8 +75,9 @@ def check_stateful(trackers: Trackers) -> None:
 
 
 INTERNAL_PREFIX = ":"
-"""The prefix of trackers that were not named by a script.  A worker may have none, and keeps its own if a
-received state has none (because it comes from an older version, or from a worker without a loss scale)."""
+"""The prefix of the names of trackers that no script has named.  A worker may have no such tracker.  If it
+has one that a received state lacks (because the state comes from an older version, or from a worker without a
+loss scale), the tracker stays as it is."""
 
 
 def _invalid_state(reason: str) -> RemoteProtocolError:
@@ -370,11 +371,14 @@ def _keep_dtypes(own: Any, came: Any) -> None:
 def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     """Parse the part that begins at `start`; return the part and its end."""
     if len(data) - start < _LENGTHS.size:
-        raise _invalid_state(f"it is only {len(data)} bytes long")
+        raise _invalid_state(f"it ends after {len(data)} bytes, in the header of a part")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
     begin = start + _LENGTHS.size
     if text_bytes + tensors_bytes > len(data) - begin:
-        raise _invalid_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)} bytes")
+        raise _invalid_state(
+            f"it is {len(data)} bytes long; according to its header, it must be at least "
+            f"{begin + text_bytes + tensors_bytes} bytes long"
+        )
     end = begin + text_bytes
     try:
         document = json.loads(bytes(data[begin:end]))
@@ -436,7 +440,7 @@ def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """Return a 32-byte digest of the bits of the state's parameters, the optimizer's state and its
+    """Return a 32-byte digest of the bits of the parameters in the state, the optimizer's state and its
     hyperparameters.
 
     Buffers are left out, because they may differ until they are next averaged.

@@ -44,7 +44,8 @@ class StageCheckpointStore:
     Args:
         folder, every, keep: as in `CheckpointStore`.
         facts: the training settings; checkpoints with different settings are ignored.
-        report: a function that is called, from a thread, with the checkpoints on disk when they have changed.
+        report: a function that is called, from any thread, with the checkpoints on disk when they have
+            changed.
         load_state: a function that is called with the checkpoints that become this worker's state, and with
             its layers.
         pack_state: a function that copies the layers of a checkpoint if they are in memory, and otherwise
@@ -88,7 +89,8 @@ class StageCheckpointStore:
         self._lock.release()
 
     def stored_checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """Return the loadable checkpoints, latest first."""
+        """Return the readable checkpoints with these training settings, latest first; at most
+        `MAX_STAGE_CHECKPOINTS`."""
         found = []
         for blocks, folder in self.stages():
             for path in checkpoint_store.list_checkpoints(folder):
@@ -113,8 +115,11 @@ class StageCheckpointStore:
             checkpoint_store.check_not_refused(folders, self._facts, self.folder)
 
     def latest_complete_step(self, layers: int) -> int:
-        """Return the latest step for which this disk alone has all `layers` of the model; 0 if there is
-        none."""
+        """Return the latest step of which this disk alone has checkpoints of all layers; 0 if there is none.
+
+        Args:
+            layers: the number of layers in the model.
+        """
         spans: dict[tuple[int, bytes], list[Span]] = {}
         for held in self.stored_checkpoints():
             spans.setdefault((held.applied, held.history), []).append(held.layers)
@@ -150,10 +155,10 @@ class StageCheckpointStore:
     def write_now(self, blocks: Span, content: CheckpointContent) -> bool:
         """Write a checkpoint immediately, regardless of the step.
 
-        Call when this worker leaves with the only copy of the stage.
+        Call this method when this worker leaves with the only copy of the stage.
 
-        Returns False if the checkpoint cannot be written.  Earlier checkpoints of steps
-        at which all stages write one are kept.
+        Returns False if the checkpoint cannot be written.  Earlier checkpoints of steps at which all stages
+        write one are kept.
         """
         self.wait()
         self._drop_unaligned(blocks)
@@ -177,8 +182,9 @@ class StageCheckpointStore:
                 checkpoint_store.remove(path)
 
     def _can_keep_refused(self) -> bool:
-        """Move checkpoints with different training settings out of the way (`checkpoint_store.keep_refused`),
-        once; return whether this has succeeded.  May be called from any thread."""
+        """Move checkpoints with different training settings to another folder
+        (`checkpoint_store.keep_refused`), once; return whether this has succeeded.  May be called from any
+        thread."""
         with self._refused_lock:
             if not self._has_kept_refused:
                 try:
@@ -210,8 +216,8 @@ class StageCheckpointStore:
         log.warning("layers %d to %d are continuing from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
-        """Write a checkpoint of the layers in memory immediately.  Call before the model is repartitioned.
-        Raises `OSError` if it cannot be written."""
+        """Write a checkpoint of the layers in memory immediately, if they are still there.  Call this method
+        before the model is repartitioned.  Raises `OSError` if the checkpoint cannot be written."""
         self.wait()
         content = self._pack_state(held)
         if content is None:
@@ -222,14 +228,18 @@ class StageCheckpointStore:
         checkpoint_store.save(content, self._replace(held.layers, held))
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:
-        """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises
-        `ConfigError`."""
+        """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises the
+        errors of `load`."""
         found = self.load(held)
         return serialization.frame_state(found.document, found.tensors)
 
     def load(self, held: CheckpointInfo) -> Checkpoint:
-        """Read a checkpoint.  If it is missing or damaged, raise `ConfigError` and no longer report the
-        checkpoint."""
+        """Read a checkpoint.
+
+        Raises:
+            ConfigError: it is missing or damaged, in which case it is no longer reported, or belongs to a
+                different history.
+        """
         path = self._path(held.layers, held)
         try:
             found = checkpoint_store.read(path)
@@ -255,7 +265,7 @@ class StageCheckpointStore:
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
         """Check that a state from another worker has the checkpoint's digest.  Raises
-        `RemoteProtocolError`."""
+        `RemoteProtocolError` if it does not."""
         serialization.check_content(blobs, digest)
 
     def files_to_copy(self, held: CheckpointInfo) -> Sequence[Path]:
@@ -263,7 +273,7 @@ class StageCheckpointStore:
         return [self._path(held.layers, held) / name for name in FILES]
 
     def make_copy_folder(self, held: CheckpointInfo) -> Path:
-        """Create a new folder for a copy from another worker.  Raises `OSError`."""
+        """Create a new folder for a copy from another worker.  Raises `OSError` if it cannot be created."""
         stage = self.folder_of(held.layers)
         stage.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
@@ -296,7 +306,7 @@ class StageCheckpointStore:
         self._report(self.stored_checkpoints())
 
     def discard_after(self, after: int) -> None:
-        """Remove the checkpoints after step index `after`, whose history the group has abandoned."""
+        """Remove the checkpoints later than step index `after`, whose history the group has abandoned."""
         self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again

@@ -1,7 +1,8 @@
 """The batch sizes that a script requests: the arguments of `Grid.batches` (global_batch_size, accumulate).
 
-batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples in each step
-global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` per worker
+batch_size=32, accumulate=2, 4 calls to optimizer.step in a step   --> Setup.batch_size = 256
+global_batch_size=512, max_batch_size=64, 1 call in a step         --> Setup.global_batch_size = 512,
+                                                                       Setup.batch_size = 64, an upper limit
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ MAX_STEP_SAMPLES = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The number of samples in a step, either per worker or for all workers together, from the arguments of
-    `Grid.batches`."""
+    """The batch sizes that a script requests, either per worker or for all workers together.
+
+    Attributes:
+        per_worker, per_step, max_per_worker: the arguments `batch_size`, `global_batch_size` and
+            `max_batch_size` of `Grid.batches`.
+        calls_per_step: the number of calls to `optimizer.step` in a step of the run.
+    """
 
     per_worker: int | None
     per_step: int | None
     max_per_worker: int | None = None
     accumulate: int = 1
-    calls_per_step: int = 1  # calls to `optimizer.step` in a step of the run
+    calls_per_step: int = 1
 
     @property
     def global_batch_size(self) -> int | None:

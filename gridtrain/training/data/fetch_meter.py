@@ -1,7 +1,9 @@
 """Keeps downloads of data within the owner's `download_limit` and the traffic budget.
 
-    exchanges   sockets' received, moved bytes --+
-    readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
+    sockets    bytes received; bytes sent or received --+
+    readers    bytes fetched by each process -----------+--> request(n): waits for the download limit, returns
+                                                             how many of n bytes may be read now, or raises
+                                                             BudgetSpent
 
 A script and the processes that read its data ahead share one meter.  The transport applies the download limit
 to the sockets (`network.transport.receive_queue`); a fetch also takes the bytes received by sockets into
@@ -34,8 +36,8 @@ class FetchMeter:
     Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
-        clock: returns monotonic seconds.
-        sleep: sleeps for a number of seconds.
+        clock: a function that returns monotonic seconds.
+        sleep: a function that waits for a number of seconds.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 
@@ -71,7 +73,7 @@ class FetchMeter:
         self._fields[_MAX_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 
     def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
-        """Record the bytes that the sockets have received, and have received or sent, so far."""
+        """Record how many bytes the sockets have received so far, and how many they have received or sent."""
         self._fields[_RECEIVED_BYTES], self._fields[_MOVED_BYTES] = received_bytes, moved_bytes
 
     @property

@@ -65,9 +65,11 @@ class Prefetcher:
         )
 
     def read(self, spans: Spans, ahead: Sequence[Spans]) -> list[Any]:
-        """Return the batches of this turn; meanwhile the steps of `ahead` are read.
+        """Return the batches of a step; meanwhile, the steps in `ahead` are read.
 
-        `ahead` contains at least the next `depth` steps, or fewer at the end of the run.
+        Args:
+            spans: the spans of the step.
+            ahead: the spans of at least the next `depth` steps, or of all remaining steps if there are fewer.
         """
         self._update_requests([spans, *(later for later in ahead if later)])
         if self._batches is None:
@@ -84,7 +86,7 @@ class Prefetcher:
         self._batches = None
 
     def next_request(self) -> Spans:
-        """Return the next step to load when the loader has room; () if no further step is expected."""
+        """Return the spans of the step that the loader is to read next; () if no further step is expected."""
         spans = self._requests.popleft() if self._requests else ()
         self._pending.append(_BatchRequest(spans))
         return spans

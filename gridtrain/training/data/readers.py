@@ -111,8 +111,8 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Return the samples of a pass.  The first sample is read immediately, because a generator reads its pass
-    number only then.
+    """Return the samples of a pass.  The first sample is read immediately, because a generator does not read
+    its pass number before its first sample is requested.
 
     Each pass has its own copy of the data set with its own pass number, because an open pass may read the
     number again later.
@@ -138,9 +138,14 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Return the weights of `count` micro-batches, in descending order, by which each sample counts once.
+    """Return the weights of micro-batches, in descending order, with which each sample counts once in total.
 
-    The weights are equal if there are no samples."""
+    The weights are equal if there are no samples.
+
+    Args:
+        samples: the number of samples in all micro-batches, before some of them are repeated.
+        count: the number of micro-batches.
+    """
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)
@@ -201,7 +206,11 @@ class _DatasetPass:
         self._size, self._samples = size, _open_pass(dataset, number)
 
     def take(self, offset: int, count: int) -> list[Any]:
-        """Return the samples `offset` to `offset + count - 1` of the pass."""
+        """Return the samples `offset` to `offset + count - 1` of the pass.
+
+        Raises:
+            ConfigError: the data set ends before the last of them.
+        """
         skipped = sum(1 for _ in islice(self._samples, offset - self.offset))
         taken = list(islice(self._samples, count))
         got = self.offset + skipped + len(taken)

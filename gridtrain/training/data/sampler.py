@@ -67,7 +67,7 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span], dataset: Any = None)
 
 
 def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
-    """Split `spans` into `count` nearly equal pieces; if there are fewer positions, repeat some of them."""
+    """Split `spans` into `count` nearly equal pieces; if there are too few positions, repeat some."""
     total = sum(span.stop - span.start for span in spans)
     bounds = [total * part // count for part in range(count + 1)]
     pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
@@ -99,7 +99,8 @@ class GridSampler(Sampler[list[int]]):
 
     Args:
         spec: the run's data ledger.
-        turns: a function that is called for each iteration, and yields this worker's spans step by step.
+        turns: a function that is called for each iteration; it returns an iterator over this worker's spans,
+            step by step.
         dataset: the data set of the loader, which may be sharded.
     """
 
@@ -118,7 +119,7 @@ class GridSampler(Sampler[list[int]]):
 
 
 def describe_dataset(dataset: Any) -> str:
-    """Return a description of a data set: its length, and a digest for which up to 16 samples are read.
+    """Return a description of a data set: its length, and a digest of up to 16 of its samples.
 
     Each sample is read twice, with different random numbers that are the same on all workers.  If the two
     readings differ (random augmentation), or a sample contains something other than tensors, arrays, numbers,

@@ -33,7 +33,8 @@ READ_TIMEOUT_S = 60.0
 MIN_BYTES = 64 << 10
 LINES_EVERY_S = 10.0
 PROGRESS = "GRIDTRAIN_PROGRESS"
-"""The variable that `gridtrain worker` sets for its script if it writes the script's output to a terminal."""
+"""The environment variable that `gridtrain worker` sets for its script if it writes the script's output to a
+terminal."""
 
 CLEAR = "\r\x1b[K"
 _PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
@@ -52,8 +53,9 @@ def copy_rest(
 
     Args:
         limit_bytes: the size of the file, or the maximum size that is accepted.
-        meter: limits and counts the bytes that are read.
-        say: called with lines that show the progress; by default it is shown on standard error.
+        meter: the meter that limits and counts the bytes that are read.
+        say: a function that is called with lines that show the progress; by default, the progress is shown on
+            standard error.
 
     Raises:
         BudgetSpent: `meter` allows no more; `part` contains the bytes that have arrived.
@@ -77,7 +79,7 @@ def copy_rest(
             while wanted := min(CHUNK_BYTES, limit_bytes + 1 - size, end - size):
                 asked_s = time.monotonic()
                 allowed = meter.request(wanted)
-                since_s += time.monotonic() - asked_s  # the server is not to blame
+                since_s += time.monotonic() - asked_s  # this wait is not the server's
                 if not (chunk := read(allowed)):
                     break
                 size += local.write(chunk)
@@ -98,7 +100,8 @@ def copy_rest(
 
 @contextmanager
 def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
-    """Open a remote file at byte `start`; yield it, and its position: `start` or 0."""
+    """Open a remote file at byte `start`; yield the file, and its position: `start`, or 0 if the server
+    cannot begin there."""
     if place.startswith(("http://", "https://")):
         with _request(place, start) as response:
             yield response, start if response.status == 206 else 0

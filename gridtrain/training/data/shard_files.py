@@ -37,7 +37,7 @@ from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, fi
 log = logging.getLogger("gridtrain")
 
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
-"""The seconds to wait before each further attempt at fetching a file.  After another `CHUNK_BYTES` has
+"""The seconds to wait before each further attempt at fetching a file.  After another `CHUNK_BYTES` have
 arrived, attempts are counted again from the first."""
 
 MAX_URL = 2000
@@ -45,7 +45,8 @@ MAX_URL = 2000
 
 DEFAULT_LIMIT_BYTES = 20 * 10**9
 LIMIT = "GRIDTRAIN_CACHE_LIMIT"
-"""The variable with the volunteer's limit on the cache, which takes precedence over the script's."""
+"""The environment variable with the volunteer's limit on the cache; it takes precedence over the script's
+limit."""
 
 _UNFINISHED = (".part", ".expanding")
 """The suffixes of files that a worker writes while it holds the lock of the same name."""
@@ -75,7 +76,7 @@ class ShardFile:
 
     @property
     def problem(self) -> str:
-        """The fault in an entry that was read; "" if there is none."""
+        """What is wrong with an entry that was read from an index; "" if nothing is."""
         if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
             return f"url is {self.url!r:.200}; it must be a path or a URL"
         counts = (self.samples, self.bytes, self.tokens)
@@ -163,7 +164,7 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
     name = infer_compression(place)
     if name not in compr:
         raise ConfigError(
-            f"{place} is compressed by a method that is not installed",
+            f"{place} is compressed by a method whose package is not installed",
             remedy="pip install zstandard, or decompress the files and regenerate the index",
         )
     opened: Callable[..., BinaryIO] = compr[name]
@@ -226,13 +227,16 @@ class ShardCache:
         """Open a file, decompressed and converted, after comparing it with the index.
 
         Args:
-            convert: writes the file in another form, which is opened instead.
+            compares_digest: whether to compare the digest, and not only the size, of a file that is opened
+                where it is; the digests of other files are compared when they enter the cache.
+            convert: a function that writes the file in another form, which is opened instead.
             as_stored: whether to skip decompression; a remote file is then `folder / expected.sha256` as long
                 as it is open, and its digest is compared even if it was fetched earlier.
-            copy: copies a remote file.
+            copy: a function that copies a remote file.
 
         Raises:
-            DataError: the file cannot be read, or does not match the index.
+            BudgetSpent: the traffic budget does not suffice to fetch the file.
+            DataError: the file cannot be read, does not match the index, or does not fit into the cache.
         """
         expand_file = None if as_stored else _decompressor(place)
         suffix = ".rows" if convert else ".plain" if expand_file else ""
@@ -270,9 +274,10 @@ class ShardCache:
             return opened
 
     def _open_kept(self, kept: Path, stays: bool, new: Path | None = None) -> BufferedReader:
-        """Open a file in the cache; if it `stays`, it is not removed while it is open.
+        """Open a file in the cache.
 
         Args:
+            stays: whether the file must not be removed from the cache while it is open.
             new: a file that first replaces `kept`.
 
         Raises:
@@ -409,7 +414,8 @@ class ShardCache:
     def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:
         """Remove the least recently used files until `nbytes` more fit.
 
-        Files in use count, but are not removed.  Files that other workers are writing may exceed the limit.
+        Files in use are counted, but not removed.  Files that other workers are writing may make the cache
+        exceed its limit.
 
         Args:
             own: the digest of the file that needs the room, whose lock the caller holds.
@@ -447,7 +453,7 @@ class ShardCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Prevent other workers from fetching the same file."""
+        """Hold the lock `name` of the cache, for which other workers, also in other processes, wait."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / f"{name}.lock").open("w")

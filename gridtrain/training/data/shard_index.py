@@ -125,12 +125,12 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     if not index.samples:
         count = format_count(len(index.shards), "file")
         raise ConfigError(
-            f"{path} was not written: {count}, and no sample in the format {index.format}",
+            f"{path} was not written: no sample in the format {index.format} was found in {count}",
             remedy="check the files and --format",
         )
     places = [_absolute(index.url(shard)) for shard in index.shards]
     if url and not all(map(shard_files.is_local, places)):
-        raise ConfigError(f"the files are at URLs already, not at {url}", remedy="leave out --url")
+        raise ConfigError(f"--url is {url}, but not all files are on this machine", remedy="leave out --url")
     base = posixpath.commonpath(map(posixpath.dirname, places)) if url else _absolute(str(path.parent))
     names = [posixpath.relpath(place, base) if place.startswith(base + "/") else place for place in places]
     shards = [
@@ -165,14 +165,14 @@ def build_index(
     Args:
         files: paths or URLs, in the order of the data set; `*` and `?` match parts of names.
         format: a key of `shard_formats.FORMATS`; by default, the format that the file names indicate.
-        tokenize, tokenizer: a function from a sample to its tokens, and the tokenizer's name, so that the
-            tokens of each shard are counted (`token_packing`).
-        progress: called for each file that has been read.
-        copy: copies a remote file.
+        tokenize, tokenizer: a function that converts a sample to its tokens, and the tokenizer's name; with
+            them, the tokens of each file are counted (`token_packing`).
+        progress: a function that is called with the entry of each file that has been read.
+        copy: a function that copies a remote file.
 
     Raises:
-        ConfigError: there are no files, or their format is unknown.
-        DataError: a file cannot be read.
+        ConfigError: there are no files, their format is unknown, or a sample cannot be tokenized.
+        DataError: a file cannot be read, or is not in this format.
     """
     places = list(_expand(files))
     if not places:
@@ -201,7 +201,8 @@ def _read_file(
                 tokens += 0 if tokenize is None else _count_tokens(sample, tokenize, f"{where}{place}")
         except (ValueError, TarError) as error:
             raise DataError(
-                f"{where}{place} is not {reader.name}: {error}", remedy="repair the file, or pass --format"
+                f"{where}{place} is not in the format {reader.name}: {error}",
+                remedy="repair the file, or pass --format",
             ) from None
     return ShardFile(place, len(ranges), nbytes, sha256, tokens)
 

@@ -1,4 +1,4 @@
-"""Stores rows of Parquet and Arrow tables in the cache, and decides which column types it keeps.
+"""Writes rows of Parquet and Arrow tables in the form that the cache stores, with portable column types.
 
     row 0 | row 1 | ...     MessagePack of {column: value}
     end of each row, number of rows     int64, little-endian

@@ -1,4 +1,4 @@
-"""`gridtrain.Shards`: reads data sets shard by shard, orders the shards, and handles unreadable files.
+"""`gridtrain.Shards`: reads a data set shard by shard, in random order, and checks its files.
 
     data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
@@ -45,7 +45,7 @@ def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
 
 
 def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
-    """Return a random order of `count` samples: (count,) int64, read-only.
+    """Return a random order of `count` samples, which the arguments determine: (count,) int64, read-only.
 
     The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
@@ -64,7 +64,8 @@ class ShardedDataset(Dataset[Any]):
             indices.
         description: a text that is equal on workers with the same data.
         failed_reads: the number of failed attempts at reading.
-        while_opening: a context that is active while a shard is being opened, which may take a long time.
+        while_opening: a function that returns a context to be active while a shard is being opened, which may
+            take a long time.
     """
 
     shard_sizes: tuple[int, ...]
@@ -76,7 +77,7 @@ class ShardedDataset(Dataset[Any]):
         return sum(self.shard_sizes)
 
     def obey(self, meter: FetchMeter) -> None:
-        """From now on, keep fetches within the limits of `meter`, and count them there."""
+        """From now on, keep fetches within the limits of `meter`, and count their bytes in it."""
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
         """Return the indices of a shard's samples in the order in which a pass reads them: (samples,)."""
@@ -86,9 +87,9 @@ class ShardedDataset(Dataset[Any]):
 class Shards(ShardedDataset):
     """A data set of files (JSON lines, text lines, WebDataset tar, Parquet, Arrow), described by an index.
 
-    A sample is the content of its line, row or group of files (`shard_formats`), passed through `decode`; or,
-    with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, determined by the
-    data seed.
+    A sample is the content of its line, row or group of files (`shard_formats`) or, with `pack`, a sequence
+    of tokens: (pack,) int64.  `decode` is applied to either.  The order within a shard is random, determined
+    by the data seed.
 
     Args:
         index: the path or the URL of an index that `gridtrain data index` wrote.
@@ -103,7 +104,7 @@ class Shards(ShardedDataset):
             precedence.
         verify: whether the digest of a file is computed when it is opened; its size is always compared, and
             fetched files are always verified.
-        keep_open: the number of files that are open at the same time in a process.
+        keep_open: the maximum number of files that are open at the same time in a process.
 
     Raises:
         ConfigError: an argument is invalid, or the index cannot be read.
@@ -262,7 +263,14 @@ class _OpenFile:
             )
 
     def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
-        """Replace the samples with packed sequences."""
+        """Replace the samples with packed sequences of `length` tokens.
+
+        Args:
+            tokens: the number of tokens in the file according to the index.
+
+        Raises:
+            DataError: the tokenizer does not fit the samples or the index.
+        """
         try:
             packed = token_packing.pack(len(self._ranges), self._read, tokenize, seed)
         except ValueError as error:

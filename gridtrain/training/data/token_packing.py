@@ -27,7 +27,7 @@ END_OF_TEXT = 256
 
 
 def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:
-    """Return the function from a sample to its tokens.
+    """Return a function that converts a sample to its tokens.
 
     Args:
         name: "bytes", or the name or folder of a tokenizer for `transformers.AutoTokenizer`, whose

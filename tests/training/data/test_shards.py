@@ -93,7 +93,7 @@ def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
     done = CliRunner().invoke(
         cli, ["data", "index", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "i.json")]
     )
-    assert isinstance(done.exception, ConfigError) and "1 file, and no sample in" in done.exception.reason
+    assert isinstance(done.exception, ConfigError) and "was found in 1 file" in done.exception.reason
     assert not (tmp_path / "i.json").exists()
 
 
@@ -197,10 +197,12 @@ def test_a_missing_index_is_a_configuration_error(tmp_path: Path) -> None:
 
 def test_a_damaged_sample_is_found_when_the_index_is_written(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(DataError, match=r"sample 1 \(bytes 9 to 15\) of .*a.jsonl is not jsonl"):
+    with pytest.raises(
+        DataError, match=r"sample 1 \(bytes 9 to 15\) of .*a.jsonl is not in the format jsonl"
+    ):
         build_index([str(tmp_path / "a.jsonl")])
     (tmp_path / "a.tar").write_bytes(tar_of(("a.txt", b"x" * 2000))[:1024])
-    with pytest.raises(DataError, match=r"a.tar is not tar: "):
+    with pytest.raises(DataError, match=r"a.tar is not in the format tar: "):
         build_index([str(tmp_path / "a.tar")])
 
 
