@@ -1,8 +1,8 @@
 """Buffers of the ring, all-gather and butterfly, which check, add, merge and digest received payloads.
 
-A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
-world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round
-aborts.
+A buffer applies the effects of a collective.  Before using a payload, it checks the payload against values
+that this member knows: the vector's length n, the maximum number of entries k, the encoding and the world
+size.  A buffer does not commit anything, and is dropped as a whole when its round aborts.
 
     loop --- apply(AddSlice | StoreSlice | StoreFromRank | ...) --> buffer --> update
          <-- payload(slot) --------------------------------------          --> digest
@@ -12,12 +12,12 @@ aborts.
     ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; truncated entries go to the
                                         residual
 
-A correct member contributes at most `largest_summable` to a sum, so a sum over m members is at most m times
-`largest_summable`.  A payload with a value above this bound, or with a value that is not finite, is rejected
-on arrival, when its sender is known.  The values that a correct member forwards are then within the bound
-that the next member checks, and no sum can overflow.
+No value that a correct member contributes has a magnitude above `largest_summable`, so no sum over m members
+has a magnitude above m times `largest_summable`.  A payload with a value above this bound, or with a value
+that is not finite, is rejected on arrival, when its sender is known.  The values that a correct member
+forwards are then within the bound that the next member checks, and no sum can overflow.
 
-A member with flags contributes zeros or a payload without entries; see `make_collective`.
+A member that sets a flag contributes zeros or a payload without entries; see `make_collective`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
         Args:
             rank: this member's rank.
             world_size: the number of members.
-            flags: this member's flags (`core.group.round_flags`); with any, its contribution is empty.
+            flags: this member's flags (`core.group.round_flags`); if any is set, its contribution is empty.
         """
         ...
 
@@ -305,7 +305,7 @@ class SparseBuffer:
         return decoded
 
     def _empty_payload(self) -> tuple[bytes, SparseVector]:
-        """Return the payload of a member that skips the step, and the entries to which it decodes."""
+        """Return the payload of a member whose contribution is empty, and the entries to which it decodes."""
         payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
         return payload, self._decode(payload)
 

@@ -1,4 +1,4 @@
-"""The mailbox between the training thread and the I/O thread: commands, snapshots, waking, and the one lock.
+"""The mailbox between the training thread and the I/O thread: commands, snapshots, wake-ups, and their lock.
 
 training thread                                        I/O thread
   submit, call   --- commands, in order ------------->   take_commands
@@ -95,7 +95,7 @@ class Mailbox:
             return self.snapshot
 
     def submit(self, command: Command) -> None:
-        """Make the I/O thread handle an event or call a function after all earlier commands."""
+        """Make the I/O thread handle the event or call the function `command`, after all earlier commands."""
         with self.condition:
             self._commands.append(command)
         self.mark_stale()
