@@ -1,7 +1,7 @@
-"""Counts this worker's contribution (samples, steps, bytes) and reports it to the agent in a file.
+"""Counts this worker's contribution and reports it to the agent in a file.
 
-The contribution consists of the committed samples and steps and the bytes on the wire.  The agent reads it
-from a small file, which is replaced as a whole at most once a second.
+The contribution consists of the steps that were committed, this worker's samples in them, and the bytes on
+the wire.  The agent reads it from a small file, which is replaced as a whole at most once a second.
 
     step committed --> ContributionReporter --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> volunteer
 

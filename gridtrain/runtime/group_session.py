@@ -464,7 +464,7 @@ class GroupSession:
     def finish_computing(self) -> None:
         """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete.
 
-        Later calls in the same turn have no effect, and neither do calls before `resume_computing`.
+        Later calls in the same turn and calls between `pause_computing` and `resume_computing` have no effect.
         `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it when the
         last micro-batch has left its stage.
         """

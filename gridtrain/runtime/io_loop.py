@@ -93,8 +93,8 @@ ROUND_MESSAGES = frozenset({m.Data, m.Vote, m.Decision})
 ROUND_EFFECTS = frozenset(
     {io.ApplyToBuffer, io.SendPayload, io.CollectiveCompleted, io.ComputeDigest, io.ResolveRound}
 )
-"""The effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions, as long as the round does
-not fail.  Of these effects, only `ResolveRound` changes the snapshot, which is then published."""
+"""The effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions, as long as the round
+does not fail.  Of these effects, only `ResolveRound` changes the snapshot, which is then published."""
 
 
 class IoLoop:

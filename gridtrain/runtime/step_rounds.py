@@ -103,7 +103,7 @@ class StepRounds:
         """Submit one bucket of this worker's part of a round; `submit` submits the rest."""
         snapshot = self._mailbox.read()
         if snapshot.open_round != round_id:
-            return  # `submit` will say that the round is over
+            return  # the round is over, and `submit` returns None
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or self.is_absent:

@@ -161,7 +161,8 @@ def _rotation(elements: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def _remainder(numbers: npt.NDArray[np.uint32], divisor: int) -> npt.NDArray[np.uint32]:
-    """Return numbers % divisor.  Unlike divisions, numpy computes such remainders one by one."""
+    """Return numbers % divisor.  The remainders are computed from quotients, because numpy vectorizes only
+    divisions."""
     return numbers - numbers // np.uint32(divisor) * np.uint32(divisor)
 
 

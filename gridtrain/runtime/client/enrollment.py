@@ -147,7 +147,11 @@ def enroll(
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedIdentity:
-    """An identity that no other process uses until `lock` is closed; `is_new` if it was just created."""
+    """An identity that no other process uses until `lock` is closed.
+
+    Attributes:
+        is_new: whether the identity has just been created.
+    """
 
     identity: Identity
     path: Path

@@ -1,8 +1,8 @@
 """Snapshots of the state for catch-up, whose blocks a receiver requests from several members at once.
 
     sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
-             bert   table T1 --+-> later step, then the table received first; its sources share the blocks
-             carl   table T2       no blocks are requested from carl
+             bert   table T1 --+-> later step, then that of the source added first; anna and bert share the
+             carl   table T2       blocks of T1, and no blocks are requested from carl
 
     receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      at most WINDOW blocks in flight from each source
               --SnapshotBlocksRequest [4 5 6 7]--> bert      if a source leaves, other sources send its blocks
