@@ -54,8 +54,11 @@ class GroupMeans:
         self._late_calls = 0
 
     def begin_turn(self, step: int) -> None:
-        """Number the calls of this step's turn from 0.  Values of earlier calls with this step's batch, or of
-        later steps, are discarded: the turn may be repeated with another batch, or after a rollback."""
+        """Number the calls of this step's turn from 0.
+
+        Values of earlier calls with this step's batch, or of later steps, are discarded, because the turn may
+        be repeated with another batch or after a rollback.
+        """
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
 
@@ -91,7 +94,7 @@ class GroupMeans:
         return answer.value
 
     def repeat(self, generation: int) -> None:
-        """Contribute the latest values once more in a new generation."""
+        """Contribute the latest values again if `generation` is a new generation."""
         if generation != self._generation:
             self._generation = generation
             self._announced = None  # the answer is dropped, so the weight is announced again
@@ -99,7 +102,7 @@ class GroupMeans:
                 self._connection.loop.request_average(*key, value)
 
     def announce_weight(self, generation: int, step: int, weight: int) -> None:
-        """Contribute the weight of this worker's batch, without waiting for the others' weights."""
+        """Contribute the weight of this worker's batch, without waiting for the other workers' weights."""
         self._announced = generation, step, weight
         self._connection.loop.request_average(step, WEIGHTS_INDEX, weight)
 

@@ -300,8 +300,8 @@ class GroupSession:
     def _ends_as_standby(self) -> Iterator[None]:
         """Record that the run has ended without this worker, instead of raising the coordinator's refusal.
 
-        Without stages, only a worker that had already joined may end normally, such as a worker that was
-        still receiving the state or had lost its connection; a worker that joins after the end is refused.
+        Without stages, this applies only to a worker that had already joined, such as a worker that was still
+        receiving the state or had lost its connection; a worker that joins after the end is refused.
         """
         try:
             yield
@@ -464,9 +464,9 @@ class GroupSession:
     def finish_computing(self) -> None:
         """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete.
 
-        Later calls in the same turn and calls between `pause_computing` and `resume_computing` have no effect.
-        `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it when the
-        last micro-batch has left its stage.
+        Later calls in the same turn, and calls between `pause_computing` and `resume_computing`, have no
+        effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
+        when the last micro-batch has left its stage.
         """
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())

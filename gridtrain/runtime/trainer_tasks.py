@@ -112,7 +112,7 @@ class TrainerTasks:
         self._replay_obstacle = ""
 
     def connect(self, loop: IoLoop) -> None:
-        """Use this I/O loop and pass all attached settings to it.  The call may be repeated."""
+        """Use this I/O loop and pass all attached settings to it.  The call can be repeated."""
         self._loop = loop
         loop.state_receiver.set_limit(self._max_state_bytes)
         loop.catch_up.set_limits(*self._catch_up_limits)

@@ -58,7 +58,7 @@ from gridtrain.sparsify.merge import (
 _FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
 
 _DENSE_ROUNDING = 1.0 + 2.0**-20
-"""Factor by which one rounding may increase a value, with a margin for the addition before the rounding.  For
+"""Factor by which one rounding can increase a value, with a margin for the addition before the rounding.  For
 encoded values see `value_encoding.ROUNDING_FACTORS`."""
 
 
@@ -292,8 +292,8 @@ class SparseBuffer:
     ) -> SparseVector:
         """Decode and check a received payload of at most `most` entries of a vector of `n` elements.
 
-        By default, the payload may have k entries of the whole vector.  Raises `RemoteProtocolError` if the
-        payload is invalid; the message names the rank that sent it.
+        By default, `most` is the buffer's k, and `n` is the length of the whole vector.  Raises
+        `RemoteProtocolError` if the payload is invalid; the message names the rank that sent it.
         """
         n, most = self.n if n is None else n, self._k if most is None else most
         try:
@@ -453,7 +453,7 @@ def _check_magnitudes(
     """Raise `RemoteProtocolError` unless all values are finite and within the bound for correct members.
 
     Args:
-        rounding: the factor by which one rounding may increase a value.
+        rounding: the factor by which one rounding can increase a value.
         growth: see `largest_summable`.
     """
     limit = source.contributors * largest_summable(source.world_size, growth) * rounding**source.roundings

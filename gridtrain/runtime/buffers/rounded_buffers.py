@@ -35,7 +35,7 @@ from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 
 def largest_contribution(world_size: int, kind: ValueKind) -> float:
-    """Return the largest magnitude that a member may contribute to a dense exchange with this value kind.
+    """Return the largest magnitude allowed in a member's contribution to a dense exchange of this value kind.
 
     A sum in a ring is rounded at most `world_size` times; see `largest_summable`.
     """

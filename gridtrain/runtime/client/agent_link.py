@@ -91,10 +91,9 @@ class AgentLink:
 
     Args:
         path: the path of the agent's Unix socket.
-        moved_bytes: a function that returns the number of bytes that this process has sent and received so
-            far; it may be called from any thread.
-        why_waiting: a function that returns why no worker is training; "" if the run is training.  It may be
-            called from any thread.
+        moved_bytes: a thread-safe function that returns the number of bytes that this process has sent and
+            received so far.
+        why_waiting: a thread-safe function that returns why no worker is training; "" if the run is training.
     """
 
     def __init__(
@@ -144,7 +143,10 @@ class AgentLink:
         self._send({**self._state, "moved_bytes": self._moved_bytes(), "why_waiting": self._why_waiting()})
 
     def _connect(self) -> socket.socket:
-        """Connect to the agent and send this script's role and process id.  Raises `OSError`."""
+        """Connect to the agent and send this script's role and process id.
+
+        Raises `OSError` if the connection fails.
+        """
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(REPORT_INTERVAL_S)

@@ -28,9 +28,9 @@ class Mailbox:
     """Holds the commands, the latest snapshot, and the condition that guards all data that both threads use.
 
     Args:
-        wake_loop: ends the I/O thread's wait for the network; it may be called from any thread.
-        should_interrupt: returns whether the trainer has to stop waiting; it is called while the trainer
-            waits.
+        wake_loop: a thread-safe function that ends the I/O thread's wait for the network.
+        should_interrupt: a function that returns whether the trainer has to stop waiting; it is called while
+            the trainer waits.
 
     Attributes:
         condition: guards all data that both threads use, in the mailbox and in the parts of the I/O loop.

@@ -16,7 +16,7 @@ class WorkerSnapshot:
     """A view of the run, which the I/O thread builds (`snapshot_builder`) and the training thread reads.
 
     Attributes:
-        open_round: the round to which the trainer may submit now; None if the trainer has to wait.
+        open_round: the round to which the trainer can submit now; None if the trainer has to wait.
         spans: the data positions of this worker's samples in the open step.
         samples, total_samples: the number of samples in this worker's contribution to the open step, and in
             the contributions of all members; with a delay (`LedgerSpec.delay`) they do not match `spans`.

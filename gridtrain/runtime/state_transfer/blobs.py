@@ -40,7 +40,7 @@ _REMEDY = "disconnect the state source and wait for the next membership view, wh
 
 
 def has_room(transport: Transport, peer: PeerId) -> bool:
-    """Return whether another block may be queued for the peer."""
+    """Return whether the peer's queue in the transport has room for another block."""
     return transport.backlog_bytes(peer) < BACKLOG_BYTES
 
 

@@ -89,7 +89,7 @@ class CatchUpSession:
 
     @property
     def can_load_state(self) -> bool:
-        """Whether a missing state may be loaded: all updates were replayed, or no catch-up is running."""
+        """Whether a missing state can be loaded now: all updates were replayed, or no catch-up is running."""
         return self._receiver is None or self._receiver.has_reached_target
 
     def execute(

@@ -345,7 +345,7 @@ class SnapshotReceiver:
 
     @property
     def due_s(self) -> float | None:
-        """The time from which `tick` may choose a table; None if there are no tables to choose from."""
+        """The time from which `tick` can choose a table; None if there are no tables to choose from."""
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
     def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
