@@ -229,7 +229,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     """
     return CoordinatorUnreachable(
         f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
-        "coordinator with another key, or another program, or the connection may be very slow",
+        "coordinator with another key or some other program, or the connection may be very slow",
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",
     )
