@@ -1,4 +1,4 @@
-"""A worker's runtime: the I/O loop and what it drives (rounds, state transfer and measured links).
+"""A worker's runtime: the I/O loop, and the rounds, state transfers and measurements that it carries out.
 
 A worker has two threads.  The training thread runs the user's script; the I/O thread owns the transport and
 the member core (`gridtrain.core.member`).
@@ -8,10 +8,10 @@ the member core (`gridtrain.core.member`).
           ^                                                 |                    |
           +-------- WorkerSnapshot (immutable) <------------+ <---- effects -----+
 
-- `group_session`, `trainer_tasks`, `step_plan`: the interface for the training thread, the tasks that it
-  performs while it waits, and the data of one attempt.
-- `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause; `group_means`: means of
-  numbers over the members.
+- `group_session`, `trainer_tasks`, `step_plan`: the interface for the training thread, the tasks that the
+  thread performs while it waits, and the plan and the outcome of one attempt.
+- `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause.
+- `group_means`: computes means of numbers over the members.
 - `mailbox/`: the only objects that both threads share; `snapshot_builder` makes the snapshots.
 - `io_loop`: passes events to the core, and executes the core's effects with the modules below and the
   transport.
@@ -21,7 +21,7 @@ the member core (`gridtrain.core.member`).
 - `heartbeat`, `link_probes/`, `compute_rate`, `contribution`: measure this worker's progress, network, speed
   and contribution.
 - `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
-  which events are logged.
-- `host_memory`: the memory that is free on this host.
+  with which messages the core's events are logged.
+- `host_memory`: determines how much memory is free on this host.
 - `client/`: communicates with a coordinator without being a member of its run.
 """

@@ -2,14 +2,15 @@
 
 ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
 ActivationReceiveBuffer  ActivationReceiver  the received pieces, joined when all have arrived
-StageSummaryBuffer       AllGather           one summary from each member; members vote for their digest
+StageSummaryBuffer       AllGather           one summary from each member; the members vote on a digest of all
 
 Format of a transfer and of a summary:
 
 table:   u64 length of each buffer in bytes        (piece 0)
 pieces:  the buffers in order, each in slices of 1 MiB
 a short transfer, one message:  u64 number of buffers | table | buffers
-summary: digest of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
+summary: 32-byte digest of the stage's update | 32-byte digest of the settings | f64 loss
+         | f64 squared norm | figures
 figures: the f64 fields of `StepTimings`, in order
 """
 
@@ -39,7 +40,7 @@ PIECE_BYTES = BLOCK_BYTES
 """Length of the slices into which a longer buffer is divided.  This length is part of the protocol."""
 
 MAX_JOINED_BYTES = 256 * 1024
-"""Size in bytes up to which a transfer is joined into one piece.  Copying so little data takes less time than
+"""Maximum size in bytes of a transfer that is sent as one piece.  Copying so little data takes less time than
 sending a second message."""
 
 MAX_BUFFERS = 4096
@@ -106,8 +107,8 @@ class ActivationReceiveBuffer:
                 self._nbytes += view.nbytes
                 if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
                     raise RemoteProtocolError(
-                        f"rank {source.rank} sent {self._nbytes} bytes so far of a transfer in {pieces} "
-                        f"pieces, and the last piece has {view.nbytes} bytes; a correct peer sends at most "
+                        f"rank {source.rank} has sent {self._nbytes} bytes of a transfer in {pieces} "
+                        f"pieces, the latest of which has {view.nbytes} bytes; a correct peer sends at most "
                         f"{self._limit_bytes} bytes in {MAX_PIECES} pieces of {PIECE_BYTES} bytes",
                         remedy=_REMEDY,
                     )
@@ -205,7 +206,7 @@ class StageSummary:
 
     @property
     def replica_key(self) -> bytes:
-        """A 32-byte digest that is equal on all replicas of a stage that have the same update."""
+        """A 32-byte digest that is equal on all replicas of a stage with the same update and settings."""
         norm = struct.pack("<d", self.norm_squared)
         return hashlib.blake2b(self.digest + self.settings + norm, digest_size=32).digest()
 
@@ -213,10 +214,10 @@ class StageSummary:
 class StageSummaryBuffer:
     """The summaries of all members.
 
-    The digest that a member votes for covers one replica key for each stage: the majority's key for other
-    stages, and the member's own key for its own stage.  A member whose update differs from the update of the
-    other replicas of its stage therefore votes for a different digest, and is detected in the same way as in
-    a group without stages (`gridtrain.core.commit.two_phase_commit`).
+    The digest that a member votes for covers the figures of all members and one replica key for each stage:
+    the majority's key for other stages, and the member's own key for its own stage.  A member whose update
+    differs from that of the other replicas of its stage therefore votes for a different digest, and is
+    detected in the same way as in a group without stages (`gridtrain.core.commit.two_phase_commit`).
     """
 
     def __init__(self, layout: RankLayout, rank: int, summary: StageSummary) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 
 UNCOUNTED_STEPS = 1
-"""Number of batches at the start that are not counted, because kernels are compiled and memory is allocated
-while they are being computed."""
+"""Number of this worker's first batches that are not counted, because kernels are compiled and memory is
+allocated while they are being computed."""
 
 
 class ComputeRate:
@@ -32,7 +32,12 @@ class ComputeRate:
         self._seconds_s = 0.0
 
     def begin(self, now_s: float, samples: int) -> None:
-        """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
+        """Start measuring a turn.
+
+        Args:
+            now_s: the current time.
+            samples: the number of samples in the turn's batch; 0 if this worker takes part without samples.
+        """
         self._measured_steps += samples > 0
         counts = samples > 0 and self._measured_steps > UNCOUNTED_STEPS
         self._turn_began_s, self._computed_share = now_s, 1.0
@@ -44,7 +49,12 @@ class ComputeRate:
         self._began_s = self._before_pause_s = None
 
     def pause(self, now_s: float, share: float) -> None:
-        """Do not count the time until `resume`; `share` of the turn's samples have been computed."""
+        """Stop counting time until `resume` is called.
+
+        Args:
+            now_s: the current time.
+            share: the fraction of the turn's samples computed so far, 0 < share <= 1.
+        """
         self._computed_share = share
         if self._began_s is not None:
             self._before_pause_s, self._began_s = now_s - self._began_s, None
@@ -56,7 +66,8 @@ class ComputeRate:
     def end(self, now_s: float) -> bool:
         """Count the current turn, whose gradient is complete; return whether the figures have changed.
 
-        Only the first call in a turn can change the figures, and no call does so while measuring is paused.
+        Only the first call in a turn can change the figures.  Calls between `pause` and `resume` have no
+        effect.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is None:
@@ -66,8 +77,8 @@ class ComputeRate:
         return True
 
     def turn_s(self, now_s: float) -> float:
-        """Return the current turn's computing time up to now, extrapolated to all its samples.  The turn
-        need not be counted."""
+        """Return the time since the current turn began, extrapolated from the computed samples to all samples
+        of the turn.  This also works for a turn that is not counted."""
         return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:

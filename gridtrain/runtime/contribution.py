@@ -1,7 +1,7 @@
-"""Counts this worker's contribution (samples, steps, bytes) and reports it to the agent in a file.
+"""Counts this worker's contribution and reports it to the agent in a file.
 
-The contribution consists of the committed samples and steps and the bytes on the wire.  The agent reads it
-from a small file, which is replaced as a whole at most once a second.
+The contribution consists of the steps that were committed, this worker's samples in them, and the bytes on
+the wire.  The agent reads it from a small file, which is replaced as a whole at most once a second.
 
     step committed --> ContributionReporter --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> volunteer
 
@@ -25,7 +25,7 @@ REPORT_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4096
 MAX_COUNT = 1 << 63
 MAX_REPEATED_STEPS = 10_000
-"""The number of steps by which a run may be set back without any step being counted twice."""
+"""Maximum number of steps by which a run can be set back without any step being counted twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class ContributionReporter:
         world_size: int,
         last: bool = False,
     ) -> None:
-        """Pass the contribution to the writer's thread; if `last` is True, stop that thread and write the
-        contribution in this call."""
+        """Pass the contribution to the writer's thread.  If `last` is true, stop that thread and write the
+        contribution in this call instead."""
         self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return

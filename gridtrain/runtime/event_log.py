@@ -1,4 +1,4 @@
-"""The messages that a worker logs for events of its core (drifted, stalled, disconnected, ...)."""
+"""The messages that a worker logs for events of its core, for example when a step stalls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNREACHABLE_TEXT = (
 EVENT_TEXTS = {
     "drifted": "this worker's model differs from the other members' at step %(step)s; this worker is "
     "receiving their model "
-    "(possible cause: a script changed the weights of one worker only, such as with load_state_dict)",
+    "(possible cause: a script changed the weights of one worker only, for example with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "dismissed": "the group continues without this worker: it %(reason)s",
     "offence": "%(peer)s violated the protocol: %(reason)s",
@@ -44,7 +44,7 @@ def describe_run_state(state: str, reason: str) -> str:
 
 
 def log_event(event: str, fields: Mapping[str, Any]) -> None:
-    """Log an event of the core.  See `member_events.LogEvent`."""
+    """Log an event of the core with its fields.  See `member_events.LogEvent`."""
     match event:
         case "run_state":
             level = logging.INFO if fields["state"] in ("training", "finished") else logging.WARNING

@@ -44,7 +44,7 @@ class GroupConnection:
         self.loop.start()
 
     def set_control(self, should_interrupt: Callable[[], bool], budget_exhausted: Callable[[], str]) -> None:
-        """Set the functions that control this worker.  Both are called often while this object is in use.
+        """Set the functions that tell this worker when to stop.  Both are called often.
 
         Args:
             should_interrupt: returns whether the training thread has to stop waiting; that thread calls it.
@@ -89,9 +89,9 @@ class GroupConnection:
             transport: the transport of the new I/O loop.
             allowlist: the access policy of the transport.
             joined: the event with which the script joined, updated with the checkpoint that it holds now.
-            reset: whether the model is neither the initial model of the script nor the state after a step.
+            reset: whether the model is neither the initial model of the script nor the model after a step.
 
-        Raises the errors of `IoLoop.start`.  After an error the call can be repeated with another transport.
+        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
         """
         loop = self._make_loop(transport, allowlist)
         self.tasks.connect(loop)
@@ -150,7 +150,7 @@ class GroupConnection:
 
     @property
     def total_bytes(self) -> tuple[int, int]:
-        """The numbers of bytes sent and received so far.  Thread-safe."""
+        """The total number of bytes sent so far, and the total number received.  Thread-safe."""
         while True:
             try:
                 counts = list(self.traffic.values())

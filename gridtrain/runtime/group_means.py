@@ -4,8 +4,8 @@ Each call that the loop makes has a step and an index (`scalar_means`).  If the 
 call, the call is repeated in the next one.  A newcomer makes all calls of its first step, so the other
 members repeat their calls of the latest step in each new generation.
 
-A call that only some of the workers make costs about one heartbeat interval in each step.  Such a call is
-logged, and raises an error if most workers repeatedly fail to make the call.
+A call that only some of the workers make delays each step by about one heartbeat interval.  Such a call is
+logged, and raises an error if it is repeated and at least half of the workers do not make it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GroupMeans:
 
     Args:
         connection: the connection to the group.
-        await_generation: a function that waits for a generation in which the trainer may still make a call of
-            the given step, and returns its number; None if there is no such generation.
+        await_generation: a function that waits for a generation in which the trainer can still make a call in
+            the given step.  It returns the generation's number, or None if there is no such generation.
     """
 
     def __init__(self, connection: GroupConnection, await_generation: Callable[[int], int | None]) -> None:
@@ -54,8 +54,11 @@ class GroupMeans:
         self._late_calls = 0
 
     def begin_turn(self, step: int) -> None:
-        """Number the calls of this step's turn from 0.  Values of earlier calls with this step's batch, or of
-        later steps, are discarded: the turn may be repeated with another batch, or after a rollback."""
+        """Number the calls of this step's turn from 0.
+
+        Values of earlier calls with this step's batch, or of later steps, are discarded, because the turn may
+        be repeated with another batch or after a rollback.
+        """
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
 
@@ -64,7 +67,7 @@ class GroupMeans:
 
         Args:
             step: the number of the next `optimizer.step()`.
-            generation: the generation that runs now.
+            generation: the number of the current generation.
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
         """
@@ -91,7 +94,7 @@ class GroupMeans:
         return answer.value
 
     def repeat(self, generation: int) -> None:
-        """Contribute the latest values once more in a new generation."""
+        """Contribute the latest values again if `generation` is a new generation."""
         if generation != self._generation:
             self._generation = generation
             self._announced = None  # the answer is dropped, so the weight is announced again
@@ -99,7 +102,7 @@ class GroupMeans:
                 self._connection.loop.request_average(*key, value)
 
     def announce_weight(self, generation: int, step: int, weight: int) -> None:
-        """Contribute the weight of this worker's batch, without waiting for the others' weights."""
+        """Contribute the weight of this worker's batch, without waiting for the other workers' weights."""
         self._announced = generation, step, weight
         self._connection.loop.request_average(step, WEIGHTS_INDEX, weight)
 
@@ -132,10 +135,10 @@ class GroupMeans:
         return answer
 
     def _check_missing(self, answer: io.DeliverMean) -> None:
-        """Log, and count for the status, a call that other workers have not made.
+        """Log a call that other workers have not made, and count it in the figures for `gridtrain status`.
 
         Raises `ConfigError` if this happens repeatedly, unless most workers make the call: one worker with
-        another script must not end the run of the others.
+        a different script must not end the run of the other workers.
         """
         count = self._lone_calls.get(answer.index, 0) + 1 if answer.missing else 0
         self._lone_calls[answer.index] = count

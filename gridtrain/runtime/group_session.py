@@ -52,7 +52,7 @@ PeersOf = Callable[..., frozenset[int]]
 """Returns a rank's neighbours; called with the rank, the world size and, in a pipeline, the stage bounds."""
 
 FINISH_TIMEOUT_S = 15.0
-"""Longest time for which a worker that has finished waits for the other members."""
+"""Maximum time for which a worker that has finished waits for the other members."""
 
 
 class WaitInterrupted(Exception):
@@ -84,7 +84,8 @@ class GroupSession:
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
-        failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
+        failure: why this worker leaves, if its data cannot be read or its final model cannot be written;
+            otherwise "".
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class GroupSession:
                 continued.
             touched: whether the model has changed since the script created it.
 
-        Raises the errors of `IoLoop.start`.  After an error the call can be repeated with another transport.
+        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
         """
         assert self._joined is not None
         self._turn, self.is_turn_done, self._early_plan = None, False, None
@@ -207,7 +208,7 @@ class GroupSession:
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether the script has a turn's batch, or has had it and not requested the next one."""
+        """Whether the script has received a turn's batch and has not requested the next one."""
         return self._turn is not None
 
     def is_before_step(self, snapshot: WorkerSnapshot) -> bool:
@@ -299,8 +300,8 @@ class GroupSession:
     def _ends_as_standby(self) -> Iterator[None]:
         """Record that the run has ended without this worker, instead of raising the coordinator's refusal.
 
-        Without stages, only a worker that had already joined may end normally, such as a worker that was
-        still receiving the state or had lost its connection; a worker that joins after the end is refused.
+        Without stages, this applies only to a worker that had already joined, such as a worker that was still
+        receiving the state or had lost its connection; a worker that joins after the end is refused.
         """
         try:
             yield
@@ -342,7 +343,7 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """Start exchanging a bucket before `run` is called and return at once.
+        """Start exchanging a bucket before `run` is called, and return immediately.
 
         The first buffer passed to `run` must be a `BucketedBuffer` with `buffer` as this bucket.
         """
@@ -359,9 +360,9 @@ class GroupSession:
     def begin(self) -> StepPlan | None:
         """Block until a generation runs and the next attempt can start.
 
-        Returns None if there is nothing to apply, because the group has continued without this worker's batch
-        or because the agent requests a pause.  Meanwhile this worker's state may be captured for a newcomer.
-        Raises `RunPaused` when the run cannot continue.
+        Returns None if there is nothing to apply, because the group has continued without this worker's
+        batch, the run has ended, or this worker has to leave the group.  While this method blocks, this
+        worker's state may be captured for a newcomer.  Raises `RunPaused` if the run cannot continue.
 
         If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
@@ -407,11 +408,11 @@ class GroupSession:
         return _make_step_plan(snapshot, snapshot.open_round)
 
     def _is_turn_of(self, snapshot: WorkerSnapshot, step: int) -> bool:
-        """Return whether the batch of this turn may be used in the open round.
+        """Return whether the batch of this turn can be used in the open round.
 
-        The batch may not be used if the group continued without it while this worker was disconnected, or if
-        a state has to be loaded, because states are loaded only between batches.  A batch of a step
-        that was committed without this worker may be used late.
+        It cannot be used if the group continued without it while this worker was disconnected, or if a state
+        has to be loaded, because states are loaded only between batches.  A batch of a step that was
+        committed without this worker can be used in a later step.
         """
         if snapshot.open_round is None or (snapshot.open_round.step != step and not snapshot.is_late):
             return False
@@ -420,7 +421,8 @@ class GroupSession:
         return snapshot.spans in ((), self.turn_spans)
 
     def _await_exchange_choice(self) -> None:
-        """Report how long the batch took on this worker, if the coordinator chooses the exchange.
+        """If the coordinator chooses the exchange, report how long the batch took, and make `begin` wait for
+        the choice.
 
         The time is also reported after the coordinator has chosen, because a new generation may have to
         choose again.
@@ -448,8 +450,11 @@ class GroupSession:
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
     def pause_computing(self, share: float) -> None:
-        """Exclude the time until `resume_computing` from this turn's compute figures.  `share` of the turn's
-        samples have been computed, 0 < share <= 1."""
+        """Exclude the time until `resume_computing` from this turn's compute figures.
+
+        Args:
+            share: the fraction of the turn's samples computed so far, 0 < share <= 1.
+        """
         self._compute_rate.pause(time.monotonic(), share)
 
     def resume_computing(self) -> None:
@@ -457,11 +462,11 @@ class GroupSession:
         self._compute_rate.resume(time.monotonic())
 
     def finish_computing(self) -> None:
-        """Report this turn's compute figures, once the gradient of its samples is complete.  Later calls in a
-        turn, and calls while computing is paused, have no effect.
+        """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete.
 
-        `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it when the
-        last micro-batch has left its stage.
+        Later calls in the same turn, and calls between `pause_computing` and `resume_computing`, have no
+        effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
+        when the last micro-batch has left its stage.
         """
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
@@ -481,9 +486,11 @@ class GroupSession:
         skip: bool,
         settings: bytes,
     ) -> RoundOutcome:
-        """Exchange, vote and wait for the decision.
+        """Submit the buffers to the open round, wait until it ends, and return its outcome.
 
         Args:
+            plan: the plan that `begin` has returned.
+            buffers: the buffers with this worker's contribution.
             skip: whether this worker's gradient is not finite; the step is skipped if any member sets this
                 flag.
             settings: the optimizer's settings, which the vote's digest covers and all members must share.
@@ -498,8 +505,10 @@ class GroupSession:
         )
 
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
-        """Return and record the outcome of a round; if the run ends without this worker, its round is not
-        committed, and `begin` drops the batch."""
+        """Call `run`, and record and return the outcome of the round.
+
+        If the run ends without this worker, the outcome is `NOT_COMMITTED`, and `begin` then returns None.
+        """
         outcome = NOT_COMMITTED
         with self._ends_as_standby():
             outcome = run()
@@ -513,7 +522,7 @@ class GroupSession:
         skip: bool,
         settings: bytes,
     ) -> None:
-        """Submit this worker's part for the plan that `predict_plan` returned, without waiting.
+        """Submit this worker's buffers for the plan that `predict_plan` has returned, without waiting.
 
         The arguments are those of `run`.  `await_submitted` returns the outcome.
         """
@@ -544,8 +553,11 @@ class GroupSession:
     # -- reports -----------------------------------------------------------------------------------
 
     def report_digest(self, step: int, digest: bytes) -> None:
-        """Report a 32-byte digest of the parameters and the optimizer's state after `step` for comparison.  A
-        worker whose digest differs from the majority's receives the state before its next step."""
+        """Report a 32-byte digest of the parameters and the optimizer's state after `step`.
+
+        The members' digests are compared.  A worker whose digest differs from the majority's receives the
+        state before its next step.
+        """
         self.connection.submit(io.CompareReplicas(step, digest))
 
     def report_figures(self, figures: Mapping[str, float]) -> None:
@@ -556,7 +568,7 @@ class GroupSession:
         """Return the mean of the workers' values.
 
         Returns `value` if this worker leaves the group, the run ends, or the group continues from another
-        step during the call; outside the loop, also if the group changes.
+        step during the call.  Outside the loop, also returns `value` if the group changes during the call.
         """
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
@@ -597,8 +609,10 @@ class GroupSession:
         return None
 
     def announce_weight(self, weight: int) -> None:
-        """Send the weight of this worker's batch, a count of at least 0, to the other members, without
-        waiting for theirs."""
+        """Send the weight of this worker's batch to the other members, without waiting for their weights.
+
+        `weight` is a count of at least 0.
+        """
         turn = self._turn
         if turn is not None and turn.open_round is not None and not self._is_dropping_batch:
             weight = weight if turn.spans else 0
@@ -634,7 +648,7 @@ class GroupSession:
 
     @property
     def why_waiting(self) -> str:
-        """Why no worker is training, according to the coordinator; "" if any is.  Thread-safe."""
+        """Why no worker is training, according to the coordinator; "" if one is training.  Thread-safe."""
         snapshot = self._loop.mailbox.snapshot
         if snapshot.phase is io.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
             return ""
@@ -643,7 +657,8 @@ class GroupSession:
     def set_busy(self, busy: bool) -> None:
         """Set whether the trainer is busy with other work, such as an evaluation.
 
-        Busy time counts as progress.
+        As long as it is busy, this worker counts as making progress.  The current turn is left out of the
+        compute figures.
         """
         self._compute_rate.discard()
         self._loop.heartbeat.is_busy = busy
@@ -676,8 +691,10 @@ class GroupSession:
         return self.tasks.next_task(replace(here, tasks=captures))
 
     def close(self, reason: str = "") -> None:
-        """Leave the run and release all resources.  The reason sent is `failure`, or `reason` if `failure` is
-        empty.  Further calls have no effect."""
+        """Leave the run and release all resources.  Further calls have no effect.
+
+        The coordinator receives `failure` as the reason, or `reason` if `failure` is empty.
+        """
         if not self._has_closed:
             self._has_closed = True
             self._loop.stop(self.failure or reason)

@@ -1,6 +1,6 @@
-"""Composes a worker's heartbeat: its figures, whether it is busy, and what counts as progress.
+"""Composes a worker's heartbeat from its progress, its figures, and whether its trainer is waiting.
 
-    trainer: add_figures, set_busy --+
+    trainer: add_figures, is_busy ---+
     bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
     Mailbox.progress ----------------+
 
@@ -27,7 +27,8 @@ class HeartbeatSource:
     """Collects the content of the next heartbeat.
 
     Attributes:
-        is_busy: whether the trainer is busy with work that may take a long time, which counts as progress.
+        is_busy: whether the trainer is busy with work that may take a long time.  As long as it is, each
+            heartbeat counts as progress.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:

@@ -72,8 +72,8 @@ from gridtrain.runtime.step_rounds import StepRounds
 log = logging.getLogger("gridtrain")
 
 HOUSEKEEPING_INTERVAL_S = 0.005
-"""Shortest housekeeping interval while payloads are in flight.  It applies if housekeeping is due or a worker
-is catching up."""
+"""Shortest housekeeping interval while payloads are in flight.  It applies if housekeeping is due, or if this
+worker is catching up or serves a worker that is."""
 
 QUIET_INTERVAL_S = 0.1
 """Longest housekeeping interval while payloads are in flight."""
@@ -93,8 +93,8 @@ ROUND_MESSAGES = frozenset({m.Data, m.Vote, m.Decision})
 ROUND_EFFECTS = frozenset(
     {io.ApplyToBuffer, io.SendPayload, io.CollectiveCompleted, io.ComputeDigest, io.ResolveRound}
 )
-"""Effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions to a round that succeeds.  Of
-these effects only `ResolveRound` changes the snapshot, which is then published."""
+"""The effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions, as long as the round
+does not fail.  Of these effects, only `ResolveRound` changes the snapshot, which is then published."""
 
 
 class IoLoop:
@@ -163,7 +163,10 @@ class IoLoop:
         Args:
             timeout_s: how long to wait; None for `Deadlines.connect_s`.
 
-        Raises `CoordinatorUnreachable`, `JoinRefused`, `TransportError`.
+        Raises:
+            CoordinatorUnreachable: the coordinator did not welcome this worker in time.
+            JoinRefused: the coordinator refuses this worker, or uses another version of the protocol.
+            TransportError: an address cannot be used.
         """
         config = self._config
         address = self._transport.listen(config.listen)
@@ -180,14 +183,14 @@ class IoLoop:
             )
 
     def request_average(self, step: int, index: int, value: float) -> None:
-        """Contribute a value to an average; `await_average` returns the average."""
+        """Contribute a value to the average with this step and index; `await_average` returns the average."""
         with self.mailbox.condition:
             self._averages.clear()
         self.mailbox.submit(io.RequestMean(step, index, value))
 
     def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
-        """Return the mean of the members' values; None if no answer came in time or the trainer
-        has to stop waiting."""
+        """Wait for the mean of the members' values and return it; None if it did not arrive in time or the
+        trainer has to stop waiting."""
         self.mailbox.wait(
             lambda here: (
                 (step, index) in self._averages

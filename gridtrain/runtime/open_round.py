@@ -1,6 +1,6 @@
 """An open round and its buffers; a pipeline's training thread adds parts to the round and waits for them.
 
-add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last one) -> RoundOutcome
+add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last collective) -> RoundOutcome
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class OpenRound:
     Attributes:
         buffers: the submitted buffers by channel.
         voted_buffers: the buffers whose digests the members vote on, in order.
-        is_failed: whether this worker has rejected a payload of the round.
+        is_failed: whether this worker has rejected a payload of the round, or of an earlier attempt with the
+            same buffers.
         failure_reason: the reason why the round did not commit; empty if it committed or is still open.
         completed: maps the channel of each complete collective to the flags of its contributions.
         is_absent: whether the I/O thread has made an empty contribution in place of the trainer.
@@ -63,8 +64,8 @@ def collectives_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, Coll
 def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
     """Wait until the round has ended; return its outcome.
 
-    A worker that has to leave the group abandons the round if it has voted NO, because no decision would
-    arrive if the root or the coordinator had failed.
+    A worker that has to leave the group abandons a round that can no longer be committed.  If it waited for
+    the decision and the root or the coordinator had failed, the wait would not end.
     """
     mailbox.wait(
         lambda here: (

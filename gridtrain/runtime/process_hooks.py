@@ -50,8 +50,8 @@ def closed_at_exit(
 ) -> Callable[Parameters, Generator[Item, None, None]]:
     """Decorate a generator function, so that its unfinished generators are closed when the script exits.
 
-    A generator in a global variable may otherwise be closed only when modules, such as those with the names
-    in its `except` clauses, have been cleared.
+    Otherwise, a generator in a global variable may be closed only after the interpreter has cleared modules
+    that it still needs, such as those that define the exceptions in its `except` clauses.
     """
 
     @functools.wraps(make)
@@ -98,8 +98,9 @@ _HINTS = {
 def install_error_hook() -> None:
     """Make an uncaught `GridtrainError` or Ctrl-C print one line instead of a traceback.
 
-    A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error (with a hint
-    from `_HINTS`), for a `LocalProtocolError`, and for all errors if GRIDTRAIN_DEBUG=1 is set.
+    A `GridtrainError` also sets the exit code.  A traceback is still printed for a `LocalProtocolError` and
+    for any other error, followed by a hint if one in `_HINTS` matches.  If GRIDTRAIN_DEBUG is set, this
+    function does nothing, so a traceback is printed for all errors.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -123,7 +124,10 @@ def describe_end(error: BaseException | None) -> str:
 
 
 def uncaught_error() -> BaseException | None:
-    """Return the error that ended this process's script, for use when the process exits; None in a shell."""
+    """Return the error that ended this process's script, for use when the process exits.
+
+    Returns None if no error ended the script, or in an interactive shell.
+    """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
@@ -141,6 +145,6 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Return the script's file and line in which the error was raised; "" if there are none."""
+    """Return a prefix with the script's file and line in which the error was raised; "" if there are none."""
     frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES)]
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""

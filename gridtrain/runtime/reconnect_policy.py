@@ -55,7 +55,11 @@ class ReconnectPolicy:
         )
 
     def handle_pause(self, reason: str, now_s: float) -> None:
-        """Log once why the run is paused; an empty `reason` means that the run is not paused.
+        """Log once why the run is paused, or that it is no longer paused.
+
+        Args:
+            reason: why the run is paused; empty if it is not paused.
+            now_s: the current time.
 
         Raises `RunPaused` if the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
         """

@@ -1,4 +1,4 @@
-"""Builds the `WorkerSnapshot` from the core and the I/O loop, with the tasks that are due, by priority."""
+"""Builds the `WorkerSnapshot`, with the tasks that are due, from the core and the parts of the I/O loop."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ class SnapshotBuilder:
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
     def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return `Generation.data_positions`, which is computed once for each round."""
+        """Return `Generation.data_positions`, which is computed once for each round.
+
+        If no round is open, there are no positions.
+        """
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:
             return (), 0, 0

@@ -1,4 +1,4 @@
-"""The plan (rank, samples) and outcome of an attempt at a step, for the optimizer and the runtime."""
+"""The plan and the outcome of an attempt at a step, for the optimizer and the runtime."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class StepPlan:
         step: the number of the step, counted from 0 over the whole run.
         attempt: the number of the attempt at the step, counted from 0 in each generation.
         rank, world_size: this worker's rank and the world size in the generation that runs the step.
-        samples: the number of samples in this worker's batch, n_i; if it is 0, the worker contributes zeros.
-        total_samples: the number of samples in the whole step, N = sum of all n_i.
+        samples: the number of samples in this worker's batch; if it is 0, the worker contributes zeros.
+        total_samples: the number of samples in the batches of all members.
         exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
         compare_after: whether all members compare their replicas after this step, because workers have
-            joined.
-        stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
+            joined or the run has just begun.
+        stage_bounds: the first layer of each stage, followed by the number of layers; empty for a model
+            without stages.
         generation, first_step: the generation that runs the step, and the first step of that generation.
         entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
     """
@@ -38,7 +39,7 @@ class StepPlan:
 
     @property
     def weight(self) -> float:
-        """The weight of this worker's mean gradient in the step, n_i / N."""
+        """The weight of this worker's mean gradient in the step: its fraction of the step's samples."""
         return self.samples / self.total_samples if self.samples else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The buffers and outcomes of this worker's rounds, the vote's digest, and a limited log of missed updates.
+"""The buffers, vote digests and outcomes of this worker's rounds, and the steps that its trainer has missed.
 
 The core decides which payload is sent to which peer, and whether a round commits.  This module executes its
 effects.
@@ -43,10 +43,10 @@ from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 log = logging.getLogger("gridtrain")
 
 REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
-"""The reason for the failure of an attempt whose buffers were used in a failed attempt."""
+"""The reason for the failure of an attempt whose buffers were used in an earlier attempt that failed."""
 
 MAX_MISSED_BYTES = 1 << 30
-"""Maximum size of the updates kept for an absent trainer; above this size the group waits for the trainer."""
+"""Size in bytes of the updates kept for an absent trainer above which the group waits for the trainer."""
 
 MakeEmpty = Callable[
     [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
@@ -54,7 +54,8 @@ MakeEmpty = Callable[
 ]
 """Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
 
-The second argument contains the buffers of the previous attempt at the step, which a ring continues.
+The second argument contains the buffers of the previous attempt at the step, with which a ring resumes; it is
+empty if there was none.
 """
 
 
@@ -102,7 +103,7 @@ class StepRounds:
         """Submit one bucket of this worker's part of a round; `submit` submits the rest."""
         snapshot = self._mailbox.read()
         if snapshot.open_round != round_id:
-            return  # `submit` will say that the round is over
+            return  # the round is over, and `submit` returns None
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or self.is_absent:
@@ -121,9 +122,10 @@ class StepRounds:
         *,
         is_awaited: bool = False,
     ) -> OpenRound | None:
-        """Submit this worker's part of a round and return the round, or None if the round is over.
+        """Submit this worker's part of a round and return the round.
 
-        Buckets that `begin_bucket` has already submitted are not submitted again.
+        Returns None if the round is over, or if the group proceeds without this worker's part.  Buckets that
+        `begin_bucket` has already submitted are not submitted again.
 
         Args:
             is_awaited: whether the trainer now only waits for the outcome.  The outcome is published with a
@@ -163,7 +165,7 @@ class StepRounds:
         return NOT_COMMITTED if mine is None else await_outcome(self._mailbox, mine)
 
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
-        """Return the outcome of the last round to which this worker submitted; None after `timeout_s`.
+        """Wait for the outcome of this attempt and return it; return None after `timeout_s`.
 
         A worker calls this method when it leaves after an interruption before or during a round.  An attempt
         that was never submitted was not committed.  Unless this worker has voted YES, it votes NO now, so
@@ -189,7 +191,7 @@ class StepRounds:
     # -- steps from which the trainer is absent ------------------------------------------------------
 
     def attach_empty(self, make_empty: MakeEmpty) -> None:
-        """Set how to make an empty contribution, so that steps can commit without this worker's trainer."""
+        """Set the function that makes empty contributions, so that steps can commit without the trainer."""
         self._make_empty = make_empty
 
     def stop_absences(self) -> None:
@@ -209,9 +211,9 @@ class StepRounds:
             return self._missed[-1].step if self._missed else None
 
     def take_missed(self, last_step: int | None = None) -> list[MissedStep]:
-        """Take the steps that the trainer has to apply, oldest first: up to `last_step`, or all.
+        """Take the steps up to `last_step` that the trainer has to apply, oldest first; None stands for all.
 
-        The trainer may have missed a later step that the snapshot does not show yet.
+        The trainer may have missed later steps that the snapshot does not show yet.
         """
         with self._mailbox.condition:
             taken = [each for each in self._missed if last_step is None or each.step <= last_step]
@@ -223,8 +225,8 @@ class StepRounds:
     ) -> list[io.SubmitRound | io.StayPresent | io.RoundFailed]:
         """Make an empty contribution to a round, unless the trainer has begun to submit.
 
-        Called from the I/O thread.  Returns the events for the core; none if the trainer's part of an earlier
-        round is not over yet.
+        Called in the I/O thread.  Returns the events for the core; none if an earlier round is still open on
+        this worker.
 
         Args:
             plan: the plan of the step, with 0 samples.
@@ -299,7 +301,7 @@ class StepRounds:
     def mark_failed(self) -> None:
         """Mark the open round as failed.  Call when a payload was rejected.
 
-        Without this mark, the payload would be forwarded to other members or be missing from the sum.
+        Without this mark, this worker would send sums that lack the rejected payload.
         """
         if self.current is not None:
             self.current.is_failed = True

@@ -52,7 +52,7 @@ LOAD_TASKS = (LoadState, io.LoadCheckpoints)
 
 
 class StageCheckpointDisk(CheckpointDisk, Protocol):
-    """The disk with a worker's checkpoints of the stages that it has held."""
+    """The disk on which a worker stores checkpoints of the stages that it has held."""
 
     def stored_checkpoints(self) -> tuple[m.CheckpointInfo, ...]: ...
 
@@ -63,20 +63,27 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
     def reload(self, held: Sequence[m.CheckpointInfo], blocks: m.Span) -> None:
         """Restore the state of the layers `blocks` from the checkpoints in `held`.
 
-        Raises `ConfigError`, `RemoteProtocolError`.
+        Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError` if its content does not
+        match the stage.
         """
         ...
 
     def save_now(self, held: m.CheckpointInfo) -> None:
-        """Write this worker's state as a checkpoint before returning.  Raises `OSError`."""
+        """Write this worker's state as a checkpoint, and wait until it is written.
+
+        Raises `OSError` if it cannot be written.
+        """
         ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
-        """Read a checkpoint and return it as blobs for a member that will load it.  Raises `ConfigError`."""
+        """Read a checkpoint and return it as blobs for a member that will load it.
+
+        Raises `ConfigError` if the checkpoint is missing or damaged.
+        """
         ...
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
-        """Raise `RemoteProtocolError` if a state from another member does not have this digest."""
+        """Raise `RemoteProtocolError` unless `blobs`, a state from another member, have this digest."""
         ...
 
 
@@ -105,7 +112,7 @@ class TrainerTasks:
         self._replay_obstacle = ""
 
     def connect(self, loop: IoLoop) -> None:
-        """Use this I/O loop and pass all attached settings to it.  The call may be repeated."""
+        """Use this I/O loop and pass all attached settings to it.  The call can be repeated."""
         self._loop = loop
         loop.state_receiver.set_limit(self._max_state_bytes)
         loop.catch_up.set_limits(*self._catch_up_limits)
@@ -133,7 +140,7 @@ class TrainerTasks:
         """Set the function that applies the update of a step; `attach_state` sets the one that loads a state.
 
         Args:
-            max_state_bytes: the largest state that this worker's model can have.
+            max_state_bytes: the size in bytes of the largest state that this worker's model can have.
             elements: the number of elements in the flat gradient.
         """
         self._replay = replay
@@ -143,7 +150,7 @@ class TrainerTasks:
     def attach_absence(
         self, make_empty: MakeEmpty, apply_missed: ApplyMissed, drop_missed: ApplyMissed
     ) -> None:
-        """Set how a step can commit without the trainer, and how the trainer later applies missed steps.
+        """Set the functions with which steps commit without the trainer, which later applies them.
 
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
@@ -198,7 +205,7 @@ class TrainerTasks:
 
         Args:
             snapshot: the snapshot with the tasks.
-            is_round_begun: whether buckets of the open round were sent.  If so, residuals are not added,
+            is_round_begun: whether buckets of the open round have been sent.  If so, residuals are not added,
                 because this worker's residual must not change.
             between_batches: whether the trainer is between two batches.  If not, a task that replaces the
                 model and all tasks after it have to wait.
@@ -269,7 +276,7 @@ class TrainerTasks:
     def settle_absences(self, timeout_s: float) -> bool:
         """Apply all missed steps and prevent further steps from committing without the trainer.
 
-        Returns False if an absent round is still open after `timeout_s`.
+        Returns False if a round in which the trainer is absent is still open after `timeout_s`.
         """
         rounds = self._loop.step_rounds
         rounds.stop_absences()

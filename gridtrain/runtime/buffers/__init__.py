@@ -5,6 +5,6 @@ these decisions, and checks each payload before using it.
 
 - `collective_buffers`: the interface, and the buffers of the ring, the all-gather and the butterfly.
 - `direct_buffer`, `star_buffers`: the buffers of the direct exchange, the star and the tree.
-- `rounded_buffers`: the dense buffers whose payloads hold bf16 or int8.
+- `rounded_buffers`: the dense buffers whose payloads hold bf16 or int8 values.
 - `buckets`: the buffers of one vector that is divided into buckets, each with its own channel.
 """

@@ -30,7 +30,7 @@ from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
-"""The positions at which buckets begin, and the end of the vector: 0 = bounds[0] < bounds[1] < ... = n."""
+"""The positions at which the buckets of a vector begin, in ascending order from 0, followed by its length."""
 
 
 class BucketedBuffer:
@@ -89,7 +89,8 @@ UpdateBuffer = BucketBuffer | BucketedBuffer
 def buffers_by_channel(
     buffers: Sequence[CollectiveBuffer | BucketedBuffer],
 ) -> dict[Channel, CollectiveBuffer]:
-    """Map channels to buffers: a channel's index is a position in `buffers`, its group a bucket's number."""
+    """Map channels to buffers.  A channel's index is the buffer's position in `buffers`, and its group is the
+    number of the bucket, or 0 for a buffer that is not divided into buckets."""
     channels: dict[Channel, CollectiveBuffer] = {}
     for index, buffer in enumerate(buffers):
         parts = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
@@ -100,14 +101,14 @@ def buffers_by_channel(
 def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     """Divide the vector into buckets of whole parameters; return the bounds of the buckets.
 
-    The buckets are filled from the end of the vector, where the backward pass begins.  The gradients of the
-    first layers are computed last, and their exchange cannot overlap with computation, so the bucket of the
-    first layers is not made larger than the other buckets.
+    The buckets are filled from the end of the vector, where the backward pass begins, so the bucket of the
+    first layers holds the elements that are left over.  It should be small, because the gradients of the
+    first layers are computed last, and their exchange cannot overlap with computation.
 
     Args:
         sizes: the number of elements in each parameter, in the vector's order.
         most: the maximum number of buckets.
-        least: the smallest number of elements in a bucket; a vector with fewer elements is one bucket.
+        least: the minimum number of elements in a bucket; a vector with fewer elements is one bucket.
     """
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))
     starts, filled, at = [n], 0, n

@@ -1,8 +1,8 @@
 """Buffers of the ring, all-gather and butterfly, which check, add, merge and digest received payloads.
 
-A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
-world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round
-aborts.
+A buffer applies the effects of a collective.  Before using a payload, it checks the payload against values
+that this member knows: the vector's length n, the maximum number of entries k, the encoding and the world
+size.  A buffer does not commit anything, and is dropped as a whole when its round aborts.
 
     loop --- apply(AddSlice | StoreSlice | StoreFromRank | ...) --> buffer --> update
          <-- payload(slot) --------------------------------------          --> digest
@@ -12,12 +12,12 @@ aborts.
     ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; truncated entries go to the
                                         residual
 
-A correct member contributes at most `largest_summable` to a sum, so a sum over m members is at most m times
-`largest_summable`.  A payload with a value above this bound, or with a value that is not finite, is rejected
-on arrival, when its sender is known.  The values that a correct member forwards are then within the bound
-that the next member checks, and no sum can overflow.
+No value that a correct member contributes has a magnitude above `largest_summable`, so no sum over m members
+has a magnitude above m times `largest_summable`.  A payload with a value above this bound, or with a value
+that is not finite, is rejected on arrival, when its sender is known.  The values that a correct member
+forwards are then within the bound that the next member checks, and no sum can overflow.
 
-A member with flags contributes zeros or a payload without entries; see `make_collective`.
+A member that sets a flag contributes zeros or a payload without entries; see `make_collective`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from gridtrain.sparsify.merge import (
 _FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
 
 _DENSE_ROUNDING = 1.0 + 2.0**-20
-"""Factor by which one rounding may increase a value, with a margin for the addition before the rounding.  For
+"""Factor by which one rounding can increase a value, with a margin for the addition before the rounding.  For
 encoded values see `value_encoding.ROUNDING_FACTORS`."""
 
 
@@ -87,7 +87,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
         Args:
             rank: this member's rank.
             world_size: the number of members.
-            flags: this member's flags (`core.group.round_flags`); with any, its contribution is empty.
+            flags: this member's flags (`core.group.round_flags`); if any is set, its contribution is empty.
         """
         ...
 
@@ -292,8 +292,8 @@ class SparseBuffer:
     ) -> SparseVector:
         """Decode and check a received payload of at most `most` entries of a vector of `n` elements.
 
-        By default, the payload may have k entries of the whole vector.  Raises `RemoteProtocolError` if the
-        payload is invalid; the message names the rank that sent it.
+        By default, `most` is the buffer's k, and `n` is the length of the whole vector.  Raises
+        `RemoteProtocolError` if the payload is invalid; the message names the rank that sent it.
         """
         n, most = self.n if n is None else n, self._k if most is None else most
         try:
@@ -305,7 +305,7 @@ class SparseBuffer:
         return decoded
 
     def _empty_payload(self) -> tuple[bytes, SparseVector]:
-        """Return the payload of a member that skips the step, and the entries to which it decodes."""
+        """Return the payload of a member whose contribution is empty, and the entries to which it decodes."""
         payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
         return payload, self._decode(payload)
 
@@ -453,7 +453,7 @@ def _check_magnitudes(
     """Raise `RemoteProtocolError` unless all values are finite and within the bound for correct members.
 
     Args:
-        rounding: the factor by which one rounding may increase a value.
+        rounding: the factor by which one rounding can increase a value.
         growth: see `largest_summable`.
     """
     limit = source.contributors * largest_summable(source.world_size, growth) * rounding**source.roundings

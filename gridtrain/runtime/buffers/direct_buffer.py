@@ -1,4 +1,4 @@
-"""The buffers of the direct (two-hop) exchanges, in which each member sums a part of the vector for all.
+"""The buffers of the direct (two-hop) exchanges, in which each member sums one part of the vector.
 
 DirectBuffer        Dense(topology="direct")   segments of consecutive elements
 SparseDirectBuffer  GTopK(topology="direct")   of each P consecutive elements, every rank owns one
@@ -48,7 +48,7 @@ class DirectBuffer(DenseRingBuffer):
 class SparseDirectBuffer(ButterflyBuffer):
     """The entries of a sparse vector of which each rank sums a part.
 
-    Of the P indices from j P on, each rank owns one, which is element j of its part of the vector:
+    Each rank owns one of the P indices j * P .. j * P + P - 1, which is element j of the rank's part:
 
         P = 4      indices 0 .. 3     4 .. 7      8 .. 11      12 .. 15
         owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
@@ -61,8 +61,8 @@ class SparseDirectBuffer(ButterflyBuffer):
                                                     |
                                                     +--> truncated: what the result leaves out
 
-    Entries are rounded when they are selected, and with formats whose scale depends on the other entries once
-    more when they are divided; the differences are truncated entries, too.
+    Entries are rounded when they are selected.  In formats whose scale depends on the other entries, they are
+    rounded again when they are divided among the owners.  The rounding errors are truncated entries, too.
     """
 
     _rank: int
@@ -108,7 +108,7 @@ class SparseDirectBuffer(ButterflyBuffer):
 
     @property
     def _elements(self) -> int:
-        """The number of elements of each rank's part; the last may stand for an index beyond the vector."""
+        """The number of elements in each rank's part; the last element may lie beyond the vector's end."""
         return -(-self.n // self._world_size)
 
     def _divide(self) -> list[SparseVector]:
@@ -161,13 +161,15 @@ def _rotation(elements: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def _remainder(numbers: npt.NDArray[np.uint32], divisor: int) -> npt.NDArray[np.uint32]:
-    """Return numbers % divisor, which numpy computes one by one, in contrast to a division."""
+    """Return numbers % divisor.  The remainders are computed from quotients, because numpy vectorizes only
+    divisions."""
     return numbers - numbers // np.uint32(divisor) * np.uint32(divisor)
 
 
 def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
-    """Return an upper bound of the length of a payload with at most k of n entries.
+    """Return an upper bound for the length of a payload with at most k entries of a vector of n elements.
 
-    With fewer entries, each takes more bits for its index; a byte for each of the k entries exceeds that.
+    A payload with fewer entries uses more bits for each index.  Adding k bytes to the length for k entries
+    more than makes up for this.
     """
     return encoded_bytes(min(k, n), n, kind) + k

@@ -10,9 +10,9 @@
 
 A member rounds each element exactly once, either in what it sends to be added or in the final sum, and keeps
 the difference, which is exactly representable in float32 (`value_encoding`), in `rest_N`.  Hence, apart from
-the rounding of float32 additions, contributions == update + rests, summed over all members.  The member that
-rounds the final sum also uses the rounded sum, so all members get the same bits.  Nothing is rounded in a
-group of one member.
+the rounding of float32 additions, the sum of all members' contributions equals the update plus the sum of
+their rests.  The member that rounds the final sum also uses the rounded sum, so all members get the same
+bits.  Nothing is rounded in a group of one member.
 
 Received payloads are decoded, and forwarded unchanged.  If a ring resumes, it sends the stored payload
 again.
@@ -35,7 +35,7 @@ from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 
 def largest_contribution(world_size: int, kind: ValueKind) -> float:
-    """Return the largest magnitude that a member may contribute to a dense exchange with this value kind.
+    """Return the largest magnitude allowed in a member's contribution to a dense exchange of this value kind.
 
     A sum in a ring is rounded at most `world_size` times; see `largest_summable`.
     """
@@ -120,7 +120,7 @@ DENSE_BUFFERS: dict[str, tuple[type[DenseRingBuffer], type[RoundedRingBuffer]]] 
     "direct": (DirectBuffer, RoundedDirectBuffer),
     "star": (DenseStarBuffer, RoundedStarBuffer),
 }
-"""The buffers of float32 and of rounded values, for each topology of `Dense`."""
+"""For each topology of `Dense`, the buffer classes for float32 values and for rounded values."""
 
 
 def make_dense_buffer(

@@ -1,7 +1,7 @@
-"""Buffers of the tree and of the dense and the sparse star, in which the root computes the sum.
+"""Buffers of the tree, which merges payloads hop by hop, and of the stars, whose root computes the sum.
 
 TreeBuffer        TreeExchange  like the butterfly's buffer; one rank owns all values that a merge drops
-SparseStarBuffer  SparseStar    at the root, all payloads, summed in rank order and truncated once
+SparseStarBuffer  SparseStar    on the root, all payloads, which are summed in rank order and truncated once
 DenseStarBuffer   DenseStar     a vector (n,) float32, summed in place
 """
 
@@ -32,9 +32,9 @@ class TreeBuffer(ButterflyBuffer):
 class SparseStarBuffer(ButterflyBuffer):
     """The payloads of a sparse star.
 
-    The root collects one payload from each rank, and then holds the payload of their sum, which it sends to
-    all members.  At the root, `truncated` holds all dropped values and rounding errors; on other members it
-    is empty.
+    The root collects one payload from each rank, replaces them with the payload of their sum, and sends this
+    payload to all members.  On the root, `truncated` holds all dropped values and rounding errors; on other
+    members it is empty.
     """
 
     _parts: dict[int, SparseVector]
@@ -68,9 +68,10 @@ class SparseStarBuffer(ButterflyBuffer):
 
 
 class DenseStarBuffer(DenseRingBuffer):
-    """The slices of one flat vector.  The root adds payloads to its slices; the others store its sums.
+    """The slices of one flat vector.
 
-    A retry uses a new buffer.
+    The root adds received payloads to its slices, and the other members store the root's sums.  A retry uses
+    a new buffer.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
     A member other than the root writes to a slice only when the slice's sum arrives, and the sum exists only
@@ -93,4 +94,4 @@ SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {
     "tree": TreeBuffer,
     "star": SparseStarBuffer,
 }
-"""The class of buffer for each topology of `GTopK`."""
+"""The buffer class for each topology of `GTopK`."""

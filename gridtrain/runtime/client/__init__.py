@@ -4,5 +4,6 @@
 - `enrollment`, `invitation_store`: use an invitation to obtain an identity that the coordinator admits.
 - `endpoint_file`: the file in which programs on the coordinator's machine find the coordinator's address.
 - `agent_link`: the training script's end of the connection to the worker agent.
-- `worker_defaults`, `private_file`: the names and folders of this worker, and files that only it can read.
+- `worker_defaults`: the default name, folders and listening address of this worker.
+- `private_file`: files that only their owner can read.
 """

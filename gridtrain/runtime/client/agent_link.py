@@ -1,4 +1,4 @@
-"""The script's connection to the worker agent, which sends the owner's pause and limits.
+"""The script's connection to the worker agent, which sends the machine owner's permissions and limits.
 
 The agent evaluates the owner's rules and reads the sensors (`gridtrain_worker.training_policy`).
 
@@ -33,7 +33,7 @@ BUDGET_EXHAUSTED = "spent"
 """The state that a script reports when it ends because its next step would exceed the day's byte budget."""
 
 DAY_BYTES = "day_bytes"
-"""The field of a directive that is sent only to scripts that support the field."""
+"""A field of the directive, which the agent sends only to scripts that support it."""
 
 REPORT_INTERVAL_S = 0.25
 
@@ -47,7 +47,8 @@ class AgentDirective:
         reason: the reason why `run` is False; empty if `run` is True.
         most_bytes: the maximum number of bytes that this process may send and receive in total; infinity for
             no limit.
-        day_bytes: the budget of a whole day; infinity for no limit.
+        day_bytes: the maximum number of bytes that may be sent and received in a whole day; infinity for no
+            limit.
         upload_Bps, download_Bps: the rate caps in bytes per second; None for no cap.
         stop: whether the script has to stop after the current step; its training loop then ends as if the run
             had finished.
@@ -65,7 +66,7 @@ class AgentDirective:
 
 
 class NoAgent:
-    """Replaces the agent in a script that was started by hand, or in a group within one process.
+    """Takes the place of the agent in a script that was started by hand, or in a group within one process.
 
     Attributes:
         directive: the current permissions.  Tests and programs may replace them from any thread.
@@ -90,10 +91,9 @@ class AgentLink:
 
     Args:
         path: the path of the agent's Unix socket.
-        moved_bytes: a function that returns the number of bytes that this process has sent and received so
-            far; it may be called from any thread.
-        why_waiting: a function that returns why no worker is training; "" if the run is training.  It may be
-            called from any thread.
+        moved_bytes: a thread-safe function that returns the number of bytes that this process has sent and
+            received so far.
+        why_waiting: a thread-safe function that returns why no worker is training; "" if the run is training.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class AgentLink:
     def report(self, **state: Any) -> None:
         """Report this worker's state to the agent, as fields such as `state` and `step`.
 
-        A report in which only `step` is new is sent with the next one of the thread, within
-        `REPORT_INTERVAL_S`.
+        If only `step` has changed since the last report, nothing is sent now.  The thread's next report,
+        within about `REPORT_INTERVAL_S`, then contains the new step.
         """
         is_urgent = {**state, "step": 0} != {**self._state, "step": 0}
         self._state = state
@@ -143,7 +143,10 @@ class AgentLink:
         self._send({**self._state, "moved_bytes": self._moved_bytes(), "why_waiting": self._why_waiting()})
 
     def _connect(self) -> socket.socket:
-        """Connect to the agent and send this script's role and process id.  Raises `OSError`."""
+        """Connect to the agent and send this script's role and process id.
+
+        Raises `OSError` if the connection fails.
+        """
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(REPORT_INTERVAL_S)

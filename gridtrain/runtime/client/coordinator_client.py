@@ -107,7 +107,7 @@ class CoordinatorClient:
         self._transport.close()
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        """Request and return the status of the run: `Membership.snapshot` with the daemon's additions.
+        """Request and return the status of the run: `Membership.snapshot` and fields that the daemon adds.
 
         Strings in the status are printable and have at most `MAX_TEXT` characters.  Raises the errors of
         `ask`.
@@ -229,7 +229,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     """
     return CoordinatorUnreachable(
         f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
-        "coordinator with another key, or another program, or the connection may be very slow",
+        "coordinator with another key or some other program, or the connection may be very slow",
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",
     )

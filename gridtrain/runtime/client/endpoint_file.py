@@ -1,4 +1,4 @@
-"""`coordinator.json`, in which programs on the coordinator's machine find its address and public key.
+"""`coordinator.json`, in which programs on the same machine find the coordinator's address and public key.
 
 `coordinator.json` is in the same folder as the journal.  The file is replaced as a whole, and only its owner
 can read it.  It contains no secrets; commands are authorized with the key in `operator.key`, in the same

@@ -1,4 +1,4 @@
-"""Enrols a worker with an invitation and one of this machine's keys; explains refusals (removed, expired).
+"""Enrols a worker with an invitation and one of this machine's keys, and explains why it is refused.
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
@@ -84,7 +84,10 @@ class Enrollment:
         }
 
     def connect(self) -> CoordinatorClient:
-        """Connect to the coordinator with the worker's key.  Raises `ConfigError`."""
+        """Connect to the coordinator with the worker's key.
+
+        Raises `ConfigError` if the key file cannot be read or the address is invalid.
+        """
         key = Identity.read(self.identity)
         return CoordinatorClient(self.coordinator, self.coordinator_key, key, encrypted=self.encrypted)
 
@@ -144,7 +147,11 @@ def enroll(
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedIdentity:
-    """An identity that no other process uses until `lock` is closed; `is_new` if it was just created."""
+    """An identity that no other process uses until `lock` is closed.
+
+    Attributes:
+        is_new: whether the identity has just been created.
+    """
 
     identity: Identity
     path: Path
@@ -153,7 +160,10 @@ class _ClaimedIdentity:
 
     @contextlib.contextmanager
     def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
-        """Remove a new key if `error` is raised, because the coordinator has then not admitted the key."""
+        """Return a context manager that removes a new key if `error` is raised.
+
+        In this case, the coordinator has not admitted the key.
+        """
         try:
             yield
         except error:
@@ -164,9 +174,9 @@ class _ClaimedIdentity:
 
 @contextlib.contextmanager
 def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Hold an identity that the coordinator admits; yield the path of its file and the status of the run.
+    """Return a context manager that holds an identity which the coordinator admits.
 
-    Raises the errors of `enroll`.
+    It yields the path of the identity's file and the status of the run.  Raises the errors of `enroll`.
     """
     store = InvitationStore(folder)
     with contextlib.ExitStack() as others:  # prevents other processes from trying the same identities
@@ -216,7 +226,7 @@ def _claim_identity(
 ) -> _ClaimedIdentity | None:
     """Lock and return an identity that no process uses; if there is none and `fresh` is True, create one.
 
-    The keys named in `first` are tried before all others.
+    The keys named in `first` are tried before all other keys.
 
     Returns None if there is no free identity and `fresh` is False.
     """
@@ -278,7 +288,7 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
 
 
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """Return whether the coordinator still admits this worker's key; True if there is no answer."""
+    """Return whether the coordinator still admits this worker's key; True if it does not answer."""
     try:
         with entry.connect() as client:
             client.status(timeout_s)
@@ -320,7 +330,8 @@ def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> 
 def present_invitation(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
     """Present the invitation to the coordinator, so that it admits the key `peer` from now on.
 
-    Raises `JoinRefused`, `CoordinatorUnreachable`.
+    Raises `JoinRefused` if the coordinator refuses the invitation or the key, and the other errors of
+    `CoordinatorClient.ask`.
     """
     guest = Identity.from_secret(invitation.token)
     try:

@@ -83,11 +83,11 @@ class InvitationStore:
         return any(name != key.stem for name in self._read().used_by_key)
 
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
-        """Record that a worker with `invitation` takes `key`.
+        """Store `invitation` as unused if its worker, which takes `key`, does not need it.
 
-        The invitation is stored as unused if `key` was admitted with another invitation and no key with this
-        one.  The caller holds `lock`, so that other processes see the unused invitation before they
-        need an invitation.
+        This is the case if `key` was admitted with another invitation, and no key was admitted with this one.
+        The caller holds `lock`, so that other processes see the unused invitation before they need an
+        invitation.
         """
         content, name = self._read(), _digest(invitation)
         if content.used_by_key.get(key.stem, name) != name and name not in content.used_by_key.values():

@@ -154,7 +154,7 @@ class OperatorClient:
         Only the invitation contains the secret token; the coordinator receives the token's public key.
 
         Args:
-            uses: the number of workers that the invitation admits.
+            uses: the maximum number of workers that the invitation admits.
             expires_s: the time in seconds until the invitation expires.
             address: the coordinator's address in the invitation; "" for the address that workers use.
 
@@ -169,7 +169,10 @@ class OperatorClient:
         return invitation
 
     def withdraw(self, invitation: Invitation) -> str:
-        """Invalidate an invitation.  Raises the errors of `order`."""
+        """Invalidate an invitation, and return the text of the coordinator's reply.
+
+        Raises the errors of `order`.
+        """
         return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
 
 
@@ -199,8 +202,8 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
-    """Return a context manager that replaces the errors for an unknown operator's key and for a coordinator
-    on this machine that has ended."""
+    """Return a context manager that raises more specific errors if the coordinator does not know the
+    operator's key, or if a coordinator on this machine has ended."""
     try:
         yield
     except CoordinatorUnreachable:

@@ -1,4 +1,4 @@
-"""Writes files that only their owner can read and replaces each as a whole."""
+"""Writes files that only their owner can read, and replaces each file as a whole."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ PARTIAL = "partial-"
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file atomically with one of mode 0600.  Several processes may do so at the same time.
+    """Replace a file atomically with one of mode 0600.  Several processes can replace it at the same time.
 
     A process that is killed leaves a partial file in the same folder, which a later call removes.
 
     Args:
+        path: the path of the file, which need not exist.
+        content: the new content; a string is encoded in UTF-8.
         durable: whether to return only when the content is on disk.
 
-    Raises `OSError`.
+    Raises `OSError` if the file cannot be written.
     """
     _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{PARTIAL}{secrets.token_hex(4)}")
@@ -46,7 +48,10 @@ def replace_private_file(path: Path, content: str | bytes, *, durable: bool = Fa
 
 
 def replace_private_json(path: Path, body: object, remedy: str) -> None:
-    """Replace a file with `body` as JSON, with mode 0600.  Raises `ConfigError` with this remedy."""
+    """Replace a file with `body` as JSON, with mode 0600.
+
+    Raises `ConfigError` with this remedy if the file cannot be written.
+    """
     try:
         replace_private_file(path, json.dumps(body, indent=1))
     except OSError as error:

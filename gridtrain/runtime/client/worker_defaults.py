@@ -1,4 +1,4 @@
-"""A worker's default name ("keen-otter-4f2a"), folders (state, export), and the address at which it listens.
+"""A worker's default name, such as "keen-otter-4f2a", its folders, and the address at which it listens.
 
 Host names and user names are never used, because they are personal data.
 """
@@ -57,7 +57,7 @@ def export_folder(run: str, export_dir: str) -> Path:
 
     The folder is `export_dir`, or the state directory of `run` if `export_dir` is "".  Call this function
     before training starts, while the user can still choose another folder, and again before the export.
-    Raises `ConfigError`.
+    Raises `ConfigError` if `export_dir` is a URL or the folder cannot be written to.
     """
     if "://" in export_dir:
         raise ConfigError(
@@ -78,7 +78,7 @@ def export_folder(run: str, export_dir: str) -> Path:
 
 
 def identity_folder(run: str, coordinator: bytes) -> Path:
-    """Return the folder with this user's identities in a run whose coordinator has this key."""
+    """Return the folder with this user's identities in the run `run` of the coordinator with this key."""
     return state_directory(run) / "identities" / coordinator.hex()[:16]
 
 
@@ -94,7 +94,7 @@ def run_folder_name(run: str) -> str:
 
 
 def default_listen_address(coordinator: str) -> str:
-    """Return an address with any free port of the network interface that leads to the coordinator.
+    """Return the address of the network interface that leads to the coordinator, with port 0 (any free port).
 
     The interface is the loopback interface if the coordinator is on this machine.  No packet is sent to
     determine the interface.

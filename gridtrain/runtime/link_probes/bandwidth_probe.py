@@ -1,4 +1,4 @@
-"""Measures the bandwidth to each peer with short bursts; limits the bursts, and the lifetime of a rate.
+"""Measures the bandwidth to peers with short bursts; limits the number of bursts and the lifetime of a rate.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
 one after the other, so that the bursts do not share the worker's link.
@@ -91,6 +91,8 @@ class BandwidthProbe:
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
         """Start measuring at most `MAX_TARGETS` of the peers in `rtt_s`, one after the other, in order.
+
+        Peers whose latest rate is still valid are not measured; this rate is reported again.
 
         Args:
             rtt_s: the round-trip time to each peer in seconds.
@@ -187,7 +189,7 @@ class BandwidthProbe:
             self._current_burst = None
 
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
-        """Return (peer, rate to the peer, rate from the peer) for `LinkRates`.
+        """Return (peer, rate to the peer, rate from the peer) for `LinkRates`; a rate that is not new is 0.
 
         Returns None if there have been no new rates since the last call, or while a burst is in progress.
         """

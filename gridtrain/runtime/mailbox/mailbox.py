@@ -1,4 +1,4 @@
-"""The mailbox between the training thread and the I/O thread: commands, snapshots, waking, and the one lock.
+"""The mailbox between the training thread and the I/O thread: commands, snapshots, wake-ups, and their lock.
 
 training thread                                        I/O thread
   submit, call   --- commands, in order ------------->   take_commands
@@ -28,9 +28,9 @@ class Mailbox:
     """Holds the commands, the latest snapshot, and the condition that guards all data that both threads use.
 
     Args:
-        wake_loop: ends the I/O thread's wait for the network; it may be called from any thread.
-        should_interrupt: returns whether the trainer has to stop waiting; it is called while the trainer
-            waits.
+        wake_loop: a thread-safe function that ends the I/O thread's wait for the network.
+        should_interrupt: a function that returns whether the trainer has to stop waiting; it is called while
+            the trainer waits.
 
     Attributes:
         condition: guards all data that both threads use, in the mailbox and in the parts of the I/O loop.
@@ -95,7 +95,7 @@ class Mailbox:
             return self.snapshot
 
     def submit(self, command: Command) -> None:
-        """Make the I/O thread handle an event or call a function after all earlier commands."""
+        """Make the I/O thread handle the event or call the function `command`, after all earlier commands."""
         with self.condition:
             self._commands.append(command)
         self.mark_stale()

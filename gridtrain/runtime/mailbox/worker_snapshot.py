@@ -16,14 +16,14 @@ class WorkerSnapshot:
     """A view of the run, which the I/O thread builds (`snapshot_builder`) and the training thread reads.
 
     Attributes:
-        open_round: the round to which the trainer may submit now; None if the trainer has to wait.
-        spans: this worker's positions in the open step.
+        open_round: the round to which the trainer can submit now; None if the trainer has to wait.
+        spans: the data positions of this worker's samples in the open step.
         samples, total_samples: the number of samples in this worker's contribution to the open step, and in
             the contributions of all members; with a delay (`LedgerSpec.delay`) they do not match `spans`.
-        shares: the key and the share of each member of the generation, in rank order.
+        shares: the key and the share, in samples, of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
         is_ended_early: whether the owner ended the run before all of its steps were completed.
-        compare_after_step: whether all members compare their replicas after the open step.
+        compare_after_step: whether all members must compare their replicas after the open step.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
         is_modified: whether the model has changed since the script made it or loaded it from a checkpoint.
@@ -34,7 +34,8 @@ class WorkerSnapshot:
         name: the name of this worker in the run; "" if this worker does not belong to a generation yet.
         exchange: the exchange that the coordinator has chosen for this generation; "" if the coordinator
             does not choose one or has not chosen one yet.
-        stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
+        stage_bounds: the first layer of each stage, followed by the number of layers; empty for a model
+            without stages.
         first_step: the first step of this generation.
         entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
         is_late: whether `spans` belong to an earlier step, from which this worker was absent.

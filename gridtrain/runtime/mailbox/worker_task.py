@@ -1,9 +1,9 @@
-"""Tasks (capture, load, replay), as values, that the training thread performs for the group while it waits.
+"""The tasks that the training thread performs for the group while it waits, such as loading a state.
 
-Tasks are values, so two equal tasks are the same task.  For each snapshot the I/O thread recomputes which
-tasks are due, in the order of priority that `snapshot_builder` defines.  The tasks are not queued, so no
-outdated task can be performed.  Three effects of the core (`DiscardCheckpoints`, `SaveCheckpoint`,
-`LoadCheckpoints`) are also tasks.
+Tasks are immutable values, so two equal tasks are the same task.  For each snapshot the I/O thread
+recomputes which tasks are due, in the order of priority that `snapshot_builder` defines.  The tasks are not
+queued, so no outdated task can be performed.  Three effects of the core (`DiscardCheckpoints`,
+`SaveCheckpoint`, `LoadCheckpoints`) are also tasks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """Capture this worker's state for members that need it, either as a whole or only its first part."""
+    """Capture this worker's state for members that need it.
+
+    Attributes:
+        is_whole: whether to capture the whole state rather than only its first part.
+    """
 
     generation: int
     is_whole: bool

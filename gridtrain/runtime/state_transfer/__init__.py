@@ -9,5 +9,5 @@
 - `residual_mailbox`, `residual_pieces`: transfer the residual of a worker that leaves.
 
 The core decides which worker sends which data to which worker.  The training thread captures and loads
-states.  The I/O thread sends blocks of 1 MiB as long as the transport's queue has room, and receives them.
+states.  The I/O thread receives blocks, and sends blocks of 1 MiB as long as the transport's queue has room.
 """

@@ -1,4 +1,4 @@
-"""Splits a state into blocks for a waiting group, and joins them; checks digests, limits sizes and requests.
+"""Splits a state into blocks for a waiting group, and joins them; checks digests; limits sizes and requests.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 
@@ -40,7 +40,7 @@ _REMEDY = "disconnect the state source and wait for the next membership view, wh
 
 
 def has_room(transport: Transport, peer: PeerId) -> bool:
-    """Return whether another block may be queued for the peer."""
+    """Return whether the peer's queue in the transport has room for another block."""
     return transport.backlog_bytes(peer) < BACKLOG_BYTES
 
 

@@ -91,7 +91,8 @@ class CatchUpReceiver:
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
-        """(received blocks, all blocks, step of the trainer's model or -1 if not loaded, latest step)."""
+        """The number of received blocks, the number of all blocks, the step of the trainer's model (-1 if no
+        snapshot has been loaded), and the latest step."""
         here, total = self._snapshot.progress
         return here, total, -1 if self.position is None else self.position[0], self.latest_step
 

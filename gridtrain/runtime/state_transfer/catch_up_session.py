@@ -35,7 +35,7 @@ class CatchUpSession:
         blobs: the receiver of the whole state.  Its blocks are dropped if the catch-up fails, because they
             were requested for this catch-up.
         idle_s: the time after which a source that sends no updates is replaced, once the membership view
-            names this worker.  If there is no other source, the catch-up fails.
+            names this worker.  If there is no other source, the catch-up fails instead.
     """
 
     def __init__(self, mailbox: Mailbox, blobs: BlobReceiver, idle_s: float) -> None:
@@ -89,7 +89,7 @@ class CatchUpSession:
 
     @property
     def can_load_state(self) -> bool:
-        """Whether a missing state may be loaded: all updates were replayed, or no catch-up is running."""
+        """Whether a missing state can be loaded now: all updates were replayed, or no catch-up is running."""
         return self._receiver is None or self._receiver.has_reached_target
 
     def execute(

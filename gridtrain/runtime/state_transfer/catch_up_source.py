@@ -1,4 +1,4 @@
-"""The member's side of a catch-up: sends a snapshot and updates within `donate_limit`.
+"""The member's side of a catch-up: sends updates immediately, and a snapshot's blocks within `donate_limit`.
 
 The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The trainer copies the state
 between two steps; a separate thread computes the digests of the copy's blocks.
@@ -45,7 +45,7 @@ class CatchUpSource:
 
     Args:
         rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
-        submit: schedules a callable on the I/O thread; `submit` may be called from any thread.
+        submit: a function that schedules a callable on the I/O thread; it is called from several threads.
         log_bytes: the maximum size of the update log in memory.
 
     Attributes:
@@ -76,7 +76,7 @@ class CatchUpSource:
     # -- training thread -------------------------------------------------------------------------
 
     def disable(self, reason: str) -> None:
-        """Stop serving catch-ups.  `reason` says why the updates do not suffice to repeat a step."""
+        """Stop serving workers that catch up.  `reason` says why they cannot catch up from this worker."""
         self.disabled_reason = reason
 
     def store_copy(self, applied: int, history: bytes, parts: Sequence[bytes | memoryview]) -> None:
@@ -216,7 +216,7 @@ class CatchUpSource:
 def exceeds_request_limit(requests: int) -> bool:
     """Return whether a receiver has sent too many requests.
 
-    A limit is needed because a request is only a few bytes, while its answer may be hundreds of updates, or
-    the table of a large snapshot, neither of which the rate cap delays.
+    A limit is needed because a request is only a few bytes long, while the reply may consist of hundreds of
+    updates or of the table of a large snapshot, to which the rate cap does not apply.
     """
     return requests > MAX_REQUESTS

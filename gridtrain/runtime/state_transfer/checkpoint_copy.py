@@ -1,4 +1,4 @@
-"""Transfers a stage's checkpoints to the disk of a worker of the next stage: their order, speed and checks.
+"""Copies a stage's checkpoints, at a limited rate, to the disk of a worker of the next stage.
 
 `gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker, and when.
 Neither side holds more than one block in memory.  Checkpoints for which the group waits after a repartition
@@ -44,7 +44,10 @@ class CheckpointDisk(Protocol):
     """The disk with the checkpoints.  Each checkpoint is a folder that contains `FILES`."""
 
     def make_copy_folder(self, held: m.CheckpointInfo) -> Path:
-        """Create an empty folder for the copy of this checkpoint; return its path.  Raises `OSError`."""
+        """Create an empty folder for the copy of this checkpoint, and return its path.
+
+        Raises `OSError` if the folder cannot be created.
+        """
         ...
 
     def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
@@ -74,7 +77,10 @@ class _OutgoingCopy:
         self._index = 0
 
     def next_block(self) -> m.CheckpointBlock | None:
-        """Read the next block; return None if all blocks have been read.  Raises `OSError`."""
+        """Read the next block; return None if all blocks have been read.
+
+        Raises `OSError` if a file cannot be read.
+        """
         if self._index == self.total:
             return None
         payload = struct.pack(f"<{len(self._lengths)}Q", *self._lengths) if not self._index else b""

@@ -1,9 +1,9 @@
-"""Carries out the core's requests to save, load, send and discard stage checkpoints on this worker's disk.
+"""Keeps the core's requests to save, load and discard stage checkpoints until the trainer carries them out.
 
     io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
     io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, this disk
 
-The training thread saves and loads checkpoints; the I/O thread copies them from file to file.
+The training thread saves and loads checkpoints; the I/O thread copies them to and from other workers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ResidualMailbox:
     # -- training thread -------------------------------------------------------------------------
 
     def set_length(self, n: int) -> None:
-        """Set the number of elements in this worker's residual and in the residuals to receive."""
+        """Set the number of elements in this worker's residual and in each residual that it receives."""
         with self._mailbox.condition:
             self.incoming.n = n
 
@@ -52,7 +52,7 @@ class ResidualMailbox:
 
     @property
     def unconfirmed_magnitude(self) -> float:
-        """The sum of the magnitudes of all residuals that are acknowledged but not confirmed."""
+        """The sum of the magnitudes of all entries in residuals that are acknowledged but not confirmed."""
         with self._mailbox.condition:
             return self.incoming.unconfirmed_magnitude
 

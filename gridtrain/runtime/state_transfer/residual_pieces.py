@@ -50,7 +50,8 @@ def select_entries(
 ) -> ResidualSelection:
     """Select the largest entries that fit into the budget; ties go to the lowest index.
 
-    Values are encoded with full float32 precision.  Entries above `largest_summable` are not selected.
+    Values are encoded with full float32 precision.  Entries with a magnitude above `largest_summable` are not
+    selected.
     """
     magnitudes_N = np.abs(residual_N)
     total = float(magnitudes_N.sum(dtype=np.float64))
@@ -139,7 +140,7 @@ class IncomingResiduals:
 
     @property
     def unconfirmed_magnitude(self) -> float:
-        """The sum of the magnitudes of all residuals that are complete but not confirmed."""
+        """The sum of the magnitudes of all entries in residuals that are complete but not confirmed."""
         return magnitude_sum(list(self._complete.values()))
 
     @property
@@ -152,7 +153,7 @@ class IncomingResiduals:
 
 
 def _check_total(total: int, n: int) -> None:
-    """Raise `RemoteProtocolError` if there are more pieces than `n` elements can fill."""
+    """Raise `RemoteProtocolError` if a residual of `n` elements cannot have as many pieces as `total`."""
     most = -(-encoded_bytes(n, n, _KIND) // MAX_BLOCK_BYTES) if n else 0
     if total > most:
         raise RemoteProtocolError(

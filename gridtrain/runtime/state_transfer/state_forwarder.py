@@ -1,4 +1,4 @@
-"""Forwards a state, block by block as it arrives, to the next member that does not have it.
+"""Forwards a state to the next member that does not have it, block by block as the blocks arrive.
 
 The member that loads the state compares it with the digest from the state source.
 

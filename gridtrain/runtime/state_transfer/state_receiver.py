@@ -1,4 +1,4 @@
-"""Receives, while the group waits, the state that this worker lacks; passes it to the trainer and to members.
+"""Receives the state that this worker lacks while the group waits; passes it to the trainer and to members.
 
 The core decides from which worker the state is requested.
 

@@ -34,14 +34,14 @@ class StateSender:
     # -- training thread -------------------------------------------------------------------------
 
     def supply_state(self, task: CaptureState, blobs: Blobs | None) -> None:
-        """Supply the captured state.  If `blobs` is None, the state is not in memory, and nothing is sent."""
+        """Supply the captured state.  If the state is not in memory, `blobs` is None, and nothing is sent."""
         digest = state_digest(blobs) if blobs is not None and len(blobs) > 1 else b""
         self._mailbox.submit(lambda: self._store(self._state_sender, task, task.is_whole, blobs, digest))
 
     def supply_checkpoint(self, task: ReadCheckpoint, blobs: Blobs | None) -> None:
         """Supply a checkpoint from this worker's disk.
 
-        If `blobs` is None, the checkpoint cannot be read, and nothing is sent.
+        If the checkpoint cannot be read, `blobs` is None, and nothing is sent.
         """
 
         def store() -> None:

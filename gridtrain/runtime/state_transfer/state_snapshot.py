@@ -1,8 +1,8 @@
-"""Snapshots of the state for catch-up: blocks from several members, and the replacement of a slow source.
+"""Snapshots of the state for catch-up, whose blocks a receiver requests from several members at once.
 
     sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
-             bert   table T1 --+-> later step, then the table received first; its sources share the blocks
-             carl   table T2       no blocks are requested from carl
+             bert   table T1 --+-> later step, then that of the source added first; anna and bert share the
+             carl   table T2       blocks of T1, and no blocks are requested from carl
 
     receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      at most WINDOW blocks in flight from each source
               --SnapshotBlocksRequest [4 5 6 7]--> bert      if a source leaves, other sources send its blocks
@@ -10,7 +10,7 @@
 
 No more blocks are requested from a source that is silent or far slower than the other sources, unless it is
 the only source.  If all sources are lost, the received blocks are kept.  From the next snapshot, which may be
-the state after another step, only the blocks whose digests differ are requested.
+the state after another step, only the blocks that are missing or whose digests differ are requested.
 
 A snapshot has two parts.  The private part (such as the model's buffers) may differ between members, so it is
 requested from only one source.  The blocks of the shared part have the same digests on all sources.
@@ -42,8 +42,8 @@ WINDOW = 4
 """Maximum number of blocks that are requested from one source at a time."""
 
 SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
-"""Time to wait for more tables after the first table.  The first value applies if most sources have sent
-their tables, the second value otherwise."""
+"""Time to wait for more tables after the first table has arrived.  The first value applies if most sources
+have sent their tables, the second value otherwise."""
 
 BLOCK_TIMEOUT_S, SLOWEST_FACTOR = 10.0, 8.0
 """A source is too slow if it has sent no block for both `BLOCK_TIMEOUT_S` and `SLOWEST_FACTOR` times the mean
@@ -234,7 +234,7 @@ class _Source:
 
 
 class SnapshotReceiver:
-    """The receiver's side.  Methods that return a list of messages return the requests to send now.
+    """The receiver's side.  If a method returns a list of messages, these are requests to be sent now.
 
     Args:
         max_bytes: the size in bytes of the largest state that this worker's model can have.
@@ -345,7 +345,7 @@ class SnapshotReceiver:
 
     @property
     def due_s(self) -> float | None:
-        """The time from which `tick` may choose a table; None if there are no tables to choose from."""
+        """The time from which `tick` can choose a table; None if there are no tables to choose from."""
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
     def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:

@@ -1,6 +1,6 @@
-"""A log of the latest committed updates for newcomers, bounded in number and bytes, and their encoding.
+"""A log of the latest committed updates for newcomers, limited in number and size, and an update's encoding.
 
-    member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> UpdateLogEntry
+    member:    committed round --> UpdateLog (at most a few hundred updates) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step
 
     payload:   u32 S | S bytes of settings | u64 flags | u8 m | m digests of 32 bytes | sparse update, fp32
@@ -46,7 +46,7 @@ class StepUpdate:
         settings: the serialized settings of the optimizer.
         flags: the flags of the round (`core.group.round_flags`).
         update: the update; None for a skipped step.
-        other_digests: the digests of the round's other buffers (averages), which are not replayed.
+        other_digests: the digests of the round's other buffers, such as averages, which are not replayed.
     """
 
     step: int
@@ -76,7 +76,7 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
 
 
 def matches_history(history: bytes, voted: bytes) -> bool:
-    """Return whether the histories show that the replayed updates are those that the members voted for."""
+    """Return whether the history of the received updates equals `voted`, the history of the members."""
     return history == voted
 
 
@@ -164,7 +164,7 @@ def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
 def _with_indices(
     update: StepUpdate, dtype: type[np.unsignedinteger[Any] | np.signedinteger[Any]]
 ) -> StepUpdate:
-    """Return the update with indices of another type; they are below 2**32 in every exchange."""
+    """Return the update with indices of type `dtype`; in every exchange, indices are below 2**32."""
     if update.update is None:
         return update
     return replace(update, update=replace(update.update, indices=update.update.indices.astype(dtype)))
