@@ -255,7 +255,7 @@ def test_missing_packages_are_named(requires: tuple[tuple[str, str], ...], missi
     if not missing:
         require_packages(run.requires, "the run's script", run.image)
         return
-    with pytest.raises(ConfigError, match=f"packages that are not installed: {missing}") as caught:
+    with pytest.raises(ConfigError, match=f"packages that are missing or too old: {missing}") as caught:
         require_packages(run.requires, "the run's script", run.image)
     assert f"-m pip install '{missing}'" in caught.value.remedy
     assert "or use the image registry.example/x" in caught.value.remedy
