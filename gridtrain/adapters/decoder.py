@@ -199,7 +199,7 @@ class LayerPositions:
         """Return the keyword arguments of layer `number`, as the model's own forward passes them."""
         positions = _positions(hidden_BTH, others)
         arguments: dict[str, Any] = {"position_ids": positions, "use_cache": False, "attention_mask": None}
-        if not hidden_BTH.is_meta:  # on meta only shapes matter, and a mask would need values
+        if not hidden_BTH.is_meta:  # on the meta device only shapes matter, and a mask needs values
             mask = create_masks_for_generate(
                 self._config, hidden_BTH, others.get("attention_mask"), None, positions
             )

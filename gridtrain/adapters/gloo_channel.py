@@ -26,7 +26,7 @@ class GlooChannel:
     """Sends and receives this process's messages within a group.
 
     Args:
-        group: a group of torch.distributed with the gloo backend, in which ranks are counted.
+        group: a group of torch.distributed with the gloo backend; ranks are those of this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

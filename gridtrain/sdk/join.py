@@ -55,8 +55,8 @@ def join(
 ) -> Grid:
     """Join a run.
 
-    Arguments that are not given are read from the environment variables `GRIDTRAIN_*`, which `gridtrain
-    worker` sets; a script that was started by hand also reads run.toml.
+    Arguments that are not given are read from the environment variables `GRIDTRAIN_*`, which
+    `gridtrain worker` sets; in a script that was started by hand, they are also read from run.toml.
 
     Args:
         invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.

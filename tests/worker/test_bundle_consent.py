@@ -143,7 +143,7 @@ def test_a_dry_run_starts_nothing_and_accepts_nothing(owner: Owner, invitation: 
 @pytest.mark.parametrize(
     ("described", "missing"),
     [
-        ('requires = ["no-such-package-of-ours>=2"]', "not installed: no-such-package-of-ours>=2"),
+        ('requires = ["no-such-package-of-ours>=2"]', "missing or too old: no-such-package-of-ours>=2"),
         (f'[run.data]\nfile = "corpus.bin"\ndigest = "sha256:{64 * "a"}"', "there is no file"),
     ],
 )

@@ -68,6 +68,7 @@ class PlannedFault:
 
     Attributes:
         who: the worker's rank in the generation of the step, or the worker's name.
+        point: the point in the step at which the fault happens; see the module's docstring.
         seconds: the duration of a freeze or stall, or the delay of each Data message of a slow step.
     """
 

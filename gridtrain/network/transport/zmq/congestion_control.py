@@ -120,7 +120,7 @@ def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:
 def slow_restart(settings: Path = _SETTINGS) -> str:
     """Return the name of the kernel's default congestion control if a pause resets its window.
 
-    Returns "" if this is unknown, and for bbr, which keeps its estimate of the link.
+    Returns "" if it does not, if this is unknown, and for bbr, which keeps its estimate of the link.
     """
     with contextlib.suppress(OSError):
         control = (settings / "tcp_congestion_control").read_text().strip()

@@ -142,8 +142,8 @@ def keep_freed_pages() -> None:
 
     glibc returns each freed block above a threshold to the system, and the kernel then has to provide empty
     pages for the next block.  The 256 pages of each received slice take a tenth of the CPU time of a dense
-    round, and the pages for merging 25,600 entries take longer than the merge itself.  The
-    threshold is the size of the largest block that was freed in this way, at most 32 MiB (mallopt(3),
+    round, and the pages for merging 25,600 entries take longer than the merge itself.  The threshold
+    is the size of the largest block that was freed in this way, at most 32 MiB (mallopt(3),
     M_MMAP_THRESHOLD), so this function allocates and frees one large block.  `bytes` gets zeroed pages from
     the system (calloc) and never writes to the block, so the block takes no memory.
     """
