@@ -12,9 +12,9 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; newcomers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
-    get_batch_samples                    its own; with weigh_by="tokens" their count is the step's weight
+    get_batch_samples                    its own; with weigh_by="tokens" their tokens are counted as weight
     evaluate                             its own; meanwhile this worker is reported as busy
-    saving, logging to files             on the first worker only
+    saving                               on the first worker only
     state.global_step                    the run's, so that a worker that joins late stops with the group
 
 `max_steps` ends the run, for all workers together.  It counts steps of the optimizer: with

@@ -543,8 +543,8 @@ class Grid:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Report this worker as busy while a long evaluation runs in the `with` block, so that it is not
-        considered hung."""
+        """Report this worker as busy while the `with` block, such as a long evaluation, runs; the group then
+        does not consider it stalled."""
         self._session.set_busy(True)
         try:
             yield

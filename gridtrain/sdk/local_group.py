@@ -186,8 +186,8 @@ def local(
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
 
     If a worker raises an exception, this function ends the other workers and raises the first such exception.
-    The other workers get an exception from the call to their grid that is waiting, or from their next call.  A
-    worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
+    The other workers get an exception from the call to their grid that is waiting, or from their next call.
+    A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
 
     Args:
         export_dir: as in `gridtrain.join`.
