@@ -12,7 +12,8 @@ The packages, from the script down to the bytes:
     runtime      the I/O thread and its modules                 core       decisions, without I/O
     network      message encoding, transports                  cli, tools the command line
 
-This module resolves its names lazily: importing it or `gridtrain.network.wire` does not import torch.
+Names that need torch are imported when they are first used, so importing this module or
+`gridtrain.network.wire` does not import torch.
 """
 
 from __future__ import annotations

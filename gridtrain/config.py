@@ -1,6 +1,6 @@
-"""The options of scripts (Dense, TopK, GTopK, Auto, LocalSteps, Overlap) and all deadlines and timeouts.
+"""The exchange options of scripts (Dense, TopK, ...), the settings of `join`, and all timeouts.
 
-Imports neither torch nor sockets.
+This module imports neither torch nor sockets.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 # -- exchanges: how gradients are shared -----------------------------------------------------------
 
 WAITS = ("all", "auto")
-"""The choices of whether the group waits for workers whose training loops have stalled."""
+"""The values of `wait`: "all" always waits for workers whose training loops have stalled, "auto" does not."""
 
 BASES = ("exact", "any")
-"""The choices of whether the frozen parameters must have the same values on all workers."""
+"""The values of `base`: "exact" requires the same frozen parameters on all workers, "any" does not."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
-"""The possible encodings of the values in a sparse exchange; "int2" is only for exchanges that round once,
-namely `TopK` and `GTopK(topology="star")`."""
+"""The encodings of the values in a sparse exchange; "int2" is only for exchanges that round once, namely
+`TopK` and `GTopK(topology="star")`."""
 
 DENSE_VALUES = ("fp32", "bf16", "int8")
-"""The possible encodings of the values in a dense exchange."""
+"""The encodings of the values in a dense exchange."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Dense all-reduce of gradients: every element, every step.
+    """Dense all-reduce of gradients: each step exchanges every element.
 
     Attributes:
         topology: "auto", with which the coordinator selects "direct" for small models on similar links and
@@ -142,8 +142,9 @@ class _Sparse:
     def k_at(self, step: int, n: int, share: float = 1.0) -> int:
         """Return the number of entries that a worker selects out of `n` in step `step`.
 
-        With `share` < 1 (`Member.entries_share`) the number is that share of k, but at least one, and at
-        least one for each chunk.
+        Args:
+            share: the fraction of the usual number that this worker selects (`Member.entries_share`); it
+                always selects at least one entry, and at least one for each chunk.
         """
         k = min(n, max(1, round(self.density_at(step) * n)))
         if share >= 1.0:
@@ -205,7 +206,8 @@ _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Lets the coordinator choose `Dense()`, `GTopK` or `TopK`, from the measured links and computing speed.
+    """Lets the coordinator choose `Dense()`, `GTopK` or `TopK` by the measured speed of links and workers.
+
     The coordinator may change its choice during the run.  A dense step that follows sparse steps also sends
     their residuals.
 
@@ -289,7 +291,10 @@ class Auto:
 
 
 def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
-    """Return the exchange for the argument `exchange=`.  Raises `ConfigError` for anything else."""
+    """Return the exchange that the argument `exchange=` of `Grid.optimizer` stands for.
+
+    Raises `ConfigError` if the argument is neither an exchange, "auto" nor None.
+    """
     if given is None:
         return GTopK()
     if given == "auto":
@@ -356,19 +361,20 @@ class LocalSteps:
     """Local training: each worker takes `every` optimizer steps alone, then exchanges the change of its
     parameters.
 
-    DiLoCo (arXiv 2311.08105), and with a sparse exchange SparseLoCo (arXiv 2508.15706): for AdamW on slow
-    links.  One step of the run is then one exchange, that is, `every` steps of the training loop.
+    This is DiLoCo (arXiv 2311.08105) or, with a sparse exchange, SparseLoCo (arXiv 2508.15706).  Use it with
+    AdamW on slow links.  One step of the run is then one exchange, that is, `every` steps of the training
+    loop.
 
     Attributes:
-        every: the number of optimizer steps between two exchanges, with the same value on all workers;
+        every: the number of optimizer steps between two exchanges, which must be the same on all workers;
             `gridtrain.propose_local_steps` proposes a number.
         exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)` the
             coordinator chooses it, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
-        overlap: the number of steps after which the change of the parameters is applied, 1 to `every`: until
-            then it is exchanged while the next steps are being computed (Streaming DiLoCo, arXiv 2501.18512;
-            eager updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
+        overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
+            the parameters is exchanged; the result is applied after them (Streaming DiLoCo, arXiv
+            2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
     """
 
     every: int
@@ -464,7 +470,7 @@ def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """All timeouts, in seconds.  Progress extends the timeouts marked (+)."""
+    """All timeouts and intervals, in seconds.  Progress extends the timeouts marked (+)."""
 
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
     silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies
@@ -501,7 +507,7 @@ MAX_UPDATE_LOG_MIB = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """The settings of `gridtrain.join`; the defaults are read from the environment that the agent sets.
+    """The settings of `gridtrain.join`; `from_environment` reads those that the agent sets.
 
     Attributes:
         coordinator_key: the coordinator's public key in hexadecimal.
@@ -522,7 +528,8 @@ class JoinConfig:
         wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
-        faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
+        faults: the planned faults, in the form that `gridtrain.testing.Faults.parse` accepts; "" injects
+            none.
         update_log_mib: the memory in MiB for the updates of the latest steps, with which a newcomer
             catches up; if it is small, the group may have to wait while a slow worker receives the state.
     """
@@ -554,7 +561,10 @@ class JoinConfig:
 
     @property
     def update_log_bytes(self) -> int:
-        """The memory for the update log in bytes; raises `ConfigError` if it is not a whole number of MiB."""
+        """The memory for the update log in bytes.
+
+        Raises `ConfigError` if the setting is not a whole number of MiB from 1 to `MAX_UPDATE_LOG_MIB`.
+        """
         if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MAX_UPDATE_LOG_MIB:
             raise ConfigError(
                 f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MAX_UPDATE_LOG_MIB}",

@@ -12,8 +12,10 @@ CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 
 def device_flops(device: torch.device) -> float:
-    """Return the float32 operations per second of a device, measured with products of square matrices; takes
-    `MEASURE_DURATION_S` plus a warm-up."""
+    """Return the float32 operations per second of a device, measured with products of square matrices.
+
+    The measurement takes at least `MEASURE_DURATION_S` seconds, including a warm-up.
+    """
     n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     least_s, ends_s = math.inf, time.perf_counter() + MEASURE_DURATION_S
     with torch.no_grad():

@@ -35,7 +35,7 @@ NEVER_SENT = "disconnect the peer; a correct peer of the same version never send
 
 
 class LocalProtocolError(GridtrainError):
-    """This process violated the protocol because of a bug in gridtrain.  The error is never caught."""
+    """This process violated the protocol because of a bug in gridtrain."""
 
 
 class ConfigError(GridtrainError):
@@ -49,8 +49,11 @@ class DataError(GridtrainError):
 
 
 class LineBroken(GridtrainError):
-    """A pipeline's attempt cannot continue because a stage (`peer`, if known) failed, left or sent invalid
-    data."""
+    """A pipeline's attempt cannot continue because a stage failed, left or sent invalid data.
+
+    Attributes:
+        peer: the number of that stage; None if it is unknown.
+    """
 
     def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:
         self.peer = peer
@@ -66,7 +69,7 @@ class AddressTaken(TransportError):
 
 
 class CoordinatorUnreachable(GridtrainError):
-    """The coordinator's address did not answer in time."""
+    """The coordinator did not answer in time at its address."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Checks that optional packages (torch, transformers, ...) are installed, or says which ones to install."""
+"""Checks that optional packages (torch, transformers, ...) are installed; errors say which to install."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def require_packages(requires: Iterable[tuple[str, str]], who: str, image: str =
     """Raise `ConfigError` if any packages are missing or too old.
 
     Args:
-        requires: the packages, as (name, minimum version or "").
+        requires: for each package, its name and its minimum version, which is "" for any version.
         who: what needs the packages, such as "the run's script".
         image: a container image that contains them; "" if there is none.
     """
@@ -69,7 +69,7 @@ def require_packages(requires: Iterable[tuple[str, str]], who: str, image: str =
     if missing:
         quoted = " ".join(f"'{name}'" for name in missing)
         raise ConfigError(
-            f"{who} needs packages that are not installed: {', '.join(missing)}",
+            f"{who} needs packages that are missing or too old: {', '.join(missing)}",
             remedy=f"run {sys.executable} -m pip install {quoted}"
             + (f", or use the image {image}" if image else ""),
         )

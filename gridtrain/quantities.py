@@ -11,10 +11,10 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
 MAX_NAMES = 3
-"""How many workers a message to people names; see `list_first`."""
+"""The maximum number of workers that a message to people names; see `list_first`."""
 
 SKIP_REASON = "because a gradient was not finite"
-"""Why the members skip a step."""
+"""The reason for skipping a step, as messages to people state it."""
 
 
 def parse_duration_s(text: str) -> float | None:
@@ -50,7 +50,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return a number with three digits or more, such as "12.3" and "6,083"."""
+    """Return a number with three significant digits, or from 1,000 on as an integer: "12.3", "6,083"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
@@ -60,7 +60,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def list_first(items: Sequence[str], most: int) -> str:
-    """Return the first `most` items and how many more there are, such as "anna, bert and 3 more"."""
+    """Return the first `most` items and the number of the others, such as "anna, bert and 3 more"."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
 
@@ -73,10 +73,12 @@ def format_age(seconds_s: float) -> str:
 
 
 def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") -> str:
-    """Describe how many of a run's samples were in skipped steps; "" if under 1 % were and `last` is 0.
+    """Describe how many of a run's samples were in skipped steps.
+
+    Returns "" if no samples were, or if less than 1 % were and `last` is 0.
 
     Args:
-        last: the number of steps at the end that were all skipped; 0 if this should not be mentioned.
+        last: the number of consecutive skipped steps at the end; 0 if they should not be mentioned.
         of: the steps that are counted, such as " of the first 30 steps"; by default all steps of the run.
     """
     if not skipped or (100 * skipped < samples and not last):
@@ -94,8 +96,10 @@ def format_worker_state(state: str) -> str:
 
 
 def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
-    """Return the fields of an event in readable form, with the outcome of the open step in place of a
-    generation's verdict."""
+    """Return the fields of an event in readable form.
+
+    The field `verdict` of a generation is replaced by `open_step`, the outcome of the step that was open.
+    """
     return dict(
         ("open_step", "committed" if value == "COMMIT" else "repeated")
         if name == "verdict"
@@ -105,7 +109,7 @@ def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def format_field(value: object) -> str:
-    """Return a field of an event in readable form: "yes", "no" or "none"; lists with commas."""
+    """Return a value of an event in readable form: "yes", "no", "none", or a list separated by commas."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -120,7 +124,7 @@ def format_field(value: object) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes with decimal prefixes and three digits."""
+    """Return a number of bytes with three significant digits and a decimal prefix, such as "1.25 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"

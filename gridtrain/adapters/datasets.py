@@ -6,8 +6,9 @@
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
 When a shard is opened, its rows, `stream.shard(num_shards, index)`, are written into the cache and compared
-with the index.  They are therefore read and mapped only once, can be shuffled, and a run can resume
-in the middle of a shard.
+with the index.  Each row is therefore read and mapped only once, and the rows can be shuffled.  A run can
+resume in the middle of a shard.
+
 Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and divides the shards itself.
 """
 
@@ -39,7 +40,7 @@ class StreamShards(Shards):
         options: the other arguments of `gridtrain.Shards`.
 
     Raises:
-        ConfigError: `stream` is not such a stream, or the index describes other data.
+        ConfigError: `stream` is not a stream of the package `datasets`, or the index describes other data.
     """
 
     def __init__(self, stream: Any, index: str | Path, **options: Any) -> None:
@@ -50,7 +51,7 @@ class StreamShards(Shards):
         if found != _places(count):
             raise ConfigError(
                 f"the stream has {format_count(count, 'shard')}, but {index} describes "
-                f"{format_count(len(found), 'file')} from {found[0]}",
+                f"{format_count(len(found), 'file')}, of which the first is {found[0]}",
                 remedy="write the index of this stream with gridtrain.adapters.datasets.write_index",
             )
 
@@ -92,8 +93,8 @@ def _shard_count(stream: Any) -> int:
 def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
     """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`.
 
-    The package datasets reads the files itself, so the bytes of the rows are counted instead of those read:
-    further rows are requested when the limit allows as many bytes as the previous rows had.
+    The package datasets reads the files itself, so the bytes of the rows are counted instead of the bytes
+    read: more rows are requested only when the download limit has allowed the bytes of the previous rows.
     """
     meter.check_undivided(place, limit_bytes)
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))

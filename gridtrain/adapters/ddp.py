@@ -55,7 +55,7 @@ from gridtrain.training.exchangers import topology_of
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The parameters that DDP sends together, and their residual in `feedback`, in the same order."""
+    """The parameters whose gradients DDP exchanges together, and their residuals in the same order."""
 
     parameters: tuple[Tensor, ...]
     feedback: ErrorFeedback
@@ -75,8 +75,7 @@ class GTopKState:
         scaler: the GradScaler that scales the loss; None if the loss is not scaled.
 
     Attributes:
-        step: the number of backward passes whose gradients were exchanged; a density warm-up uses it as the
-            step.
+        step: the number of backward passes whose gradients were exchanged; `GTopK.warmup` refers to it.
 
     Raises:
         ConfigError: the exchange is not a `GTopK`, or the processes were given different exchanges.
@@ -125,8 +124,10 @@ class GTopKState:
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the exchange of a bucket and return the future of its update.  The selection runs on the
-        calling thread and stream, the exchange on a background thread."""
+        """Start the exchange of a bucket and return the future of its update.
+
+        Entries are selected on the calling thread and stream; a background thread runs the exchange.
+        """
         mean_B = bucket.buffer()
         held = self._bucket_for(tuple(bucket.parameters()), mean_B)
         k = self.exchange.k_at(self.step, mean_B.numel())

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 MODEL_TYPES = ("gemma", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""The `model_type` of the models whose forward is known to be this chain."""
+"""The values of `model_type` for which the chain of blocks is known to compute the model's own result."""
 
 _LORA_SETTINGS = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
@@ -62,7 +62,8 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
     `attention_mask` and `position_ids`, each (B, T).  The model itself is not changed.
 
     Raises:
-        ConfigError: the model is not one of `MODEL_TYPES` with a language modeling head.
+        ConfigError: the model is not one of `MODEL_TYPES` with a language modeling head, or transformers is
+            older than version 5.
     """
     config = getattr(model, "config", None)
     head, base = getattr(model, "lm_head", None), getattr(model, "base_model", None)
@@ -74,7 +75,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
         )
     if int(transformers.__version__.partition(".")[0]) < 5:
         raise ConfigError(
-            f"transformers {transformers.__version__} computes masks in a different way",
+            f"transformers {transformers.__version__} is not supported; it computes masks differently",
             remedy="install transformers 5 or newer",
         )
     names = (
@@ -102,8 +103,8 @@ def decoder_blueprint(
     """Return the blueprint of a language model, of which each worker builds only its own stage.
 
     Args:
-        source: the model's configuration, for initial values as transformers draws them; or the folder of a
-            pretrained model, from whose safetensors files each worker reads the values of its blocks.
+        source: the model's configuration, to begin with initial values as transformers draws them; or the
+            folder of a pretrained model, from whose safetensors files each worker reads its blocks' values.
         seed: the seed of the run's initial values.
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
@@ -157,7 +158,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
-    """Return the layout, as JSON, of the folder that an export of `whole` writes; `model` is a part of it."""
+    """Return the layout, as JSON, of the folder to which `whole`, of which `model` is a part, is exported."""
     layout = pretrained.describe(whole)
     if layout is None:
         return None
@@ -173,7 +174,8 @@ def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each token after the first; targets of -100 are ignored."""
+    """Return the mean cross-entropy of all tokens except the first of each sample; targets of -100 are
+    ignored."""
     return nn.functional.cross_entropy(
         logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten(), ignore_index=-100
     )
@@ -197,7 +199,7 @@ class LayerPositions:
         """Return the keyword arguments of layer `number`, as the model's own forward passes them."""
         positions = _positions(hidden_BTH, others)
         arguments: dict[str, Any] = {"position_ids": positions, "use_cache": False, "attention_mask": None}
-        if not hidden_BTH.is_meta:  # where only shapes matter, but a mask depends on values
+        if not hidden_BTH.is_meta:  # on the meta device only shapes matter, and a mask needs values
             mask = create_masks_for_generate(
                 self._config, hidden_BTH, others.get("attention_mask"), None, positions
             )
@@ -246,7 +248,7 @@ class _Tokens(_Plain):
         if not isinstance(x, Mapping) or not {"input_ids"} <= x.keys() <= set(_INPUTS):
             given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
             raise ConfigError(
-                f"the input of the model is {given}",
+                f"the model cannot use an input of {given}",
                 remedy=f"pass the token ids, or a dict of {', '.join(_INPUTS)}; labels are the targets",
             )
         others = {name: x[name] for name in _INPUTS[1:] if name in x}
@@ -294,7 +296,7 @@ def _block(kind: type[_Plain], module: nn.Module) -> Any:
 
 
 def _draw_values(model: PreTrainedModel) -> Init:
-    """Return a function that gives a block the initial values of its model's class."""
+    """Return a function that gives a block the initial values that the model's class draws."""
 
     @torch.no_grad()
     def init(block: nn.Module, number: int) -> None:
@@ -308,8 +310,8 @@ def _draw_values(model: PreTrainedModel) -> Init:
 def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
     """Return a function that also gives a block's adapters their initial values.
 
-    Each adapter has a seed of its own, because the numbers drawn before it depend on the base's files and on
-    libraries.
+    Each adapter has a seed of its own, because the random numbers that are drawn before its own depend on the
+    base's files and on library versions.
     """
 
     @torch.no_grad()
@@ -337,7 +339,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"the tensors in {folder} cannot be read: {error}",
-            remedy="the folder must contain model.safetensors, or its index and all of its files",
+            remedy="the folder must contain model.safetensors, or its index and all files in the index",
         ) from error
     names, prefix = tuple(blocks), f"{model.base_model_prefix}."
     tied = {place for each in find_tied_parameters(tuple(blocks.values())) for place in each.places[1:]}

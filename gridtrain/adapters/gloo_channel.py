@@ -1,4 +1,4 @@
-"""Sends messages (a few integers and an optional payload) between the processes of a site over torch's gloo.
+"""Sends messages (a few integers and an optional payload) between processes over torch's gloo.
 
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty
@@ -23,7 +23,11 @@ HEAD = 7
 
 
 class GlooChannel:
-    """Sends and receives this process's messages in `group`, a gloo group.  Ranks are those of the group."""
+    """Sends and receives this process's messages within a group.
+
+    Args:
+        group: a group of torch.distributed with the gloo backend; ranks are those of this group.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

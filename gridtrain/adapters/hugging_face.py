@@ -1,4 +1,4 @@
-"""`transformers.Trainer` as a worker of a run: its batches, evaluation, logging and rejected arguments.
+"""Runs `transformers.Trainer` as a worker of a run, and rejects arguments that cannot be used in a run.
 
     exchange = gridtrain.GTopK(density=0.05, momentum=0.9)
     trainer = GridTrainer(grid=grid, grid_options={"exchange": exchange}, model=model,
@@ -12,13 +12,13 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; newcomers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
-    get_batch_samples                    its own; with weigh_by="tokens" their count is the step's weight
+    get_batch_samples                    its own; with weigh_by="tokens" their tokens are counted as weight
     evaluate                             its own; meanwhile this worker is reported as busy
-    saving, logging to files             on the first worker only
+    saving                               on the first worker only
     state.global_step                    the run's, so that a worker that joins late stops with the group
 
 `max_steps` ends the run, for all workers together.  It counts steps of the optimizer: with
-`LocalSteps(every=H)` it is a multiple of H, and H of them are a step of the run.
+`LocalSteps(every=H)` it must be a multiple of H, because H of these steps are one step of the run.
 
 `max_grad_norm` clips the local gradient, as usual; to clip the exchanged gradient, pass `clip_norm=` in
 `grid_options` and set max_grad_norm=0.
@@ -114,8 +114,8 @@ class GridTrainerMixin(_Trainer):
         return self._loader
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """Read the batches of a step as Trainer does; their tokens are the step's weight if the run weights
-        by tokens."""
+        """Read the batches of a step as Trainer does; with weigh_by="tokens", the number of their tokens is
+        the weight of this worker's gradient."""
         batches, count = super().get_batch_samples(*args, **options)
         if count is not None and self._grid_options.get("weigh_by") == "tokens":
             self.grid.weigh(count)
@@ -140,7 +140,10 @@ class GridTrainer(GridTrainerMixin, Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Sets Trainer's step count, which starts at 0, to the step of the run."""
+    """Sets Trainer's step count, which starts at 0, to the step of the run (except with `LocalSteps`).
+
+    Also ends the loop with the run, restricts saving to the first worker, and reports the losses.
+    """
 
     def __init__(self, trainer: GridTrainerMixin) -> None:
         self._trainer = trainer
@@ -168,7 +171,10 @@ class _StepCallback(TrainerCallback):
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Return the batch.  Raises `ConfigError` if `collate`, a library's function, rejects the samples."""
+    """Return the batch that `collate`, a library's function, makes of the samples.
+
+    Raises `ConfigError` if it rejects the samples or returns an empty batch.
+    """
     cause: Exception | None = None
     try:
         batch = collate(samples)

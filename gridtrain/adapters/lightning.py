@@ -1,4 +1,4 @@
-"""Runs `lightning.Trainer` as a worker; decides which worker writes Lightning's log files and checkpoints.
+"""Runs `lightning.Trainer` as a worker of a run; only the first worker writes log files and checkpoints.
 
     class Model(L.LightningModule):
         def configure_optimizers(self):

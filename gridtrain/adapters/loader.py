@@ -1,4 +1,4 @@
-"""Wraps `grid.batches` as a loader with a length, for the training loops of other packages with epochs.
+"""Wraps `grid.batches` as a loader with a length, for training loops of other packages that have epochs.
 
     loop       iter  next next ...  StopIteration     iter  StopIteration     finish
     grid       -----------one generator, made at the first `iter`------------------^ leaves the run
@@ -38,7 +38,7 @@ class GridLoader:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Return the maximum number of batches: those of a worker that takes part in the whole run."""
+        """Return the number of batches of a worker that takes part in the whole run, which is the maximum."""
         return self._steps * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,8 +52,8 @@ class GridLoader:
         return self._batches
 
     def finish(self) -> None:
-        """End the loop.  This worker finishes together with the run, or leaves a run that has not
-        ended."""
+        """End the loop.  If the run has another batch for this worker, the worker leaves the run; otherwise
+        it finishes together with the run."""
         if self._batches is not None and not self._grid.finished and next(self._batches, None) is not None:
             self._grid.close("its training loop ended before the run")
             self._batches = iter(())  # another call has no effect

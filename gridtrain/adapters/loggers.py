@@ -7,9 +7,10 @@
     log.close()
 
 Only the first worker of the generation writes, so that a run yields one curve.  When that worker leaves, the
-next first worker continues with its own writers, which it opens only then; with `run=grid.run_id` Weights &
-Biases and MLflow continue the previous worker's run.  `own=` names writers for the figures of each worker.
-All workers report the figures to the group (`grid.report`).  The packages are imported at the first write.
+new first worker continues with its own writers, which it opens only then; with `run=grid.run_id` Weights &
+Biases and MLflow continue the previous worker's run.  The argument `own=` is for writers of each worker's own
+figures.  All workers report the figures to the group (`grid.report`).  The packages are imported at the first
+write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the processes of one site (GPUs of a machine, machines in a room; torchrun) as one worker of a run.
+"""Runs the processes that torchrun starts at one site (one or more machines) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 
@@ -14,7 +14,7 @@ for tensors on GPUs, gloo for everything else.
     leader       <--- the digest of the base --- every process, once
     leader       turn: the site's samples, the state -----> every process
     each process its part of the samples, backward
-    leader       <--- reduce: sum of (n_j / n) * gradient_j --- every process
+    leader       <--- reduce: sum of share * gradient ------ every process   share: of the site's samples
                  step: exchange with the run, apply
                  ... next turn: the state with the update in it ------> every process
 
@@ -123,7 +123,7 @@ class Site:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the only process of the run that should log and save."""
+        """Whether this process is the one in the run that should log and save."""
         return self.grid is not None and self.grid.is_first
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
@@ -255,8 +255,11 @@ class Site:
                 tensor.copy_(piece.view(tensor.shape))
 
     def sum_up(self, flat_N: Tensor) -> None:
-        """Sum the flat_N of all processes, each weighted by n_j / n, into the leader's flat_N.  On the other
-        processes flat_N is undefined afterwards."""
+        """Sum the vectors `flat_N` of all processes into the leader's `flat_N`.
+
+        Each is weighted by its process's share of the site's samples.  On the other processes `flat_N` is
+        undefined afterwards.
+        """
         if self._weight:
             flat_N.mul_(self._weight)
         else:
@@ -279,7 +282,10 @@ class Site:
         self._channel.wait_sent()
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
-        """Receive the expected message from another process and return its text."""
+        """Receive the expected message from another process and return its text.
+
+        Raises `SiteFailed` for any other message, which reports a failure, or if the process has exited.
+        """
         word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
         if word is not expected:
@@ -315,8 +321,8 @@ class Site:
             sys.exit(128 + number)
 
     def _end(self, reason: str) -> None:
-        """Send the reason why this process is ending: to all other processes if it is the leader, otherwise
-        to the leader."""
+        """Send the reason why this process is ending to all other processes, or to the leader if this process
+        is not the leader."""
         if self._has_ended:
             return
         self._has_ended = True

@@ -26,6 +26,9 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
     """A `trl.SFTTrainer` that trains as a worker of a run.  The arguments are those of `GridTrainerMixin`.
 
     The samples of a `ShardedDataset` must be tokenized: {"input_ids": ..., "labels": ...}.
+
+    Raises:
+        ConfigError: an argument cannot be used in a run, or SFTTrainer cannot prepare the data set.
     """
 
     def __init__(self, *, train_dataset: Any = None, **options: Any) -> None:

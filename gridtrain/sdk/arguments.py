@@ -35,7 +35,7 @@ def to_ints(**named: Any) -> list[Any]:
 
 
 def check_kinds(optimizer: object, model: object) -> None:
-    """Raise `ConfigError` unless these are an optimizer and a model; they are easily swapped."""
+    """Raise `ConfigError` unless the arguments are an optimizer and a model, which are easily swapped."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         raise ConfigError(
             f"grid.optimizer was given {describe_type(optimizer)} and {describe_type(model)}; it needs a "
@@ -76,8 +76,10 @@ def unsupported_scaler_error() -> ConfigError:
 
 
 def state_options(config: JoinConfig) -> ModelStateOptions:
-    """Return the options for checkpoints and departure.  Each worker on a machine has its own folder, in a
-    folder named after the coordinator's key."""
+    """Return the options for checkpoints and for the residual that a leaving worker sends.
+
+    By default, each worker on a machine has its own folder, in a folder named after the coordinator's key.
+    """
     folder = Path(config.state_dir)
     if not config.state_dir:
         worker = run_folder_name(Path(config.identity).stem or config.name)
@@ -95,5 +97,5 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
 def _parse_int(name: str, text: str) -> int:
     """Parse a whole number >= 0; raise `ConfigError` for any other string."""
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=16")
     return int(text)

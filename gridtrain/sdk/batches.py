@@ -1,10 +1,10 @@
-"""`grid.batches`: divides a turn's samples over `step()` calls; handles stand-ins, pauses and missed calls.
+"""`grid.batches`: divides a turn's samples among calls to `step()`; handles stand-ins and pauses.
 
-A call without samples of its own gets the latest samples, or the first of the data set, as a stand-in that is
-not counted.  A loop that misses a call to `step()` gets an error.
+A call without samples of its own gets the latest samples, or the first samples of the data set, as a stand-in
+that is not counted.  A loop that omits a call to `step()` gets an error.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
-     ModelState.begin_turn      a residual is added, a due checkpoint is written
+     ModelState.begin_turn      adds a residual, writes a checkpoint that is due
      yield spans                one item for each call to `optimizer.step` in the turn
 the agent requests a pause  --> ModelState.rest, PauseController.pause, and the next turn after it
 the run has ended           --> stop; `is_finished`
@@ -87,7 +87,7 @@ class Turns:
         try:
             yield from self._iterate(stand_in)
         except GeneratorExit:  # the script has left the loop
-            # If the turn is not done, changes since its start are not of a step.
+            # If the turn is not done, changes since its start do not belong to a step.
             if self._session.is_turn_done and isinstance(self._trainer, GridOptimizer):
                 self._trainer.parameter_watch.record_end()
             raise
@@ -241,8 +241,12 @@ class TurnRollback:
         self._is_dropped = False
 
     def begin_turn(self, *, saves_now: bool) -> None:
-        """Begin a turn; `saves_now` is set if the turn has several calls, so the script changes state
-        before the last call."""
+        """Begin a turn.
+
+        Args:
+            saves_now: whether to copy the state now, because the turn has several calls and the script
+                changes the state before the last one.
+        """
         self._restore = self._capture() if saves_now else None
 
     def drop_turn(self) -> None:
@@ -251,8 +255,8 @@ class TurnRollback:
         self._restore = self._restore or self._capture()
 
     def end_turn(self) -> None:
-        """End the turn before the script gets the next turn; if its step was dropped, restore the copied
-        state."""
+        """End the turn, before the script gets the next one; restore the copied state if the turn's step was
+        dropped."""
         restore, self._restore = self._restore, None
         if self._is_dropped and restore is not None:
             restore()

@@ -1,4 +1,4 @@
-"""`Grid`: all that a script calls (optimizer, batches, mean, report, pipeline), and the timeout of `close`.
+"""`Grid`, the object whose methods a script calls: optimizer, batches, mean, report, pipeline, ...
 
 `Grid` connects a PyTorch training loop to the parts that do the work:
 
@@ -415,7 +415,7 @@ class Grid:
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
     ) -> Generator[Any, None, None]:
-        """Yield this worker's batches until the run has ended; every sample is used once.
+        """Yield this worker's batches until the run has ended; in a pass, only one worker uses each sample.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
         every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the
@@ -543,8 +543,8 @@ class Grid:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Report this worker as busy while a long evaluation runs in the `with` block, so that it is not
-        considered hung."""
+        """Report this worker as busy while the `with` block, such as a long evaluation, runs; the group then
+        does not consider it stalled."""
         self._session.set_busy(True)
         try:
             yield
@@ -708,7 +708,10 @@ class Grid:
 
 
 def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
-    """Return `auto`, restricted to the exchanges that are suitable for this optimizer."""
+    """Return `auto`, restricted to dense exchanges if the optimizer is of the Adam family (has `betas`).
+
+    Raises `ConfigError` if `overlap` is set.
+    """
     if overlap is not None:
         raise ConfigError(
             'overlap was set with exchange="auto", but buckets depend on the chosen exchange',

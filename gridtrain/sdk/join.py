@@ -1,4 +1,4 @@
-"""`grid = gridtrain.join()`: makes a `Grid`, connected to its run, from arguments, variables and run.toml.
+"""`gridtrain.join()`: makes a `Grid` from arguments, environment variables and run.toml.
 
 invitation --enroll--> identity, coordinator --+
 arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and another after each pause
@@ -53,8 +53,10 @@ def join(
     relay: bool | None = None,
     unencrypted: bool | None = None,
 ) -> Grid:
-    """Join a run.  Arguments that are not given are read from the variables `GRIDTRAIN_*`, which are set by
-    `gridtrain worker`, and, in a script that was started by hand, also from run.toml.
+    """Join a run.
+
+    Arguments that are not given are read from the environment variables `GRIDTRAIN_*`, which
+    `gridtrain worker` sets; in a script that was started by hand, they are also read from run.toml.
 
     Args:
         invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.

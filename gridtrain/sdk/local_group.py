@@ -38,15 +38,14 @@ from gridtrain_coordinator.log import Log, silent
 Result = TypeVar("Result")
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""The seconds to wait for threads that were asked to end; a thread that runs the user's code may not
-notice."""
+"""How many seconds to wait for threads to end; a thread that runs the user's code may take longer."""
 
 
 class LocalGroup:
-    """A coordinator in a thread, and workers that call `join`, as a context manager.
+    """A context manager that runs a coordinator in a thread; `join` adds workers.
 
-    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a
-    waiting call to a `Grid` raises `EndpointKilled`.
+    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a call
+    to a `Grid` that is waiting at that time raises `EndpointKilled`.
 
     Args:
         min_workers: the number of workers that the run needs to start.
@@ -119,10 +118,17 @@ class LocalGroup:
         checkpoints: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
-        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` if the group has ended.
+        """Add a worker, which must be used from one thread.
 
-        With `hidden`, no worker can connect to the new worker, as if it were behind NAT.  Checkpoints work as
-        in `gridtrain.join`, but none are written by default.  `owner` is an agent that may pause the worker.
+        The other arguments are those of `gridtrain.join`, but by default no checkpoints are written.
+
+        Args:
+            hidden: whether other workers cannot connect to this worker, as if it were behind NAT.
+            owner: an agent that pauses the worker; None for none.
+
+        Raises:
+            ConfigError: a worker of this name has not left yet.
+            EndpointKilled: the group has ended.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
@@ -176,15 +182,19 @@ def local(
 ) -> list[Result]:
     """Run `train(grid)` on `workers` workers at the same time and return their results in order.
 
-    The workers are called "worker-0", "worker-1", ...; `faults` are injected into them at chosen steps (see
-    `gridtrain.testing.Faults`).  They are threads of this process: call functions that are not thread-safe,
-    such as `from_pretrained` of transformers, before `local` or under a lock.
+    The workers are called "worker-0", "worker-1", ...  They are threads of this process: call functions that
+    are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
 
-    Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
-    to their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
-    seconds keeps running in its thread.
+    If a worker raises an exception, this function ends the other workers and raises the first such exception.
+    The other workers get an exception from the call to their grid that is waiting, or from their next call.
+    A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
 
-    Raises `ConfigError` if `workers` is not a positive integer.
+    Args:
+        export_dir: as in `gridtrain.join`.
+        faults: the faults to inject at chosen steps (see `gridtrain.testing.Faults`).
+
+    Raises:
+        ConfigError: `workers` is not a positive integer.
     """
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}; it must be a whole number >= 1", remedy="try workers=4")

@@ -1,4 +1,4 @@
-"""Checks the number, name length and finiteness of the figures that a script reports (`grid.report`)."""
+"""Checks the figures that a script reports (`grid.report`): their number, names and values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class ReportedFigures:
         self._warned = False
 
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the finite figures; log the first figure that is not finite.
+        """Return the finite figures; log the first figure of the run that is not finite.
 
-        Raises `ConfigError` for a name that cannot be sent, or for more than `MAX_FIGURES` distinct names.
+        Raises `ConfigError` for a name that cannot be sent, for a value that is not a number, or if more than
+        `MAX_FIGURES` distinct names have been reported.
         """
         for name in figures:
             check_text(NAME, "the name of a figure", name)
@@ -48,7 +49,7 @@ class ReportedFigures:
 
 
 def check_names(config: JoinConfig) -> None:
-    """Raise `ConfigError` for a name or an address that cannot be sent."""
+    """Raise `ConfigError` if the run's name, this worker's name or its advertised address cannot be sent."""
     check_text(NAME, "the name of the run", config.run)
     check_text(NAME, "the name of this worker", config.name)
     check_text(ADDRESS, "the advertised address", config.advertise)

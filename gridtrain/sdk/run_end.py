@@ -21,18 +21,21 @@ FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
 step's checkpoint, and its upload."""
 
 MAX_ATTEMPTS, ATTEMPT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
-"""How often, and at which interval, the worker that exports the final model retries writing the last
-checkpoint and, unless that checkpoint has the model, the model; and the number of attempts per warning."""
+"""The number of further attempts, and the seconds before each, of the exporting worker to write the last
+checkpoint and, unless that checkpoint has been written, the final model; and the attempts per warning."""
 
 AwaitStop = Callable[[float], bool]
-"""Waits for that many seconds; returns True at once if this worker has to stop."""
+"""Waits for the given number of seconds; returns True, immediately, if this worker has to stop."""
 
 
 def finish_run(
     session: GroupSession, model_state: ModelState, config: JoinConfig, await_stop: AwaitStop
 ) -> None:
-    """Write the last checkpoint and, if this worker exports it, the final model; wait for the other
-    members."""
+    """Write the last checkpoint and wait for the other members; export the final model if that is this
+    worker's task.
+
+    Raises the error that prevented the checkpoint or the export, after everything else has been done.
+    """
     if session.end_reason:
         _finish_as_standby(session, model_state)
         return
@@ -69,8 +72,8 @@ def finish_run(
 
 
 def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
-    """End without the other workers; if the run ended because a stage is missing, save this worker's
-    stage."""
+    """End this worker without the others: log why the run has ended, and if this worker holds a stage, write
+    it to a last checkpoint."""
     if not model_state.holds_stage:
         text = "%s; at the end this worker held neither the model nor a stage of it"
         log.warning(text, session.end_reason)
@@ -83,8 +86,8 @@ def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
 def _try_export(
     session: GroupSession, model_state: ModelState, config: JoinConfig, attempt: int = 1
 ) -> Exception | None:
-    """Write the final model; return the error, which is to be raised at the very end: the members and the
-    last checkpoint come first."""
+    """Write the final model; return the error, if any, so that the caller can raise it after waiting for the
+    members and the last checkpoint."""
     session.report_figures({EXPORT_ATTEMPTS: float(attempt)})
     try:
         model_state.export(export_folder(config.run, config.export_dir))
@@ -106,8 +109,8 @@ def _repeat_writing(
     failed: Exception | None,
     written: bool | Exception,
 ) -> tuple[Exception | None, bool | Exception]:
-    """Retry writing the last checkpoint and, unless that checkpoint has it, the final model, until the user
-    has made room for them or gives up; return the latest results."""
+    """Try again to write the last checkpoint and, unless that is written, the final model; return the latest
+    results.  Stops after `MAX_ATTEMPTS`, or when this worker has to stop."""
     for attempt in range(MAX_ATTEMPTS):
         lacks_checkpoint = written is True and model_state.lacks_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
         lacks_model = isinstance(failed, (ConfigError, OSError)) and not model_state.has_final_checkpoint
@@ -143,8 +146,8 @@ def _warn_of_attempts(model_state: ModelState, failed: Exception | None, left: i
 
 
 def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:
-    """Return the result of `write_final_checkpoint`, or its error, such as a changed base or too little
-    memory for a copy, which is to be raised at the very end."""
+    """Return the result of `write_final_checkpoint`, or its error (such as a changed base, or too little
+    memory for a copy), which `finish_run` raises at its end."""
     try:
         return model_state.write_final_checkpoint(timeout_s)
     except Exception as error:

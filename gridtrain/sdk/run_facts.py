@@ -17,7 +17,11 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
-    """Return the facts of a run; `data_text` describes its data."""
+    """Return the facts of a run.
+
+    Args:
+        data_text: the description of the data.
+    """
     every = trainer.compare_every
     return (
         ("model", trainer.base.describe_model()),
@@ -35,8 +39,9 @@ def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> str:
-    """Return a description of the optimizer for comparison between workers: its class, and the options of the
-    first group that are not defaults."""
+    """Return a description of the optimizer for comparison between workers: its class, and the options of its
+    first parameter group that are not defaults; with several groups or a long text, also a digest of all
+    settings."""
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
     options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}

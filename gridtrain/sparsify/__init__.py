@@ -1,4 +1,4 @@
-"""Selects the entries to send, keeps the other entries as error feedback, and sums sparse payloads.
+"""Selects the entries to send, keeps the others in the residual (error feedback), and sums sparse payloads.
 
     gradient --error_feedback--> residual + contribution --selection--> k entries --> payload
     payloads of two members --merge--> payload of their sum, and truncated entries for the residual

@@ -78,7 +78,7 @@ class ThresholdHint:
 
 
 def value_bits(magnitude: float) -> int:
-    """Return the bits of a float32 >= 0 as an integer."""
+    """Return the bits of a number >= 0, rounded to float32, as an integer."""
     return int(np.array(magnitude, np.float32).view(np.uint32))
 
 
@@ -219,14 +219,15 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
 class BlockwiseSum:
     """A `Fill` for `CpuSelection.select` that computes acc = residual + weight * gradient.
 
-    With DGC momentum, the function computes u = m u + weight * gradient and acc = residual + u.  Each product
+    With DGC momentum it computes u = m u + weight * gradient and acc = residual + u.  Each product
     and each sum is rounded to float32 separately, in this order, so that the result has the same bits as the
     same operations on whole vectors, on the CPU or on a GPU.
 
     Args:
         residual_N, gradient_N: the residual and the gradient, (n,) float32, which are only read.
         acc_N: the result, (n,) float32.
-        weight: n_i / N; 1.0 if gradient_N is already the contribution, 0.0 if gradient_N must not be read.
+        weight: this worker's share of the step's samples; 1.0 if gradient_N is already the contribution, 0.0
+            if gradient_N must not be read.
         u_N, new_u_N: the momentum vector before and after the step, (n,) float32; u_N is only read.  Either
             both are None or neither is None.
         momentum: the DGC momentum m.

@@ -1,4 +1,4 @@
-"""Selects the k largest entries on a CUDA GPU in a fused Triton kernel, and decides when not to use Triton.
+"""Selects the k largest entries on a CUDA GPU with Triton kernels, and checks that the kernels work.
 
 A selection usually waits for the device only once, to copy k entries and a count.
 
@@ -7,7 +7,7 @@ A selection usually waits for the device only once, to copy k entries and a coun
     more keys than the buffer     TensorSelection, on the same acc (after many ties, or a change of the
     can hold                      distribution)
 
-A step has about k to 3 k keys of type int64.  All operations after the kernel process only these keys.
+A selection has about k to 3 k keys of type int64.  All operations after the kernel process only these keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIN_CAPACITY = 1 << 14
 
 
 class CudaSelection:
-    """Selection on a CUDA device with Triton kernels.  Not thread-safe."""
+    """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe."""
 
     def __init__(self) -> None:
         from gridtrain.sparsify import triton_kernels

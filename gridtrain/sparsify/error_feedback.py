@@ -16,7 +16,7 @@ default, and is the only way in which gradient is lost from a residual; `decayed
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
 that paper:
 
-    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the indices of mine
+    u = m u + contribution;  v += u;  select from v;  v -= decode(payload);  u = 0 at the payload's indices
 
 In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
 selected entries are copied from the device to the host.
@@ -117,16 +117,15 @@ class ErrorFeedback:
         worker skips the step, so the caller need not check for such values.
 
         Args:
-            contribution_N: (n,) float32 on the residual's device: n_i / N times the mean gradient, or the
-                mean gradient alone if `weight` is given.  If it is shorter than the residual, it is the part
-                that begins at `start`.
+            contribution_N: (n,) float32 on the residual's device: the contribution, or the mean gradient if
+                `weight` is given.  If it is shorter than the residual, it is the part that begins at `start`.
             k: the number of entries to send, 1 <= k <= n.
             kind: the encoding of the values.
             limit: the largest magnitude to send (`merge.largest_summable`); if a selected magnitude exceeds
                 it, this worker skips the step.
-            weight: n_i / N if contribution_N has not been multiplied by it yet; the product is rounded to
-                float32 before it is added.  If it is 0.0, this worker has no samples, and contribution_N is
-                not read.
+            weight: this worker's share of the step's samples if contribution_N has not been multiplied by it
+                yet; the product is rounded to float32 before it is added.  If it is 0.0, this worker has no
+                samples, and contribution_N is not read.
             start: the first element of the part.  Parts may be prepared in arbitrary order and by different
                 threads.
 
@@ -304,8 +303,8 @@ class ErrorFeedback:
         """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state is from a model of a different size, or from an exchange that differs from
-                this one in having momentum.
+            ConfigError: the state is from a model of a different size, or only one of the two exchanges has
+                momentum.
         """
         expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

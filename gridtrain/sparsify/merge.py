@@ -1,10 +1,10 @@
-"""Sums sparse payloads for TopK and GTopK, and decides which entries stay without losing the others.
+"""Sums sparse payloads for TopK and GTopK, and truncates sums; what is dropped goes to the residuals.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of the index sets
     theirs  2 . .  1 . 1 .
     sum     2 3 .  0 . 6 .           sums that are exactly zero are dropped
             | |        |
-            | +--------+--> payload    the k = 2 largest by (-|s|, index), encoded once
+            | +--------+--> payload    the k = 2 largest magnitudes, encoded once
             +-------------> truncated  dropped values and the encoding's rounding errors, for the residual
 
 Both sides of an exchange compute the same bits, because floating-point addition is commutative, and because
@@ -43,7 +43,7 @@ class MergeResult:
 
     Attributes:
         encoded: the result; encoded.sparse + truncated == mine + theirs in float32.
-        truncated_indices, truncated_values: the dropped values and the rounding errors of the encoding.
+        truncated_indices, truncated_values: (K,) each, the dropped values and the encoding's rounding errors.
     """
 
     encoded: EncodedSparse
@@ -78,7 +78,7 @@ def largest_summable(world_size: int, growth: float = 1.0) -> float:
     contribution is larger or not finite must skip the step.
 
     Args:
-        growth: the factor by which roundings may increase a sum, if it is rounded on the way.
+        growth: an upper bound on the factor by which the rounding of partial sums increases a sum.
     """
     return _LARGEST / (2 * world_size * growth)
 
@@ -86,7 +86,8 @@ def largest_summable(world_size: int, growth: float = 1.0) -> float:
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
     """Sum the entries of two payloads by index, and truncate the sum to its k largest entries.
 
-    Entries are selected by (-|s|, index) before encoding.  An entry whose sum is exactly 0 is dropped.
+    The largest magnitudes are selected before encoding; ties go to the lowest index.  An entry whose sum is
+    exactly 0 is dropped.
 
     Args:
         mine, theirs: the decoded entries of a vector of n elements.
@@ -102,7 +103,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
 
 
 def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """Encode the k largest entries of a sum, selected by (-|s|, index).
+    """Encode the k entries of a sum with the largest magnitudes; ties go to the lowest index.
 
     The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
@@ -166,7 +167,7 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray]:
-    """Return the entries of all parts by index; those with the same index by the bits of their values."""
+    """Return the entries of all parts, sorted by index, and at the same index by the bits of the values."""
     values = np.concatenate([part.values for part in parts])
     indices, bits = _sort_pairs(parts, values.view(np.uint32))
     return indices, bits.view(np.float32)
@@ -175,7 +176,11 @@ def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray
 def _sort_pairs(
     parts: Sequence[SparseVector], items: npt.NDArray[np.uint32]
 ) -> tuple[IndexArray, npt.NDArray[np.uint32]]:
-    """Sort the pairs of an index and an item, of which there is one for each entry of the parts."""
+    """Sort the pairs of an index and an item by both.
+
+    Args:
+        items: one item for each entry of the parts, in order.
+    """
     pairs = np.empty((items.size, 2), "<u4")  # one uint64 each: item, then index, which decides
     pairs[:, 0] = items
     np.concatenate([part.indices for part in parts], out=pairs[:, 1], casting="unsafe")

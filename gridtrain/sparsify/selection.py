@@ -1,4 +1,4 @@
-"""Selects the k largest entries to send, by chunks or in the fastest way on a CPU, CUDA or another device.
+"""Chooses how the k largest entries are selected: in chunks, or among all in the device's fastest way.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude
@@ -36,7 +36,11 @@ from gridtrain.sparsify.tensor_selection import (
 
 
 def make_selection(device: torch.device, chunk: int = 0) -> Selection:
-    """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
+    """Return the fastest selection that works on `device`.
+
+    Args:
+        chunk: the length of the chunks in which entries are selected; 0 to select among all.
+    """
     if chunk:
         return ChunkedSelection(chunk)
     if device.type == "cpu":
@@ -47,8 +51,7 @@ def make_selection(device: torch.device, chunk: int = 0) -> Selection:
 
 
 class ChunkedSelection:
-    """Selection of the largest magnitudes of each chunk (SparseLoCo, arXiv 2508.15706), with torch's
-    operations.
+    """Selects the largest magnitudes of each chunk (SparseLoCo, arXiv 2508.15706) with torch's operations.
 
     The vector is divided into chunks of `chunk` elements; the last one has up to twice as many.  The chunk
     start .. stop selects floor(k stop / n) - floor(k start / n) entries, which are k in total; ties go to the

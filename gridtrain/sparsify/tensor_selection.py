@@ -23,8 +23,8 @@ from gridtrain.sparsify.cpu_selection import (
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20
-"""Maximum number of candidates to sort at once, or 4 k if that is larger.  If there are more candidates, the
-exact threshold is computed instead."""
+"""The maximum number of candidates to sort at once; the limit is 4 k if that is larger.  If there are more
+candidates, the exact threshold is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class AccumulationTerms:
     Each product and each sum is rounded separately, in this order, so that all devices compute the same bits.
 
     Attributes:
-        weight: n_i / N; 1.0 if gradient_N is already the contribution, 0.0 if gradient_N must not be read.
+        weight: this worker's share of the step's samples; 1.0 if gradient_N is already the contribution, 0.0
+            if gradient_N must not be read.
         u_N, new_u_N: the momentum vector before and after the step; either both are None or neither is None.
         momentum: the DGC momentum m.
     """

@@ -1,7 +1,7 @@
 """Preset sensor readings (battery, GPU, temperature) for tests and for trying out a volunteer's rules.
 
-`gridtrain worker` reads a file instead of the machine's sensors if `--sensors` (or `GRIDTRAIN_SENSORS`) names
-it.
+If `--sensors` (or `GRIDTRAIN_SENSORS`) names a file, `gridtrain worker` reads this file instead of the
+machine's sensors.
 
     sensors = FakeSensors(on_battery=False)          {"on_battery": true, "temperature_C": 71.5}
     sensors.say(on_battery=True)                     FileSensors(path): read again each time
@@ -31,8 +31,8 @@ class FakeSensors:
     """Returns the readings that were last set.  `say` may be called from another thread.
 
     Args:
-        said: the readings `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; a reading that is not given,
-            or None, is absent.
+        said: any of the readings `on_battery`, `gpu_used`, `idle_s` and `temperature_C`; a reading that is
+            None or not given is absent.
     """
 
     def __init__(self, **said: bool | float | None) -> None:
@@ -49,7 +49,10 @@ class FakeSensors:
 
 
 class FileSensors:
-    """Returns the readings in a JSON file.  Raises `ConfigError` if the file is invalid."""
+    """Returns the readings in a JSON file, which `read` reads again each time.
+
+    `read` raises `ConfigError` if the file cannot be read or is invalid.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +67,7 @@ class FileSensors:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"the sensors in {self._path} cannot be read: {error}",
-                remedy="write a JSON object to another file and rename that file",
+                remedy="write a JSON object to another file and rename it to this name",
             ) from None
 
 

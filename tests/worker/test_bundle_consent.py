@@ -143,7 +143,7 @@ def test_a_dry_run_starts_nothing_and_accepts_nothing(owner: Owner, invitation: 
 @pytest.mark.parametrize(
     ("described", "missing"),
     [
-        ('requires = ["no-such-package-of-ours>=2"]', "not installed: no-such-package-of-ours>=2"),
+        ('requires = ["no-such-package-of-ours>=2"]', "missing or too old: no-such-package-of-ours>=2"),
         (f'[run.data]\nfile = "corpus.bin"\ndigest = "sha256:{64 * "a"}"', "there is no file"),
     ],
 )
@@ -255,7 +255,7 @@ def test_missing_packages_are_named(requires: tuple[tuple[str, str], ...], missi
     if not missing:
         require_packages(run.requires, "the run's script", run.image)
         return
-    with pytest.raises(ConfigError, match=f"packages that are not installed: {missing}") as caught:
+    with pytest.raises(ConfigError, match=f"packages that are missing or too old: {missing}") as caught:
         require_packages(run.requires, "the run's script", run.image)
     assert f"-m pip install '{missing}'" in caught.value.remedy
     assert "or use the image registry.example/x" in caught.value.remedy

@@ -1,4 +1,4 @@
-"""Checks whether a key may connect, and whether it may still send, and limits how many strangers may wait.
+"""Checks whether a key may connect and whether it may still send; limits pending members' connections.
 
     handshake   is_admitted                         a stranger gets no answer, not even our Hello
     Hello       is_key_match                        Hello must name the key that the connection has proven

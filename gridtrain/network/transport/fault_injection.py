@@ -1,4 +1,4 @@
-"""Injects faults into a worker of a real run (kill, freeze, slow, stall, corrupt) at a given step.
+"""Injects faults (fail, kill, freeze, slow, stall, corrupt) into a worker of a real run at a given step.
 
     faults = Faults()                                   before   nothing of the step has been sent
     faults.kill_at("anna", step=10, point="during")     during   the step's first Data has been sent
@@ -68,6 +68,7 @@ class PlannedFault:
 
     Attributes:
         who: the worker's rank in the generation of the step, or the worker's name.
+        point: the point in the step at which the fault happens; see the module's docstring.
         seconds: the duration of a freeze or stall, or the delay of each Data message of a slow step.
     """
 
@@ -97,6 +98,11 @@ class PlannedFault:
 
 class Faults:
     """A plan of faults, and a record of the faults that have happened.  Thread-safe.
+
+    Args:
+        planned: the planned faults.
+        marks: the file of the plan, next to which other files record the faults that have happened in any
+            process; None if the plan belongs to this process only.
 
     Attributes:
         fired: the faults that have happened, in order, each with the worker's name.
@@ -163,7 +169,7 @@ class Faults:
             plan = [PlannedFault(**fault) for fault in json.loads(body)[:MAX_FAULTS]]
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"GRIDTRAIN_FAULTS is {text[:80]!r}: {error}",
+                f"GRIDTRAIN_FAULTS is {text[:80]!r}, which cannot be read as a plan of faults: {error}",
                 remedy="set it to the text that gridtrain.testing.Faults.text() returns, or unset it",
             ) from None
         return cls(*plan, marks=path)
@@ -189,6 +195,7 @@ class Faults:
         """Return the faults that are due for a worker, and record that they have happened.
 
         Args:
+            rank: the worker's rank; None if it is not a member.
             of_trainer: whether to return the faults of the training thread rather than those of the I/O
                 thread.
         """

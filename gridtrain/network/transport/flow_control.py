@@ -75,7 +75,7 @@ def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, wind
 
 @dataclass(slots=True, eq=False)
 class _CreditAccount:
-    """Bytes sent to and received from one peer since the counts were reset."""
+    """Counts of the bulk bytes sent to and received from one peer since the counts were reset."""
 
     sent: int = 0
     credited: int = 0
@@ -198,9 +198,9 @@ class FlowControlTransport(WrappingTransport):
                 self._unprocessed.discard(peer)
 
     def mark_processed(self, peer: PeerId, nbytes: int) -> None:
-        """Record that `nbytes` of bulk data from `peer` were processed, that is, used, forwarded or dropped.
+        """Record that `nbytes` of bulk from `peer` were processed, that is, used, forwarded or dropped.
 
-        Messages from a connection that is down are ignored.
+        If the connection is down, the call has no effect.
         """
         account = self._accounts.get(peer)
         if account is not None:

@@ -1,4 +1,4 @@
-"""A peer's identity: its Curve25519 key pair, the file that stores it, and the file that a process chooses.
+"""A peer's identity: its Curve25519 key pair, the file that stores it, and how a process chooses a file.
 
     Identity.generate()                     returns a new identity, in memory
     Identity.load_or_create(path)           returns the identity in the file, creating the file if necessary
@@ -56,7 +56,7 @@ class Identity:
         """Read the identity from a file.
 
         Raises:
-            ConfigError: the file is missing or damaged, or its mode lets other users read it.
+            ConfigError: the file is missing or damaged, or its mode gives other users access.
         """
         try:
             mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text("ascii")
@@ -141,7 +141,8 @@ def claim_identity(
         first: the names, without suffix, of key files that are tried before all others.
 
     Raises:
-        ConfigError: all identities are in use, or a key file cannot be read or written.
+        ConfigError: `fresh` is True and all `MAX_IDENTITIES` identities are in use, or a key file cannot be
+            read or written.
     """
     make_private_folder(folder)
     for slot in sorted(range(MAX_IDENTITIES), key=lambda slot: f"worker-{slot}" not in first):

@@ -48,7 +48,7 @@ from gridtrain.network.wire import codec
 SOFTWARE = "gridtrain"
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
-"""The maximum number of unread bytes from one sender in a mailbox, which stands in for a socket's buffers."""
+"""The limit on the unread bytes from one sender in a mailbox; mailboxes stand in for sockets' buffers."""
 
 CLOSE_S = 1.0
 BACKOFF_FIRST_S = 0.01
@@ -128,7 +128,7 @@ class MemoryHub:
     def reachable_locked(
         self, dialler: MemoryTransport, peer: PeerId, address: str
     ) -> MemoryTransport | None:
-        """Return the endpoint that can be dialled at this address, or None; ignore access policies."""
+        """Return the endpoint that can be dialled at this address, or None, without checking access."""
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler or peer in self._hidden:
             return None
@@ -167,7 +167,7 @@ class MemoryHub:
 
 
 _QueuedEvent = tuple[TransportEvent, MemoryConnection | None]
-"""The event, and the connection if the event is a message."""
+"""An event, and the connection over which it arrived if it is a message, otherwise None."""
 
 
 @dataclass(slots=True)
@@ -444,7 +444,8 @@ class MemoryTransport:
         return events
 
     def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
-        """Return whether the other end may still send; close the connection if its key is not admitted."""
+        """Return whether the other end may still send; close the connection if its key is no longer
+        admitted."""
         if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, False):
             self._hub.close_locked(link, "the peer's key is no longer admitted")
             return False
@@ -465,7 +466,7 @@ class MemoryTransport:
         return due_s
 
     def _forget_locked(self, peer: PeerId) -> None:
-        """Drop the messages queued for the peer, and its events in our mailbox."""
+        """Drop the messages queued for the peer, and its events in our mailbox except `ReachResult`."""
         self._send_queue.clear_peer(peer)
         remaining: deque[_QueuedEvent] = deque()
         for event, link in self._mailbox:
@@ -477,6 +478,7 @@ class MemoryTransport:
 
 
 def _decode_copy(frames: Frames) -> tuple[Message, int]:
-    """Return (the message as its receiver decodes it, with a copied payload; the size of its frames)."""
+    """Return the message as its receiver decodes it, with a copied payload, and the size of its frames in
+    bytes."""
     header, *payload = frames
     return codec.decode([header, *map(bytes, payload)]), sum(map(len, frames))

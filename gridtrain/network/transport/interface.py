@@ -78,7 +78,11 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class TransportViolation:
-    """Event: a peer sent invalid data, which were dropped; `peer` is None before the peer's Hello."""
+    """Event: data that violated the protocol or exceeded a limit arrived and were dropped.
+
+    Attributes:
+        peer: the peer that sent the data; None if the sender is not known for certain.
+    """
 
     peer: PeerId | None
     reason: str
@@ -86,7 +90,7 @@ class TransportViolation:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionDenied:
-    """Event: the dialled peer does not admit our key.  The transport retries with back-off."""
+    """Event: the dialled peer does not admit our key.  The transport dials again after a back-off."""
 
     peer: PeerId
     address: str
@@ -168,8 +172,8 @@ class Transport(Protocol):
     def hang_up(self, peer: PeerId) -> None:
         """Close the connection if we dialled it, and drop the peer's messages until the next `PeerUp`.
 
-        Control messages that are already queued are still sent.  If the access policy no longer admits the
-        peer, the connection is closed at the peer's next message.  No `PeerDown` follows."""
+        Control messages that are already queued are still sent.  If the peer dialled and the access policy no
+        longer admits it, its next message closes the connection.  No `PeerDown` follows."""
         ...
 
     def connected(self, peer: PeerId) -> bool: ...

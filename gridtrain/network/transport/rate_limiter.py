@@ -65,8 +65,8 @@ class UploadLimiter:
     def schedule_bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
         """Schedule the next bulk message; return the time at which its last byte leaves the virtual link.
 
-        The message starts when it was queued or when the link became free, whichever is later.  This time may
-        be in the past, but at most `MAX_LATENESS_S` ago.
+        The message starts when it was queued or when the link became free, whichever is later, but at most
+        `MAX_LATENESS_S` before `now_s`.
         """
         if self.rate_Bps is None:
             return now_s
@@ -85,7 +85,8 @@ class UploadLimiter:
 FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0
 FLOOD_BYTES, FLOOD_Bps = 64 * 2**20, 8.0 * 2**20
 """Limits for the messages that one connection may send without credit: the size of a burst, and the sustained
-rate.  A busy member sends a few hundred control messages per second, of a few hundred bytes each."""
+rate per second.  A busy member sends a few hundred control messages per second, each of a few hundred
+bytes."""
 
 
 def is_flood(messages: float, nbytes: float) -> bool:

@@ -277,7 +277,7 @@ class RelayTransport(WrappingTransport):
             self._events.append(Received(link.peer, message, sum(map(len, frames))))
 
     def _handle_rejected(self, link: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
-        """Count a packet that was altered, repeated or lost, and end the session if necessary.
+        """Count a rejected packet; end the session if packets were lost or too many cannot be decrypted.
 
         No violation is reported, because the relay may be the cause.
         """

@@ -1,4 +1,4 @@
-"""Forwards or refuses encrypted packets, as a relay, between peers that cannot connect to each other.
+"""Forwards (or refuses) encrypted packets between peers that cannot connect to each other.
 
 origin -- RelayRequest(to, packet) --> RelayForwarder -- RelayedMessage(origin, packet) --> to
        <-- RelayFailed(to, reason) ---- not permitted, not connected, queue full; or `to` has disconnected

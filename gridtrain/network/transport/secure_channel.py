@@ -1,4 +1,4 @@
-"""End-to-end encryption between two peers through a relay they do not trust: keys, sessions and replays.
+"""End-to-end encryption between two peers through a relay that they do not trust.
 
 Pure: converts frames to packets and back, with X25519, XSalsa20-Poly1305 (NaCl's secretbox) and BLAKE2b.
 

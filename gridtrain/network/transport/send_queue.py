@@ -1,4 +1,4 @@
-"""Bounded queues of messages to send: votes before bulk messages, fair to peers, within the upload limit.
+"""Bounded queues of messages to send: control before bulk, peers in turn, within the upload limit.
 
 Pure: uses no socket; times are passed as arguments.  Used by the in-memory transport and the ZeroMQ
 transport.
@@ -40,7 +40,8 @@ ENCRYPTED_BULK = 3
 """The first byte of an encrypted packet that carries bulk; a relay learns nothing else about the content."""
 
 MAX_ENCRYPTED_CONTROL_BYTES = 130 * 1024
-"""The largest encrypted control message, so that no peer can make a relay send megabytes as control."""
+"""The maximum size of an encrypted control packet.  Larger packets count as bulk, so that no peer can make a
+relay send megabytes as control."""
 
 
 BULK_MESSAGES = frozenset(
@@ -74,7 +75,8 @@ class QueuedMessage(Generic[T]):
     Attributes:
         kind: the name of the message type, for the traffic counters.
         body: the message in the form that the transport writes.
-        nbytes: the size of the message on the wire.
+        nbytes: the size of the message on the wire; in the in-memory transport, the size of its frames.
+        queued_s: the time at which the message was queued.
     """
 
     peer: PeerId
@@ -110,7 +112,7 @@ class SendQueue(Generic[T]):
         self._release_s = 0.0
 
     def put(self, message: QueuedMessage[T]) -> None:
-        """Queue a message; raise `TransportError` if the peer's queue would exceed its bound."""
+        """Queue a message; raise `TransportError` if the peer's queue would exceed its limit."""
         queued_bytes = self.backlog_bytes(message.peer)
         if queued_bytes + message.nbytes > self._limit_bytes:
             raise TransportError(
@@ -133,7 +135,7 @@ class SendQueue(Generic[T]):
         return message
 
     def put_back(self, message: QueuedMessage[T]) -> None:
-        """Return a message that the socket has refused, because it is full, to the head of its queue.
+        """Return a message to the head of its queue, because the socket is full and has refused it.
 
         No message is sent to this peer until `unblock` is called.
         """

@@ -27,7 +27,7 @@ def slice_bytes(elements: int, kind: ValueKind) -> int:
 def encode_slice(values_B: FloatArray, kind: ValueKind) -> tuple[bytes, FloatArray]:
     """Encode (B,) finite float32 values; return the payload and the values as `decode_slice` returns them.
 
-    `value - rounded value` is exactly representable in float32.
+    The difference between a value and its rounded value is exactly representable in float32.
     """
     made = encode_values(_indices(values_B.size), values_B, values_B.size, kind)
     return made.section, made.decoded_K

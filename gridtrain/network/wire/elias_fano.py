@@ -24,13 +24,13 @@ _GROUP = 8
 
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
-    """Return (bytes of the low bits, bytes of the high bits) for k indices below n."""
+    """Return the sizes, in bytes, of the low bits and of the high bits of k indices below n."""
     low_width, high_width = bit_widths(k, n)
     return (k * low_width + 7) // 8, (high_width + 7) // 8
 
 
 def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
-    """Encode (K,) strictly increasing indices below n; return (low bits, high bits)."""
+    """Encode (K,) strictly increasing indices below n; return the sections of low bits and of high bits."""
     k = indices_K.size
     low_width, high_width = bit_widths(k, n)
     high_bits = np.zeros(high_width, np.uint8)

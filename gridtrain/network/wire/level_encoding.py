@@ -36,15 +36,15 @@ _NOT_SENT = 255  # in place of a level
 
 @dataclass(frozen=True, slots=True)
 class LevelCode:
-    """A code of signs and levels.
+    """A code that consists of a sign and a level.
 
     Attributes:
         name: the name of the kind.
         bits: the bits of a code: the level's number, and above it the sign.
         levels: the magnitudes, as multiples of the scale, ascending.
         limits: the smallest magnitude that is rounded to each level, as a multiple of the scale.
-        top: the smallest multiple of the scale that a block's largest magnitude can be; the magnitude is
-            always less than 2 top.
+        top: the lower bound of a block's largest magnitude, as a multiple of the scale; the magnitude is less
+            than 2 top times the scale.
         steps: the number of scales per octave.
         max_scale: the number of the largest scale.
     """
@@ -115,7 +115,10 @@ def read_levels(section: ByteArray, indices_K: IndexArray, n: int, code: LevelCo
 
 
 def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: LevelCode) -> None:
-    """Check that each block's scale follows from its largest level, which is -1 if it has no entries."""
+    """Raise `RemoteProtocolError` unless each block's largest level and scale are in range.
+
+    A block without entries must have the level -1 in `tops_B`, and the scale 0.
+    """
     least, most, top = _EXPONENT_MIN * code.steps, code.max_scale, code.levels.index(code.top)
     good = np.where(tops_B < 0, words_B == 0, (words_B >= least) & (words_B <= most) & (tops_B >= top))
     if not good.all():
@@ -149,7 +152,7 @@ def _runs(blocks_K: IndexArray) -> tuple[IndexArray, IndexArray]:
 
 
 def _scale_values(words_B: npt.NDArray[np.integer], code: LevelCode) -> DoubleArray:
-    """Return the scales with these numbers; number steps * e + m stands for (1 + m / steps) * 2**e."""
+    """Return the scales with these numbers; the number steps * e + m stands for (1 + m / steps) * 2**e."""
     exponents, rest = np.divmod(words_B.astype(np.int64), code.steps)
     return np.ldexp(1.0 + rest / code.steps, exponents)
 

@@ -28,7 +28,7 @@ from gridtrain.network.wire.value_encoding import EncodedValues, ValueKind
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
 MAX_N = 2**32
-"""The largest n, for which the low bits of an index fit into 32 bits."""
+"""The largest n; the low bits of an index then fit into 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,12 +89,12 @@ def section_bytes(k: int, n: int, kind: ValueKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedValues:
-    """A section, and the values that `decode_values` returns for it.
+    """The encoded values of a payload, and the values that `decode_values` returns for them.
 
     Attributes:
-        indices_K: the indices of the entries that are sent; with int4 and int2 possibly fewer than given.
+        indices_K: (K,) the indices of the entries that are sent; int4 and int2 may leave some entries out.
         section: the encoded values.
-        exponent: the exponent for the header.
+        exponent: the scale exponent for the header of the payload.
         decoded_K: (K,) float32, the rounded values.
     """
 
@@ -213,12 +213,12 @@ def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
     widened = fp16_bits_to_float32(raw)
     values = _times_power(widened, exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
-        raise invalid_payload(f"fp16 values with scale exponent {exponent} are too fine for float32")
+        raise invalid_payload(f"fp16 values with scale exponent {exponent} are not exact in float32")
     return values
 
 
 def _check_scale(top_bits: int, exponent: int) -> None:
-    """Check the scale of fp16 values; this check also detects NaN and infinity."""
+    """Raise `RemoteProtocolError` if the scale of fp16 values is invalid, or if one is NaN or infinite."""
     zeros_only = top_bits == 0 and exponent == 0
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
@@ -288,7 +288,7 @@ def _read_int8(section: ByteArray, k: int) -> FloatArray:
 
 
 def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32]) -> None:
-    """Check that each block has the scale that follows from its largest magnitude."""
+    """Raise `RemoteProtocolError` unless each block has the scale that follows from its largest magnitude."""
     in_range = (exponents >= _BLOCK_EXPONENT_MIN) & (exponents <= _BLOCK_EXPONENT_MAX)
     canonical = (tops >= _Q_MIN) | ((tops > 0) & (exponents == _BLOCK_EXPONENT_MIN))
     good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))

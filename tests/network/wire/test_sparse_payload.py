@@ -353,7 +353,7 @@ def changed(payload: bytes, offset: int, code: str, value: float) -> bytes:
         pytest.param(changed(GOOD, 13, "<I", 0)[:-2] + b"\0\0", "fp16 values", id="scale too large"),
         pytest.param(changed(GOOD, 4, "<h", 114), "-163 to 113", id="decodes to infinity"),
         pytest.param(changed(GOOD, 4, "<h", -164), "-163 to 113", id="decodes to nothing"),
-        pytest.param(changed(GOOD, 4, "<h", -163)[:-2] + b"\x01\x74", "too fine for float32", id="too fine"),
+        pytest.param(changed(GOOD, 4, "<h", -163)[:-2] + b"\x01\x74", "not exact in float32", id="too fine"),
     ],
 )
 def test_fp16_payloads_that_are_refused(payload: bytes, words: str) -> None:

@@ -103,7 +103,7 @@ def choose_control(connection: socket.socket) -> SendMonitor | None:
 
 
 def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
-    """Observe the connection, and set the congestion control that now suits the connection."""
+    """Observe the connection, and set the congestion control that suits it now."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         control = monitor.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT))
         if control != control_of(connection):
@@ -118,9 +118,9 @@ def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:
 
 
 def slow_restart(settings: Path = _SETTINGS) -> str:
-    """Return the name of the kernel's default congestion control if a pause resets its window, else "".
+    """Return the name of the kernel's default congestion control if a pause resets its window.
 
-    Also returns "" if this is unknown.  bbr keeps its estimate of the link.
+    Returns "" if it does not, if this is unknown, and for bbr, which keeps its estimate of the link.
     """
     with contextlib.suppress(OSError):
         control = (settings / "tcp_congestion_control").read_text().strip()

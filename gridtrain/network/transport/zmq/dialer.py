@@ -22,7 +22,8 @@ from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 HELLO_TIMEOUT_S = 10.0
-"""The time limit for connecting, handshake and Hello; after that, the attempt is abandoned and repeated."""
+"""The time limit, in seconds, for connecting, handshake and Hello; then the attempt is abandoned and
+repeated."""
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -82,7 +83,7 @@ class Connection:
 
 
 def exceeds_unread(arrived_bytes: int, read_bytes: int, *, is_pending: bool) -> bool:
-    """Return whether a connection holds more unread bytes than a correct peer can have sent."""
+    """Return whether more bytes are unread on a connection than a correct peer can have sent."""
     max_unread_bytes = MAX_UNREAD_OF_PENDING_BYTES if is_pending else MAX_UNREAD_BYTES
     return arrived_bytes > read_bytes * _OVERHEAD + max_unread_bytes
 

@@ -33,7 +33,7 @@ CLOSES_PER_S = 200.0
 
 MAX_TOTAL = 4096
 """The number of half-open connections beyond which connections are closed without a rate limit.  The
-number is smaller if this process may open fewer than twice as many descriptors."""
+limit is half the number of descriptors that this process may open if that is less."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 

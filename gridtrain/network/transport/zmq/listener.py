@@ -1,4 +1,4 @@
-"""Incoming connections: the ROUTER socket, the descriptor of each connection, and how connections are closed.
+"""Manages incoming connections: the ROUTER socket, each connection's descriptor, and closing connections.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection

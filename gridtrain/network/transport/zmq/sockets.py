@@ -108,8 +108,8 @@ class IncomingMessage:
     Attributes:
         routing_id: the routing id of an accepted connection, otherwise empty.
         frames: the frames; empty if the message exceeds a bound.
-        nbytes: the size of the frames.
-        wire_bytes: the size of the frames on the wire.
+        nbytes: the size of the frames in bytes.
+        wire_bytes: the size of the frames on the wire, including what ZMTP and CURVE add to each frame.
         excess: a description of the limit that the message exceeds, or "".
         user_id: the User-Id from ZAP if the connection is accepted and encrypted, otherwise "".
         first: the first frame, from which libzmq reads properties of the connection.
@@ -376,7 +376,7 @@ def _host(address: str) -> str:
 
 
 def _connection_property(frame: zmq.Frame, name: str) -> str:
-    """Return a property of the connection from which libzmq read the frame, or "" if it is unknown."""
+    """Return a property of the connection from which libzmq read the frame; "" if the property is unknown."""
     try:
         return str(frame.get(name))
     except (zmq.ZMQError, UnicodeDecodeError):

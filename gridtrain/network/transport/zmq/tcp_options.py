@@ -1,4 +1,4 @@
-"""Options of TCP connections, found by file descriptor: buffer sizes and the number of descriptors.
+"""Sets options of TCP connections, found by descriptor, shuts them down, and raises the limit on open files.
 
 libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
 access uses a duplicate of the descriptor, after checking that both ends of the connection are as expected.
@@ -140,12 +140,12 @@ def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
 def keep_freed_pages() -> None:
     """Let the C library reuse the memory of received messages and of merges.
 
-    glibc returns each freed block above a threshold to the system.  The kernel then has to provide empty
-    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those for a
-    merge, which take longer than merging 25,600 entries.  The threshold is the size of the largest block
-    that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so this function allocates and
-    frees one large block.  `bytes` gets zeroed pages from the system (calloc) and never writes to the block,
-    so the block takes no memory.
+    glibc returns each freed block above a threshold to the system, and the kernel then has to provide empty
+    pages for the next block.  The 256 pages of each received slice take a tenth of the CPU time of a dense
+    round, and the pages for merging 25,600 entries take longer than the merge itself.  The threshold
+    is the size of the largest block that was freed in this way, at most 32 MiB (mallopt(3),
+    M_MMAP_THRESHOLD), so this function allocates and frees one large block.  `bytes` gets zeroed pages from
+    the system (calloc) and never writes to the block, so the block takes no memory.
     """
     block = bytes(_FREED_BYTES)
     del block
@@ -170,8 +170,8 @@ def raise_descriptor_limit() -> int:
 
 @contextlib.contextmanager
 def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of the descriptor as a socket; None if it is not a socket, or if there has never been
-    a free descriptor."""
+    """Yield a duplicate of the descriptor as a socket; None if it is not a socket, or if no descriptor could
+    be reserved, because none was free."""
     with _reserved_lock:
         duplicate: socket.socket | None = None
         try:

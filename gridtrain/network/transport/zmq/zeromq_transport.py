@@ -1,4 +1,4 @@
-"""The transport over TCP with ZeroMQ, encrypted with CURVE; chooses the connection that sends or receives.
+"""The transport over TCP with ZeroMQ, encrypted with CURVE; manages the connections of each peer.
 
     dialling side                                 accepting side
     DEALER (one per connection) --- Hello ------> ROUTER (all connections)    routing id -> Connection
@@ -63,9 +63,9 @@ BATCH_MESSAGES = 64
 """The maximum number of messages to read from one socket before the next socket is read."""
 
 ROUTER_RETRY_S = (0.001, 0.1)
-"""The bounds of the delay before another attempt to write to a ROUTER.  A ROUTER does not report when the
-full queue of a connection has room again, so the delay is half the time for which the queue has been full.
-libzmq accepts messages again when half of its queue has been sent; it sends the other half during the
+"""The bounds, in seconds, of the delay before another attempt to write to a ROUTER.  A ROUTER does not report
+when the full queue of a connection has room again, so the delay is half the time for which the queue has been
+full.  libzmq accepts messages again when half of its queue has been sent; it sends the other half during the
 delay."""
 
 CHECK_INTERVAL_S = 0.25
