@@ -134,7 +134,7 @@ class JournalStore:
         pair of its own.
 
         Raises:
-            JournalError: this journal belongs to another key.
+            JournalError: this journal belongs to another key, or the key file is missing.
             ConfigError: the key file cannot be used.
         """
         if self._path == MEMORY:
@@ -209,7 +209,12 @@ class JournalStore:
     # -- internal ------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Check that the file can be used; this does not change the file, even if it is rejected."""
+        """Raise `JournalError` if the file cannot be used.  Does not change the file.
+
+        Args:
+            created: whether this process has just created the file; otherwise, an empty file beside a key
+                file counts as damaged.
+        """
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
