@@ -85,7 +85,7 @@ class CheckpointCatalog:
     # -- checkpoints for a placement ---------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """Return each eligible worker's checkpoints, except those whose digest differs from the recorded."""
+        """Return, by eligible worker, its checkpoints that `CheckpointQuorum.is_trusted` accepts."""
         return {
             peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
