@@ -47,7 +47,7 @@ class ConnectionTimeouts:
     """Records when each connection last made progress.
 
     Args:
-        streaming_paths: paths whose answers are exempt from the time limit.
+        streaming_paths: the paths of event streams, whose answers may take any time.
     """
 
     def __init__(self, streaming_paths: Collection[str]) -> None:
@@ -78,7 +78,12 @@ async def close_expired(
     streaming_paths: Collection[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Close expired connections until cancelled."""
+    """Abort the connections that have exceeded their time limit, until this coroutine is cancelled.
+
+    Args:
+        connections: a function that returns the open connections.
+        streaming_paths: see `ConnectionTimeouts`.
+    """
     timeouts = ConnectionTimeouts(streaming_paths)
     while True:
         await asyncio.sleep(LOOK_S)

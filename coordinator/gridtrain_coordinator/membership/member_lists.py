@@ -3,9 +3,9 @@
     every worker can dial the recipient     pages of the list shared by all such recipients, or changes to it
     otherwise                               pages of the recipient's own list (`AddressBook.members_for`)
 
-A member receives changes only if this coordinator has sent it the list to which they apply, and the member was
-ready in that list's generation.  It then holds the list, even if messages have been lost since.  A list that
-is resent is always sent in full.
+A member receives changes only if this coordinator has sent it the list to which they apply, and the member
+was ready in that list's generation.  It then holds the list, even if messages have been lost since.  A list
+that is resent is always sent in full.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ class Readiness:
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.
 
-        While a member is receiving the state of an unpartitioned model, only received bytes count.  Before and
-        after, its progress counter counts for a limited time, because it proves only that the member is alive.
-        For other members, and in a pipeline, the counter always counts.
+        While a member is receiving the state of an unpartitioned model, only received bytes count.  Before
+        and after, its progress counter, which proves only that the member is alive, counts for a limited
+        time.  For other members, and in a pipeline, the counter always counts.
         """
         transfer, ready_s = worker.state_progress, self._run.limits.ready_s
         if self._run.partition.is_pipeline or worker.peer not in self._joining():

@@ -79,7 +79,7 @@ class DialBackResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """This worker was removed, by the operator or for violations."""
+    """The operator removed this worker, or it was removed because of violations."""
 
     peer: m.PeerId
     code: str
@@ -127,7 +127,7 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class RecordViolation:
-    """The worker broke the protocol; its violations are counted until it is removed from the run.
+    """Record that a worker broke the protocol; after repeated violations, the worker is removed from the run.
 
     Attributes:
         accuser: the member that reported the violation; None if the coordinator itself detected it.
