@@ -131,10 +131,10 @@ class AccessHandler:
         return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
-        """Record a violation; return the effects, which include the worker's removal.
+        """Record a violation; return the effects, among them the removals that it causes.
 
-        The worker is removed from the run after repeated violations, otherwise only from the generation.  It
-        is not removed because of an accusation that is not counted.
+        The worker is removed from the generation or, after repeated violations, from the run.  An accusation
+        that is not counted does not remove the accused worker.
         """
         outcome = self._authorization.record_violation(
             violation.peer, violation.reason, violation.accuser, now_s

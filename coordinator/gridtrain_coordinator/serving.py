@@ -151,7 +151,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     if status["finished"]:
         text = "the run has finished"
     elif status["world_size"]:
-        text = f"the members continue to train until one fails or another joins; {text}"
+        text = f"the members continue to train until one fails or a worker joins; {text}"
     fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}
     log_to(err, settings.log_format)("info", "stopped", fields)
     return 128 + stop.signal_number

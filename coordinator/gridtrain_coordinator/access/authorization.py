@@ -448,7 +448,11 @@ class Authorization:
         }
 
     def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
-        """Make `peer` a member; `invitation` is empty if the member is restored after a false accusation."""
+        """Make `peer` a member.
+
+        Args:
+            invitation: the id of the invitation; empty if the member is restored after a false accusation.
+        """
         if invitation:
             self._violations.clear(peer)
         if invitation in self._invitations:

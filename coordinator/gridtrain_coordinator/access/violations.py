@@ -36,7 +36,11 @@ MAX_ACCUSED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ViolationRecord:
-    """One violation; `accuser` is None if the coordinator itself detected it."""
+    """One violation.
+
+    Attributes:
+        accuser: the member that reported it; None if the coordinator itself detected it.
+    """
 
     accuser: PeerId | None
     reason: str

@@ -33,7 +33,11 @@ class Cycle(Protocol):
 
 
 class Connection(Protocol):
-    """The part of uvicorn's connection that is used; `cycle` is None until the first head is complete."""
+    """The part of uvicorn's connection that is used.
+
+    Attributes:
+        cycle: the latest request; None until the head of the first request is complete.
+    """
 
     cycle: Cycle | None
     transport: asyncio.Transport

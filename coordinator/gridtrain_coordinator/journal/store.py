@@ -75,7 +75,12 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry of the journal; `at` is ISO 8601, UTC."""
+    """One entry of the journal.
+
+    Attributes:
+        id: the number of the entry, from 1.
+        at: the time at which the entry was written, in UTC as ISO 8601.
+    """
 
     id: int
     at: str

@@ -153,10 +153,10 @@ class CatchUp:
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def handle_report(self, worker: Worker, applied: int) -> list[Effect]:
-        """Record that a newcomer has finished catching up.
+        """Record that a newcomer has caught up, or that it cannot catch up while the members train.
 
         Args:
-            applied: the last step in the state that the newcomer holds; negative if it cannot catch up.
+            applied: the last step of the state that the newcomer holds; negative if it cannot catch up.
         """
         if worker.has_caught_up:
             return []  # it repeats the report until it is a member

@@ -257,7 +257,7 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers are on standby, and connected members are not; return the notices."""
+        """Record that these workers are on standby and that members are not; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []

@@ -17,8 +17,8 @@ from typing import Any
 from gridtrain.core.messages import PeerId
 
 MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
-"""The number of failed sources from which on the receiving member itself is at fault.  The first limit counts
-only sources that have served other members; the second counts all sources."""
+"""How many sources must have failed to serve a member before the member itself is considered at fault.  The
+first limit counts only sources that have served other members; the second counts all sources."""
 
 MAX_RECORDS = 1024
 """The maximum number of members with a record; the oldest record is dropped first."""

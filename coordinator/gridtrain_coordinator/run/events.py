@@ -10,7 +10,7 @@ from typing import Any
 from gridtrain.core import messages as m
 
 Log = Callable[[str, str, Mapping[str, Any]], None]
-"""Takes (level, event, fields); the level is "info", "warning" or "error"."""
+"""A function that logs an event, given its level ("info", "warning" or "error"), name and fields."""
 
 
 class RunPhase(StrEnum):
@@ -105,7 +105,8 @@ class Send:
 class JournalEntry:
     """An entry for the journal, which must be durable before any later effect is carried out.
 
-    `body` is JSON-serializable.
+    Attributes:
+        body: the content of the entry; JSON-serializable.
     """
 
     kind: str

@@ -112,7 +112,7 @@ class Liveness:
         self.is_loading_state = is_loading
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines, *, trains: bool) -> None:
-        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
+        """Postpone deadlines to `until_s` or later, because no message was read for `stalled_s` seconds."""
         self.last_heard_s = extend_start(self.last_heard_s, self._silence_s(limits, trains), until_s)
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:

@@ -116,7 +116,7 @@ class Worker:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
-        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
+        """Postpone deadlines to `until_s` or later, because no message was read for `stalled_s` seconds."""
         self.liveness.excuse_stall(stalled_s, until_s, limits, trains=not self.is_catching_up)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
@@ -281,7 +281,7 @@ def assign_shares(
 
 
 def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
-    """Return sentences describing how `setup` differs from `reference`, the run's definition."""
+    """Return a clause for each value of `setup` that differs from the run's definition, `reference`."""
     run, here = _described(reference), _described(setup)
     return [
         f"{name} is {here.get(name, 'missing')} here and {run.get(name, 'missing')} in the run"

@@ -54,7 +54,7 @@ class RunState:
             know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
-        skip_alert: the alert about skipped steps, if it was announced.
+        skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the highest step reported by generations and finished workers.
         has_committed: whether a step may have been committed; until then the definition may be replaced.

@@ -3,7 +3,7 @@
 one worker's figures  --> WorkerProblems.update --> LogEvent, at intervals       for the log
                           WorkerProblems.text   --> "made the group skip ..."    for the worker's status
 all members' figures  --> SkippedSteps          --> "the last 558 steps ..."     for the run's status and end
-                          SkipAlert             --> LogEvent                     when the alert begins and ends
+                          SkipAlert             --> LogEvent                     when an alert begins or ends
 """
 
 from __future__ import annotations
