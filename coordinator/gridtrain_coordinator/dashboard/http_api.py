@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The coordinator is reported as unhealthy once its latest status is this old; it publishes one every second."""
+"""The age of the latest status from which the coordinator counts as unhealthy; one comes every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
