@@ -1,4 +1,4 @@
-"""Carries out what access control decides (enrolment, kick, ban, violations) in a safe order of effects.
+"""Carries out access control's decisions on enrolments, kicks, bans and violations, in a safe order.
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
@@ -36,7 +36,8 @@ class AccessHandler:
     Args:
         authorization: decides who has access.
         membership: the coordinator's state machine, which dismisses removed workers.
-        wall: returns the time in seconds; wall-clock time, because invitations outlive a restart.
+        wall: a function that returns wall-clock time in seconds; a monotonic clock would not do, because
+            invitations remain valid when the coordinator restarts.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class AccessHandler:
         return peer in self._pending_members
 
     def refuse_ended_invitation(self, peer: m.PeerId) -> list[io.Effect] | None:
-        """Refuse any message from a pending member whose invitation has ended.
+        """Refuse a message from a pending member whose invitation has expired, was withdrawn or is used up.
 
         Returns None if the invitation is valid, or if `peer` is not a pending member.
         """
@@ -130,9 +131,10 @@ class AccessHandler:
         return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
-        """Record a violation and remove the worker that committed it from the generation.
+        """Record a violation; return the effects, among them the removals that it causes.
 
-        After repeated violations, the worker is removed from the run.
+        The worker is removed from the generation or, after repeated violations, from the run.  An accusation
+        that is not counted does not remove the accused worker.
         """
         outcome = self._authorization.record_violation(
             violation.peer, violation.reason, violation.accuser, now_s
@@ -147,7 +149,7 @@ class AccessHandler:
         return effects
 
     def tick(self, now_s: float) -> list[io.Effect]:
-        """Review the suspected accusers; call once a second."""
+        """Remove suspected accusers whose accusations were not confirmed in time; call once a second."""
         return self._apply_outcome(self._authorization.tick(now_s), now_s)
 
     def status(self) -> dict[str, Any]:

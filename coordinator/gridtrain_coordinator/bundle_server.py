@@ -15,7 +15,7 @@ from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""How many bundles a worker may fetch within `RATE_WINDOW_S`; limited because each reply is large."""
+"""How often a worker may fetch the bundle within `RATE_WINDOW_S`; limited because each reply is large."""
 
 MAX_ASKERS = 1000
 
@@ -34,7 +34,8 @@ class BundleServer:
         if self._bundle is None:
             return [
                 io.Send(
-                    peer, m.Refused("no-bundle", "this run has no bundle", "ask its owner for the script")
+                    peer,
+                    m.Refused("no-bundle", "this run has no bundle", "ask the run's owner for the script"),
                 )
             ]
         digest = bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
@@ -43,7 +44,7 @@ class BundleServer:
             return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
         if not self._requests.allow(peer, now_s, MAX_BUNDLES_PER_WORKER * len(self._blocks)):
             minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"
-            text = f"a worker may fetch at most {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
+            text = f"a worker may fetch the bundle at most {MAX_BUNDLES_PER_WORKER} times within {minutes}"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
         block = m.BundleBlock(request.digest, request.index, len(self._blocks), self._blocks[request.index])
         return [io.Send(peer, block)]

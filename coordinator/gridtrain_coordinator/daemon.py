@@ -65,11 +65,11 @@ MAX_WAIT_S = 0.25
 """The longest single wait; a stop request is detected within this time."""
 
 EXIT_DELAY_S = 5.0
-"""How long workers have to learn that the run has ended, and to leave."""
+"""How long the coordinator keeps running after the run's end, so that workers can be notified and leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The delay while the worker that is to write the final model is writing it, or has been unable to write its
-last checkpoint."""
+"""The delay instead of `EXIT_DELAY_S` while a worker that is to write the final model is still writing it, or
+could not write its last checkpoint."""
 
 
 class StopFlag(Protocol):
@@ -362,7 +362,7 @@ class Coordinator:
         return losses
 
     def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
-        """Return access control's effects for a violation, and any other effect unchanged."""
+        """Return the effects of recording a violation, or the effect itself if it is not a violation."""
         return (
             self._access.record_violation(effect, now_s)
             if isinstance(effect, io.RecordViolation)
@@ -400,7 +400,7 @@ class Coordinator:
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Make no new decisions in this iteration; retry to write the decisions that are not yet durable."""
+        """Run one iteration that makes no decisions; retry writing those that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())
@@ -434,7 +434,7 @@ class Coordinator:
                 return mode.queue_event(event)
 
     def _leave_disk_full_mode(self, mode: DiskFullMode) -> None:
-        """Carry out the decided effects, which are now durable, then handle the queued events."""
+        """Carry out the held-back effects, whose entries are now durable, then handle the queued events."""
         self._disk_full = None
         self._core_clock_lag_s += self._real_clock() - mode.began_s
         now_s = self._clock()
@@ -511,7 +511,7 @@ class Coordinator:
         )
 
     def _run_housekeeping(self, now_s: float) -> None:
-        """Review suspects, sample counters, update the dashboard, and check whether the run has ended.
+        """Review suspected accusers, sample counters, update the dashboard, and determine when to exit.
 
         Called once a second.
         """

@@ -1,4 +1,4 @@
-"""The coordinator's part in `gridtrain doctor`: dials back and answers pings and bursts within strict limits.
+"""Serves `gridtrain doctor`: dials the machine back, and answers its pings and bursts within strict limits.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --
@@ -48,7 +48,7 @@ class Checkups:
     """The checks in progress.
 
     Attributes:
-        introduce: a function that notifies some members that they will be probed; see
+        introduce: a function that chooses members for the machine to probe and notifies them; see
             `Membership.introduce_pending_member`.
     """
 
@@ -72,7 +72,7 @@ class Checkups:
         )
 
     def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
-        """Handle the result of a check's `DialBack`; return None if the result does not belong to a check."""
+        """Return the effects of a `DialBack` result; None if the result does not belong to a check."""
         for requester, checkup in self._open.items():
             if checkup.key == event.peer:
                 return [io.Send(requester, m.Reachability(event.address))]
@@ -81,7 +81,10 @@ class Checkups:
     def handle(
         self, peer: m.PeerId, message: m.Message, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
-        """Handle a message for which `accepts` returned True."""
+        """Handle a message for which `accepts` returned True.
+
+        A message beyond the limits of a check ends the check and the connection.
+        """
         if isinstance(message, m.DiagnosticRequest):
             return self._begin(peer, message, status, now_s)
         checkup = self._open[peer]

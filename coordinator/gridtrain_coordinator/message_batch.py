@@ -13,9 +13,9 @@ from gridtrain.network.wire import codec
 
 
 class MessageBatch:
-    """Encodes messages; an object that has already been encoded is not encoded again.
+    """Encodes messages; a message object that has already been encoded is not encoded again.
 
-    The messages must not change while the batch exists, and the batch must not outlive the loop's iteration.
+    The messages must not change while the batch exists.  Use a new batch in each iteration of the loop.
     """
 
     def __init__(self) -> None:

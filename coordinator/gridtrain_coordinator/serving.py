@@ -1,7 +1,7 @@
-"""Starts and stops the coordinator: its folder, keys, port, dashboard, greeting, signals and relay policy.
+"""Runs the coordinator's process: opens its parts, prints how workers join, and stops at SIGINT or SIGTERM.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
-                                                 a start that fails up to here leaves no trace
+                                                            a start that fails earlier uses up no term
 
 The loop itself, `daemon.Coordinator`, runs in the main thread of the process.
 """
@@ -50,6 +50,8 @@ class Settings:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
         advertise: the address that workers use; if empty, the address in `listen`.
         state: the folder for the journal and the keys; None for `state_directory(run)`.
+        plans: whether ranks are ordered by the measured links.
+        recut_s: how long a pipeline with too few workers waits before it is repartitioned, in seconds.
         unencrypted: whether to leave connections unencrypted; allowed only within this machine, unless
             `benchmark` is set.
         backup_to: a folder for backups of the state; None for no backups.
@@ -149,7 +151,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     if status["finished"]:
         text = "the run has finished"
     elif status["world_size"]:
-        text = f"the members continue to train until one fails or another joins; {text}"
+        text = f"the members continue to train until one fails or a worker joins; {text}"
     fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}
     log_to(err, settings.log_format)("info", "stopped", fields)
     return 128 + stop.signal_number
@@ -158,7 +160,10 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
 def _open(
     settings: Settings, folder: Path, err: TextIO
 ) -> tuple[Coordinator, DashboardStartup, EndpointFile]:
-    """Open all parts of the coordinator, in such an order that a failed start leaves no trace."""
+    """Open all parts of the coordinator.
+
+    If a part cannot be opened, no new term begins, and the parts that are already open are closed.
+    """
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
@@ -176,7 +181,7 @@ def _open(
         authorization = load_authorization(store, settings.run, operator, identity.public)
         transport = _open_transport(settings, identity, operator, authorization)
         opened.callback(transport.close)
-        # The port is opened before the term is written, so that a failed start leaves no trace.
+        # The port is opened before the term is written, so that a failed start uses up no term.
         bound = transport.listen(settings.listen)
         endpoint = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted

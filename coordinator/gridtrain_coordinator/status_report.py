@@ -1,7 +1,9 @@
-"""Builds the status for the CLI and the dashboard, and averages its rates (steps per second, bytes).
+"""Builds the status for the CLI and the dashboard, including average rates of steps and bytes per second.
 
-steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
-time:    now - 10 s   now      -> 2 steps a second
+A rate is the increase of a counter over at most the last `WINDOW_S` seconds:
+
+    time     now - 10 s    now
+    step     410           430     2 steps per second
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
 
 
 def redact_addresses(snapshot: dict[str, Any]) -> None:
-    """Remove the members' addresses: only the operator may see them."""
+    """Remove all addresses from a status for a reader that is not the operator."""
     for member in snapshot["members"]:
         member["address"] = ""
     for event in snapshot["events"]:
@@ -77,8 +79,10 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the losses that members report, weighted by their shares; None if none does, or if
-    the sum overflows."""
+    """Return the mean of the losses that members report, weighted by their shares.
+
+    Returns None if no member reports a finite loss, or if the sum overflows.
+    """
     reported = [
         (loss, max(member["share"] or 0, 1))
         for member in members
@@ -90,8 +94,12 @@ def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:
-    """Count the time in which a worker waits for the slowest member, which is busy for `slowest_s` in each
-    step, as waiting instead of communicating."""
+    """Return the figures with the time spent waiting for the slowest member moved from `communicating_s` to
+    `waiting_s`.
+
+    Args:
+        slowest_s: how long the slowest member is busy in each step, in seconds.
+    """
     communicating_s, waiting_s = figures.get("communicating_s", 0.0), figures.get("waiting_s", 0.0)
     waited_s = min(slowest_s - busy_s(figures) - waiting_s, communicating_s)
     if not waited_s > 0.0:
@@ -116,8 +124,8 @@ def build_status(
     """Return the content of a `StatusReply`, which the dashboard also shows.
 
     It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the slow member, or
-    None), software, address, now_s (the clock of the events' `at_s`), uptime_s, wall_s and steps_per_s, and
-    each member with sent_Bps and received_Bps (None while unknown).
+    None), software, address, now_s (read from the same clock as the events' `at_s`), uptime_s, wall_s and
+    steps_per_s, and adds sent_Bps and received_Bps to each member; these are None while they are unknown.
     """
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
     reported = [member["figures"] for member in active if "computing_s" in member["figures"]]

@@ -1,7 +1,7 @@
 """Decides which keys may connect and in which role, from invitations, enrolments, kicks, bans and removals.
 
     stranger --the operator invites--> pending member --Enrol--> member --kick, violations--> stranger
-                  (a token with a number of uses and an end)        |             (needs a new invitation)
+            (for a number of uses and a limited time)               |             (needs a new invitation)
                                                                     +--ban--> banned --unban--> stranger
 
 Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
@@ -9,9 +9,9 @@ coordinator restarts.  Only the digest of an invitation's public key is stored, 
 the journal can use or recognize an invitation.  A peer that connects with the key of an ended invitation
 learns only how the invitation ended; a peer with an unknown invitation is a stranger and receives no reply.
 
-`wall_s` is wall-clock time, because invitations outlive a restart; `now_s` may come from any clock.  Durable
-changes are returned as journal entries, which the caller writes before sending any reply;
-`recover_authorization` reads these entries.
+`wall_s` is wall-clock time, because invitations remain valid when the coordinator restarts; `now_s` may come
+from any clock.  Durable changes are returned as journal entries, which the caller writes before sending any
+reply; `recover_authorization` reads these entries.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Authorization:
         return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick a member, or ban a key, whether or not it belongs to a member."""
+        """Kick a member, or ban a key, which need not belong to a member."""
         reason = limits.clean_reason(reason) or "the run's owner gave no reason"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
@@ -330,7 +330,7 @@ class Authorization:
         return self._evaluate_violations([entry], now_s, peer, accuser)
 
     def tick(self, now_s: float) -> ViolationOutcome:
-        """Remove accusers whose accusations no other member has confirmed in time; call once a second."""
+        """Remove suspected accusers whose accusations were not confirmed in time; call once a second."""
         return self._evaluate_violations([], now_s, None, None)
 
     def _evaluate_violations(
@@ -448,7 +448,11 @@ class Authorization:
         }
 
     def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
-        """Make `peer` a member; `invitation` is empty if the member is restored after a false accusation."""
+        """Make `peer` a member.
+
+        Args:
+            invitation: the id of the invitation; empty if the member is restored after a false accusation.
+        """
         if invitation:
             self._violations.clear(peer)
         if invitation in self._invitations:

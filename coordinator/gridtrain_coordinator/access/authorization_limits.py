@@ -1,7 +1,7 @@
-"""The limits of access (invitations, uses, expiry, members, joins per minute) and the refusal messages.
+"""The limits of access control, such as the uses of an invitation or joins per minute, and the refusals.
 
-Each function answers one question and keeps no state.  `authorization` looks each function up in this module
-at every call, so that a test can disable a rule and demonstrate the effect.
+The functions keep no state.  `authorization` looks each of them up in this module at every call, so that a
+test can disable a rule and demonstrate the effect.
 """
 
 from __future__ import annotations

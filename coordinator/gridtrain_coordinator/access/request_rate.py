@@ -21,7 +21,11 @@ class RequestRate:
         self._times_s: dict[Hashable, deque[float]] = {}
 
     def allow(self, key: Hashable, now_s: float, most: int) -> bool:
-        """Return whether a request is allowed now (at most `most` are per window); if so, count it."""
+        """Return whether a request is allowed now; if so, count it.
+
+        Args:
+            most: the maximum number of requests from one key within the window.
+        """
         times_s = self._times_s.pop(key, None) or deque()
         while times_s and times_s[0] <= now_s - self._window_s:
             times_s.popleft()

@@ -1,13 +1,13 @@
-"""Decides which accusations of breaking the protocol count, and how many of them remove a member.
+"""Decides which accusations of breaking the protocol count, and when they remove a member.
 
-    accuser         accused                             what follows
-    (coordinator)   anna                                always counts
-    bert            anna, anna, anna                    all count: anna is removed
-    bert            anna, carl   and nobody else       bert is the only accuser of both: suspected
-    dora            anna                                bert is no longer the only accuser of anna: believed
+    accuser         accused             consequence
+    (coordinator)   anna                always counts
+    bert            anna, three times   all three count, and anna is removed
+    bert            anna, carl          bert is suspected if he is the only accuser of both
+    then dora       anna                bert is no longer the only accuser of anna, and no longer suspected
 
-Accusations by a suspected accuser are not counted, and its new ones are not recorded.  If no other member
-confirms one of its accusations within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
+The accusations by a suspected accuser are not counted, and further ones are not recorded.  If no other member
+confirms one of them within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
 accusations are withdrawn.
 
 A dishonest member can have at most one other member removed, which is restored when the dishonest one is
@@ -36,7 +36,11 @@ MAX_ACCUSED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ViolationRecord:
-    """One violation; `accuser` is None if the coordinator itself detected it."""
+    """One violation.
+
+    Attributes:
+        accuser: the member that reported it; None if the coordinator itself detected it.
+    """
 
     accuser: PeerId | None
     reason: str

@@ -80,7 +80,13 @@ def event_kind(event: str) -> str:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """One worker's row in the table; its `id` is short and never reused."""
+    """One worker's row in the table.
+
+    Attributes:
+        id: a short number, which is never reused.
+        description: the values that rarely change.
+        live: the values of `LIVE_COLUMNS`.
+    """
 
     id: int
     description: dict[str, Any]
@@ -157,7 +163,11 @@ class Board:
                     row.description["ended"] = event
 
     def update(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Store the daemon's status; `at_s` is wall-clock time."""
+        """Replace the content with that of the coordinator's latest status.
+
+        Args:
+            at_s: the wall-clock time of the status, in seconds.
+        """
         self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}

@@ -33,7 +33,11 @@ class Cycle(Protocol):
 
 
 class Connection(Protocol):
-    """The part of uvicorn's connection that is used; `cycle` is None until the first head is complete."""
+    """The part of uvicorn's connection that is used.
+
+    Attributes:
+        cycle: the latest request; None until the head of the first request is complete.
+    """
 
     cycle: Cycle | None
     transport: asyncio.Transport
@@ -47,7 +51,7 @@ class ConnectionTimeouts:
     """Records when each connection last made progress.
 
     Args:
-        streaming_paths: paths whose answers are exempt from the time limit.
+        streaming_paths: the paths of event streams, whose answers may take any time.
     """
 
     def __init__(self, streaming_paths: Collection[str]) -> None:
@@ -78,7 +82,12 @@ async def close_expired(
     streaming_paths: Collection[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Close expired connections until cancelled."""
+    """Abort the connections that have exceeded their time limit, until this coroutine is cancelled.
+
+    Args:
+        connections: a function that returns the open connections.
+        streaming_paths: see `ConnectionTimeouts`.
+    """
     timeouts = ConnectionTimeouts(streaming_paths)
     while True:
         await asyncio.sleep(LOOK_S)

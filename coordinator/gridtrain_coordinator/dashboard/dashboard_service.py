@@ -48,8 +48,9 @@ class DashboardService:
     Args:
         bound: a bound socket; `close` closes it.
         token: the text that authorizes orders.
-        log: a function that is called if the dashboard fails.
-        allowed_hosts: the host names that requests may use for the dashboard.
+        log: a function that receives an event if the dashboard fails.
+        allowed_hosts: the host names under which the dashboard may be opened, besides IP addresses and
+            localhost.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class DashboardService:
     # -- the daemon's side: these methods do not block ---------------------------------------------
 
     def publish(self, status: Mapping[str, Any]) -> None:
-        """Show a status, which must not be changed afterwards."""
+        """Pass a status to the dashboard; the caller must not change it afterwards."""
         self._latest = time.time(), status
         self._call(self._tick)
 

@@ -26,7 +26,11 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 def frame(event: str, data: bytes) -> bytes:
-    """Encode one server-sent event; `data` is JSON without line breaks."""
+    """Encode one server-sent event.
+
+    Args:
+        data: JSON without line breaks.
+    """
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 

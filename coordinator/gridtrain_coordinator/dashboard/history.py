@@ -1,4 +1,4 @@
-"""Keeps the points of the web page's curves in bounded memory, and merges points when there are too many.
+"""Keeps the points of the web page's curves in bounded memory by merging neighbouring points.
 
 recent   the last 600 points
 whole    at most 1,440 points, each the mean of `stride` points; when this number is reached, neighbouring

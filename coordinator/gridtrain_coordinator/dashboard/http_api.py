@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The age of the latest status at which the daemon counts as unhealthy; there is one every second."""
+"""The age of the latest status from which the coordinator counts as unhealthy; one comes every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
@@ -166,8 +166,8 @@ class Api:
             return problem(
                 504,
                 "no-answer",
-                f"the daemon has not answered within {ORDER_S:.0f} s",
-                "see the daemon's log",
+                f"the coordinator has not answered within {ORDER_S:.0f} s",
+                "see the coordinator's log",
             )
         if isinstance(reply, Refused):
             return problem(409, reply.code, reply.reason, reply.remedy)

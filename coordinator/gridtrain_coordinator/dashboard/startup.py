@@ -1,4 +1,4 @@
-"""Opens the dashboard, formats its address, and decides if a missing package or occupied port is an error.
+"""Opens the dashboard, or records why there is none, and formats the lines that tell the owner about it.
 
 A missing package or an occupied port is an error only if the owner explicitly requested the dashboard.  The
 web server is imported only if there is a dashboard.

@@ -1,4 +1,4 @@
-"""The web page's graph of the members that exchange with each other, up to a maximum number of members.
+"""Builds the web page's graph, which shows which members of a generation exchange with each other.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """
@@ -38,9 +38,10 @@ class TopologyGraph:
         kind: ring, direct, butterfly, tree, star, all-gather or stages.
         size: the number of members.
         stages: the number of stages of a pipeline; otherwise 1.
-        edges: pairs of ranks, with the rate (bytes per second), the round trip (seconds) and the rank of the
-            relay (-1 for the coordinator); None for an unknown value or a direct route.  Empty if there are
-            more than `MAX_DRAWN_NODES` members.
+        edges: for each pair of ranks, the two ranks, the rate in bytes per second, the round trip in seconds,
+            and the rank of the relay (-1 for the coordinator).  A rate or round trip is None if it is
+            unknown, and the relay if the route is direct.  Empty if there are more than `MAX_DRAWN_NODES`
+            members.
     """
 
     kind: str

@@ -3,7 +3,7 @@
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 a copy made with SQLite's online backup API
     coordinator.key  operator.key  mode 0600; anyone who has a backup can impersonate the coordinator
-    .backup.partial                while a backup is being written; renamed once it is on disk
+FOLDER/.backup.partial/            a backup that is being written; renamed once it is on disk
 
 gridtrain coordinator --backup-to FOLDER                     the running coordinator
 gridtrain coordinator --state NEW --from-backup FOLDER       its successor, at the same address
@@ -115,7 +115,10 @@ class Backups:
             shutil.rmtree(partial, ignore_errors=True)
             reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
             self.failure = f"no backup can be written to {self.folder}: {reason}"
-            raise JournalError(self.failure, remedy="free disk space, or check the permissions") from None
+            raise JournalError(
+                self.failure,
+                remedy="free disk space, check the permissions, or choose another folder with --backup-to",
+            ) from None
         self.is_pending, self.failure = False, ""
         return path
 
@@ -130,7 +133,7 @@ class Backups:
         }
 
     def _check_same_run(self, store: JournalStore) -> None:
-        """Raise `ConfigError` if the folder contains backups of another coordinator.
+        """Raise `ConfigError` if the latest backup in the folder belongs to another coordinator.
 
         Two coordinators with one backup folder would delete each other's backups.
         """

@@ -4,7 +4,7 @@
     coordinator.key  its secret key                                    0600
     operator.key     authorizes orders: invite, kick, ban              0600
 
-A journal belongs to one key, by which workers recognize the coordinator; they reject all other keys.
+A journal belongs to one key.  Workers recognize the coordinator by this key and reject all others.
 """
 
 from __future__ import annotations

@@ -75,7 +75,12 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry of the journal; `at` is ISO 8601, UTC."""
+    """One entry of the journal.
+
+    Attributes:
+        id: the number of the entry, from 1.
+        at: the time at which the entry was written, in UTC as ISO 8601.
+    """
 
     id: int
     at: str
@@ -134,7 +139,7 @@ class JournalStore:
         pair of its own.
 
         Raises:
-            JournalError: this journal belongs to another key.
+            JournalError: this journal belongs to another key, or the key file is missing.
             ConfigError: the key file cannot be used.
         """
         if self._path == MEMORY:
@@ -209,7 +214,12 @@ class JournalStore:
     # -- internal ------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Check that the file can be used; this does not change the file, even if it is rejected."""
+        """Raise `JournalError` if the file cannot be used.  Does not change the file.
+
+        Args:
+            created: whether this process has just created the file; otherwise, an empty file beside a key
+                file counts as damaged.
+        """
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()

@@ -9,8 +9,8 @@
 that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.
 `member_lists` builds a generation's member list for each recipient.
 
-What is recorded is in `gridtrain_coordinator.run`: `liveness` (when a worker counts as lost), `link_failures`
-(who is to blame), `paused_workers`, `worker_problems`.
+The records on which these decisions rely are kept in `gridtrain_coordinator.run`: `liveness` (when a worker
+counts as lost), `link_failures` (which member is at fault), `paused_workers` and `worker_problems`.
 
 All parts share `run.run_state.RunState`; each returns effects, which `Membership` passes on in order.
 """

@@ -1,4 +1,4 @@
-"""Chooses from whom newcomers get the state while the members train, and limits the time without progress.
+"""Chooses the members that send newcomers the state while all train, and limits the time without progress.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes
@@ -23,13 +23,13 @@ from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 MAX_STATE_SOURCES = 3
 MAX_CATCHING_UP = 64
 NO_PROGRESS_TIMEOUT_S = 60.0
-"""How long a newcomer may go without making progress.
+"""How long a newcomer may make no progress before it enters the next generation without having caught up.
 
-A state source may be in a long step, and sends its state only after that step.
+The time is this long because a state source sends its state only after its current step, which may be long.
 """
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""How far ahead the snapshot step is chosen, in seconds and in steps.
+"""The minimum lead of the snapshot step over the latest step, in seconds and in steps.
 
 All sources take their snapshots after the same step, so `ServeCatchUp` must reach every source before the
 source begins that step.
@@ -59,7 +59,7 @@ class CatchUp:
         """Notify newcomers and state sources of changes; called while the members train.
 
         Args:
-            newcomers: `Candidates.catching_up`.
+            newcomers: the workers that are still catching up (`Candidates.catching_up`).
         """
         run = self._run
         if not newcomers and not self.is_active:
@@ -81,7 +81,7 @@ class CatchUp:
     def _update(
         self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Send all changes.
+        """Return the messages to newcomers and state sources for which something has changed.
 
         Args:
             newcomers: admitted workers that have not caught up.
@@ -129,8 +129,7 @@ class CatchUp:
     def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
         """Send a newcomer and its state sources the routes between them.
 
-        The sources also receive the routes, because the generation may have changed since these were last
-        sent.
+        The sources also receive routes, because the generation may have changed since routes were last sent.
         """
         self._fetch_sent_s[peer] = now_s
         addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
@@ -154,13 +153,17 @@ class CatchUp:
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def handle_report(self, worker: Worker, applied: int) -> list[Effect]:
-        """Record that a newcomer holds the state after step `applied`, or, below 0, cannot catch up."""
+        """Record that a newcomer has caught up, or that it cannot catch up while the members train.
+
+        Args:
+            applied: the last step of the state that the newcomer holds; negative if it cannot catch up.
+        """
         if worker.has_caught_up:
             return []  # it repeats the report until it is a member
         worker.mark_caught_up()
         if applied >= 0:
             return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
-        reason = "it cannot catch up while the others train; the next generation sends it the state"
+        reason = "it cannot catch up while the others train; it receives the state in the next generation"
         return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
@@ -185,7 +188,7 @@ class CatchUp:
         return step < chosen
 
     def deadline_s(self) -> float:
-        """Return the time at which a newcomer may have stalled or the snapshot step may be late."""
+        """Return the earliest time at which a newcomer may have stalled or the snapshot step may be late."""
         workers = self._run.workers
         late_s = math.inf if self._snapshot_step is None else self._snapshot_step[1] + SNAPSHOT_LATE_S
         progressed_s = [

@@ -6,7 +6,7 @@
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation (`access.violations`)
 
-A single report by one member against another is never sufficient grounds for dismissing either of them.
+One member's report about another is never by itself sufficient to dismiss either of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Complaints:
         self._stalled_step = StalledStep(run)
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
-        """Give up routes over which members cannot connect, so that the next generation uses other routes."""
+        """Give up the routes over which a member cannot connect; the next generation uses other routes.
+
+        If a generation is forming, it is replaced only if its members do not connect after all.
+        """
         run = self._run
         is_current = run.is_current(message.term, message.generation)
         if not is_current or run.view_change.is_freezing or worker.peer not in run.members:
@@ -90,7 +93,7 @@ class Complaints:
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """Handle a round that makes no progress: request a generation without the members at fault."""
+        """Handle a round that makes no progress: dismiss members at fault and request another generation."""
         run = self._run
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
         if (
@@ -111,7 +114,10 @@ class Complaints:
         return effects
 
     def compare_digest(self, peer: m.PeerId, message: m.ReplicaDigest) -> list[Effect]:
-        """Compare the members' states; a member whose state differs from most receives the state again."""
+        """Compare a member's digest with the others'; request a generation if a member's state differs.
+
+        A member whose state differs from that of most members receives the state again.
+        """
         run = self._run
         if not run.is_current(message.term, message.generation) or not run.view_change.is_idle:
             return []
@@ -132,13 +138,13 @@ class Complaints:
         return effects
 
     def handle_accusation(self, peer: m.PeerId, message: m.ViolationReport) -> list[Effect]:
-        """Return the violation of which one member accuses another, to be recorded."""
+        """Return the violation of which one member accuses another; empty if either is not a member."""
         are_members = {peer, message.peer} <= self._run.members and peer != message.peer
         return [RecordViolation(message.peer, message.reason, accuser=peer)] if are_members else []
 
 
 class StalledStep:
-    """The latest step to stall, with the number of stalled generations and each suspect's accusers.
+    """Decides who delays a step, from the stalled generations of this step and each suspect's accusers.
 
     stall of step 7   reporter   suspect    made progress   dismissed
     1st               root       bert       no              bert
@@ -168,7 +174,7 @@ class StalledStep:
         return self._stall_count
 
     def find_at_fault(self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> dict[m.PeerId, str]:
-        """Return the members to dismiss, with reasons."""
+        """Return the members to dismiss because of this stall, with the reasons."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
         present, root = self._run.present_members, self._run.member_order[0]
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:

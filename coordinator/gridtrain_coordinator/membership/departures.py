@@ -1,11 +1,11 @@
-"""Handles a worker that is lost, leaves, or is replaced, dismissed or refused, and what the worker is told.
+"""Removes a worker that is lost, leaves, or is replaced, dismissed or refused, and informs it if necessary.
 
-               registered   address known   waited for   is told
-    lost           no            yes            yes      Rejoin, on its next message
-    replaced       no            yes            no       (the new process is admitted)
-    left           no            no             no
-    dismissed      no            no             no       Refused, with the reason
-    refused        no            yes            no       Refused, with the reason
+               still registered   address kept   awaited   message to the worker
+    lost             no               yes          yes     Rejoin, in reply to its next message
+    replaced         no               yes          no      none; the new process joins
+    left             no               no           no      none
+    dismissed        no               no           no      Refused, with the reason
+    refused          no               yes          no      Refused, with the reason
 
 Other parts decide when to remove a worker: heartbeat timeouts, stalls, bad links, the operator.
 """
@@ -103,7 +103,7 @@ class Departures:
         return []
 
     def refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
-        """Refuse a worker that does not fit the run or joins too late."""
+        """Refuse a worker that does not fit the run, or that joins when the run is full or finished."""
         worker = self._run.workers.pop(peer, None)
         name = worker.name if worker is not None else "a worker"
         self._record_departure(peer, f"{name} was refused: {reason}")
@@ -120,8 +120,8 @@ class Departures:
         """Finish the run: notify the members, and refuse all other workers.
 
         Args:
-            incomplete: why no worker can write the model, in which case all workers are refused; "" if the
-                first member of each stage can.
+            incomplete: the reason why no worker can write the model; all workers are then refused.  "" if
+                the first member of each stage can write its part.
         """
         run = self._run
         reason = f"{format_count(len(run.member_list), 'worker')} reached the end of the run"
@@ -157,7 +157,7 @@ class Departures:
         """Remove a worker from the registry; return the event for the log.
 
         Args:
-            event: the event's name; a worker is not called lost once the run is finished.
+            event: the event's name; once the run is finished, "lost" is replaced by "left".
             cause: the reason for the next generation, if the worker was a member; by default its name and
                 `reason`.
         """

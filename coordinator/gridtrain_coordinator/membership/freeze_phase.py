@@ -1,4 +1,4 @@
-"""Waits for members' reports before the next generation, and for members that are away (rules 5, 6 and 11).
+"""Collects members' reports before the next generation, and waits for absent members (rules 5, 6 and 11).
 
 TRAINING --view change requested--> Freeze --all connected members have reported, or time is up--> next view
    |                                  ^                     nobody who reports holds a state --+
@@ -34,7 +34,8 @@ class FreezePhase:
     Attributes:
         delayed_until_s: the time until which the `Freeze` is delayed, so that members can come back; None if
             it is not delayed.
-        is_awaiting_members: whether the coordinator is waiting for members after all of them were absent.
+        is_awaiting_members: whether the coordinator waits for members to come back, for example after its
+            restart.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FreezePhase:
     # -- beginning ---------------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """Send `Freeze` to the members that are training, once the next plan is prepared."""
+        """Send `Freeze` to the members; return no effects while the next plan is still being prepared."""
         run = self._run
         if not self._planner.prepare(now_s):
             return []
@@ -157,14 +158,14 @@ class FreezePhase:
 
     @property
     def _is_journal_behind(self) -> bool:
-        """Whether members are awaited, and a worker has reported a generation later than the journal's.
+        """Whether members are awaited, and a worker has reported a later generation than the journal's.
 
-        The other members may also report the later generation.
+        The awaited members may report this generation as well.
         """
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Record the progress of a member of the frozen generation; an impossible report is a violation."""
+        """Record the report of a member of the frozen generation; an impossible report is a violation."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []
@@ -263,7 +264,10 @@ class FreezePhase:
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _is_known_to_wait(self, now_s: float) -> bool:
-        """Return whether the member `_silent` is still awaited; avoids a pass over all members per report."""
+        """Return whether a report of the member `_silent` is still awaited.
+
+        This check avoids a pass over all members for each report.
+        """
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
         is_usual = not run.partition.is_pipeline and not self.is_awaiting_members
@@ -271,7 +275,10 @@ class FreezePhase:
         return is_usual and is_awaited and not has_reported and now_s < run.view_change.deadline_s
 
     def _silent_members(self) -> frozenset[m.PeerId]:
-        """Return the members that have not reported."""
+        """Return the awaited members that have not reported.
+
+        If the journal is behind, these include its members that have not joined yet.
+        """
         run = self._run
         absent = run.members - set(run.view_change.reports) - run.departed_members
         if self._is_journal_behind:
@@ -280,7 +287,7 @@ class FreezePhase:
         return absent
 
     def _unaddressed_workers(self) -> list[Worker]:
-        """Return the members of the next generation whose dial-back is still in progress."""
+        """Return the workers for the next generation whose dial-back is still in progress."""
         # Senders of reports are also included: among them are members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
@@ -288,9 +295,10 @@ class FreezePhase:
         return [worker for worker in workers if not worker.is_addressable]
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
-        """Return whether to keep waiting for the members that hold the model, all of which are disconnected.
+        """Return whether to keep waiting for the absent members, one of which must come back with the model.
 
-        The wait ends only if other workers can start over, or if the owner has ended the run.
+        The wait ends after `regather_s` if other workers can start over or the owner has ended the run;
+        otherwise it is extended.
         """
         run = self._run
         self._has_delayed = False

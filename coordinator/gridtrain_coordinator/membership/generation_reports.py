@@ -43,7 +43,7 @@ class GenerationReports:
         self.begin(members, generation)
 
     def begin(self, members: frozenset[m.PeerId], generation: int) -> None:
-        """Discard all reports; the arguments are those of the constructor."""
+        """Discard all reports; the arguments have the same meaning as those of the class."""
         self.journaled_members = members
         self.journaled_generation = generation
         self._reports: dict[m.PeerId, GenerationReport] = {}
@@ -55,7 +55,7 @@ class GenerationReports:
         return bool(self._reporters)
 
     def record(self, peer: m.PeerId, claim: m.CurrentGeneration) -> bool:
-        """Record a worker's first report; return False if it has already reported."""
+        """Record a worker's first report; return False and ignore the report if it is not the first."""
         if peer in self._reporters:
             return False
         self._reporters.add(peer)
@@ -104,7 +104,11 @@ class TermRaise:
 
 
 def is_credible(claim: m.CurrentGeneration, term: int, generation: int) -> bool:
-    """Return whether a report is credible: not too far ahead of the journal, and free of empty stages."""
+    """Return whether a report is credible: not too far ahead of the journal, and without empty stages.
+
+    Args:
+        term, generation: the coordinator's latest term and generation.
+    """
     bounds = claim.stage_bounds
     is_sound = not bounds or (bounds[0] == 0 and len(bounds) > 1 and all(a < b for a, b in pairwise(bounds)))
     return is_sound and claim.term <= term + MAX_AHEAD and claim.generation <= generation + MAX_AHEAD

@@ -3,9 +3,9 @@
     every worker can dial the recipient     pages of the list shared by all such recipients, or changes to it
     otherwise                               pages of the recipient's own list (`AddressBook.members_for`)
 
-A member receives changes only if this coordinator has sent the member the list to which they apply, and the
-member was ready in that list's generation: it then holds the list, even if messages have been lost since.
-Lists are resent in full.
+A member receives changes only if this coordinator has sent it the list to which they apply, and the member
+was ready in that list's generation.  It then holds the list, even if messages have been lost since.  A list
+that is resent is always sent in full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class _Announced:
 
 
 class MemberLists:
-    """Builds the messages; equal messages are the same object, so that they are encoded only once."""
+    """Builds the messages that contain member lists.
+
+    Recipients of equal messages receive the same object, which is encoded only once.
+    """
 
     def __init__(self, run: RunState, addresses: AddressBook) -> None:
         self._run, self._addresses = run, addresses
@@ -47,7 +50,7 @@ class MemberLists:
         self._shared_pages = None, (), []
 
     def end_generation(self) -> None:
-        """Determine which members hold the current generation's list before the next one is installed."""
+        """Determine which members hold the current generation's list.  Call before the next is installed."""
         run, announced = self._run, self._announced
         ready = run.view_change.ready_histories.keys() - run.departed_members
         is_current = announced.generation == run.generation

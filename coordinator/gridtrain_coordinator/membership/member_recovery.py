@@ -1,6 +1,6 @@
 """Recovers the run, with a higher term, from members that are ahead of the journal (commit rule 11).
 
-    CurrentGeneration(term 3, generation 9)   already known ----------------> nothing
+    CurrentGeneration(term 3, generation 9)   already known ----------------> no effect
                                               not credible -----------------> a violation
                                               of a later coordinator -------> a warning: the later one decides
                                               ... and all members are back --> a higher term, after a while
@@ -83,7 +83,7 @@ class MemberRecovery:
         self._freeze_phase.freeze_on_return(now_s)
         size = len(members)
         awaited = format_count(size, "worker")
-        reason = f"the journal is older than generation {generation}; waiting for its {awaited}"
+        reason = f"the journal is older than generation {generation}; waiting for that generation's {awaited}"
         fields = {"generation": generation, "workers": size, "term": run.term}
         freeze = m.Freeze(run.term, generation, run.view_change.reason, ())
         return [
@@ -111,8 +111,10 @@ class MemberRecovery:
         """Take over from a later coordinator that all workers have left, and continue as after a restart.
 
         Without this, workers that come back, for example because an address was changed back, would wait
-        forever: they obey only the later coordinator.  Returns that coordinator's term, or None if some
-        workers may still be connected to it: there would then be two runs.
+        forever, because they obey only the later coordinator.
+
+        Returns that coordinator's term, or None if some workers may still be connected to it; a takeover
+        would then split the run.
         """
         run, self._take_over_s = self._run, math.inf
         if self._later_term <= run.term:

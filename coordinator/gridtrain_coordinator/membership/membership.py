@@ -177,7 +177,7 @@ class Membership:
         return self._log_events([entry, LogEvent("info", "started", fields)], now_s)
 
     def _continuation_fields(self) -> dict[str, Any]:
-        """Return what the journal records about a run that has begun; the latest step is not recorded."""
+        """Return log fields about a run that has begun, as the journal records it."""
         run = self.run
         if not run.generation:
             return {}
@@ -244,8 +244,8 @@ class Membership:
         """End the run on its owner's order; return the effects and the reply to the owner.
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
-        finished; a pipeline with a missing stage may end without a model.  A run that no worker has joined
-        cannot be ended: it could then never begin.
+        finished.  A pipeline with a missing stage may end without a model.  The order is refused if no worker
+        has joined the run yet, because the run could then never begin.
         """
         run = self.run
         if run.is_finished:
@@ -323,7 +323,7 @@ class Membership:
     def introduce_pending_member(
         self, pending: m.PeerId, most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
-        """Choose up to `most` members to which a pending member may measure its links.
+        """Choose at most `most` members that a pending member may probe to measure its links.
 
         Returns the messages that notify these members of the probes, and the members' keys and addresses.
         """
@@ -395,8 +395,8 @@ class Membership:
     def _compute_deadline_s(self) -> float:
         """Return the time at which `tick` must be called.
 
-        The time is cached until it passes or an event other than a heartbeat arrives; a heartbeat postpones
-        it, or brings it forward to the deadline of the sender.
+        The time is cached until `tick` is called, an event other than a heartbeat arrives, or `_advance` has
+        more to do.  Otherwise, a heartbeat can only bring it forward, to the deadline of its sender.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
         if self._workers_deadline_s is None:
@@ -446,7 +446,8 @@ class Membership:
     def _earliest_view_change_s(self) -> float:
         """Return the earliest time for the next generation.
 
-        At most one generation is made per `generation_gap_s`, so that joins are batched.
+        At most one generation is made per `generation_gap_s`, so that workers that join together enter
+        together; if a member is lost, there is no wait.
         """
         run, limits, installed_s = self.run, self.run.limits, self.run.view_change.last_installed_s
         if len(run.present_members) < len(run.member_order):
@@ -551,7 +552,7 @@ class Membership:
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
 
     def _announce_alert(self, worker: Worker, now_s: float) -> list[Effect]:
-        """Report to the owner and to all workers that the alert about skipped steps has begun or ended."""
+        """Log the beginning or end of the alert about skipped steps, and notify all workers of it."""
         run = self.run
         if not run.skip_alert.is_check_due(worker.figures, now_s):
             return []

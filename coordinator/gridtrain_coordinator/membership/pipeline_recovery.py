@@ -83,13 +83,14 @@ class PipelineRecovery:
     def decide(
         self, reports: Mapping[m.PeerId, m.FreezeReport], patience_s: float, now_s: float
     ) -> list[Effect]:
-        """Continue if every stage is held by a worker; otherwise pause.
+        """Continue from the latest step of which workers hold every stage; pause if there is none.
 
         Called when all connected members have reported.
 
         Args:
             reports: the reports of the members that hold a state.
-            patience_s: the time until which to wait for absent members if a stage or a worker is missing.
+            patience_s: the time until which to wait for absent members if a stage or a worker is missing;
+                -inf if none is awaited.
         """
         run = self._run
         outcome: Outcome | None = None
@@ -121,9 +122,12 @@ class PipelineRecovery:
     def _place(
         self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates, now_s: float
     ) -> tuple[RestartPoint, PlacementResult | str]:
-        """Place the workers for the restart point; return the restart point used, and the ranks or why not.
+        """Place the workers for the restart point.
 
         If possible, no member needs a state that exists only in the memory of a worker with a full disk.
+
+        Returns the restart point used, which may be an earlier one, and the placement or the reason why there
+        is none.
         """
         in_memory = live if outcome is not None and restart.outcome is outcome else {}
         result = self._placement.place(restart, in_memory, now_s)
@@ -145,11 +149,11 @@ class PipelineRecovery:
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
     def _await_left(self, restart: RestartPoint, last: int) -> tuple[str, str] | None:
-        """Return why the run waits for workers that left with a later state than the restart point, and why
-        no model is written if the run ends before they join.
+        """Return why the run waits for workers that left with a later state than the restart point's, and why
+        no model is written if the run ends before they rejoin.
 
-        Returns None if there are no such workers, or if workers for all stages are present: the steps after
-        the restart point are then lost.
+        Returns None if there are no such workers, or if enough workers for all stages are present; in the
+        latter case, the run continues from the restart point, and the later steps are lost.
         """
         run, left = self._run, self._run.left_workers
         assert run.definition is not None
@@ -166,7 +170,7 @@ class PipelineRecovery:
         at = later.applied, later.history
         names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
         which, back = ("its disk", "it rejoins") if len(names) == 1 else ("their disks", "they rejoin")
-        kicked = names[0] if len(names) == 1 else "of each of them"
+        kicked = names[0] if len(names) == 1 else "for each of them"
         cause = f"{list_first(names, MAX_NAMES)} left with a stage of step {later.applied + 1} on {which}"
         return (
             f"{cause}; training continues when {back}, or, from step {restart.outcome.applied + 1}, "
@@ -186,8 +190,9 @@ class PipelineRecovery:
         """Return the restart point for these states and the workers' checkpoints.
 
         Args:
-            has_committed: whether any steps were committed, which false reports could undo.
-            absent: the checkpoints of absent workers to include.
+            has_committed: whether any steps were committed; if so, the quorum must confirm a state, so that
+                false reports cannot undo these steps.
+            absent: the checkpoints of absent workers that are to be considered as well.
         """
         run = self._run
         assert run.definition is not None
@@ -252,7 +257,7 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers are on standby, and connected members are not; return the notices."""
+        """Record that these workers are on standby and that members are not; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
@@ -285,7 +290,7 @@ class PipelineRecovery:
         return self._end_incomplete(last, self._end_reason(restart, last))
 
     def describe_pending_end(self, now_s: float) -> str:
-        """Return when and how a run ends that its owner has ended, if it waits for workers; otherwise ""."""
+        """Describe when and how a run that its owner has ended will end; "" if it waits for no workers."""
         if self._pending_end is None:
             return ""
         until_s, how = self._pending_end
@@ -299,7 +304,8 @@ class PipelineRecovery:
         If no worker is present, the run stays paused as long as members may come back.
 
         Args:
-            incomplete: why no model is written if the run ends; by default what is missing for `restart`.
+            incomplete: why no model is written if the run ends; by default, the reason that `_end_reason`
+                gives.
         """
         run = self._run
         awaits_members = not run.eligible_workers() and bool(run.members - run.departed_members)
@@ -335,7 +341,7 @@ class PipelineRecovery:
     def _end_incomplete(self, last: int, reason: str) -> list[Effect]:
         """End the run on its owner's order although the connected workers cannot continue.
 
-        They are refused like workers that join too late, but with the reason, and keep their states.
+        They are refused like workers that join too late, but are told `reason`, and keep their states.
         """
         self._run.record_step(last + 1)
         self._run.view_change.reset()

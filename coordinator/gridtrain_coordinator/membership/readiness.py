@@ -1,4 +1,4 @@
-"""Limits the wait for members that receive or load the state, based on the link rates (commit rule 8).
+"""Starts a generation once its members are ready, and limits the wait for late ones (commit rule 8).
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation
@@ -29,7 +29,8 @@ The time needed to transfer their states over the slowest link is added.
 """
 
 STATE_BYTES_PER_PARAMETER, MAX_STATE_BYTES_PER_PARAMETER = 16, 256
-"""Bytes per parameter, including optimizer moments and buffers: the usual and the largest accepted number."""
+"""The bytes of the state per parameter, including optimizer moments and buffers: the assumed number, and the
+largest number that is accepted."""
 
 DEFAULT_RATE_Bps, MIN_RATE_Bps = 2.5e6, 125e3
 """The rate assumed for an unmeasured link, and the lowest rate that deadlines assume."""
@@ -67,9 +68,9 @@ class Readiness:
             self._run.workers[peer].state_progress.begin(step_bytes, max_bytes, now_s)
 
     def advance(self, now_s: float) -> tuple[list[Effect], bool]:
-        """Start the generation once all members are ready; return the effects.
+        """Start the generation once all members are ready, or handle members that are late.
 
-        The second value is True if the generation is abandoned in favour of another one.
+        Returns the effects, and whether the generation was abandoned, so that another one must be made.
         """
         run, view_change = self._run, self._run.view_change
         assert run.view is not None
@@ -119,10 +120,10 @@ class Readiness:
     def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
         """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.
 
-        The second value is True if another generation is needed.
-
         The longest-serving member that holds the model always stays.  If it waits for parts of its stage, the
         members that should have sent them are dismissed.
+
+        Returns the effects, and whether the generation was abandoned because another source is needed.
         """
         run, ready_s = self._run, self._run.limits.ready_s
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
@@ -151,8 +152,9 @@ class Readiness:
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.
 
-        Its progress counter proves only that it is alive.  A member that has received its entire state may be
-        busy loading it, but only for a limited time.
+        While a member is receiving the state of an unpartitioned model, only received bytes count.  Before
+        and after, its progress counter, which proves only that the member is alive, counts for a limited
+        time.  For other members, and in a pipeline, the counter always counts.
         """
         transfer, ready_s = worker.state_progress, self._run.limits.ready_s
         if self._run.partition.is_pipeline or worker.peer not in self._joining():
@@ -203,7 +205,7 @@ class Readiness:
     def _record_failure(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> list[m.PeerId]:
-        """Record which late members received too little; return the members that need another source."""
+        """Record that the source has failed late members; return those for which another source is tried."""
         run, source = self._run, self._state_source()
         # Before the first step, the state is one member's own.
         is_shared = run.view is not None and run.view.applied >= 0
@@ -219,7 +221,7 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Return whether the worker is busy, not waiting for bytes; if so, the source is not at fault."""
+        """Return whether the worker is alive and waits for no more bytes; the source is then not at fault."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 

@@ -1,8 +1,8 @@
-"""Chooses state sources for newcomers while the group waits, and removes members if no state arrives.
+"""Chooses state sources for newcomers while the group waits, and decides who is at fault if these fail.
 
-    dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
-    dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried
-    dora, from clara: nothing arrives    dora is dismissed
+    dora receives nothing from anna      bert becomes the source
+    dora receives nothing from bert      dora is dismissed if both have served others; else clara is tried
+    dora receives nothing from clara     dora is dismissed
 
 A source that does not send the state still reports `Ready`.  Only the receivers notice the failure, and their
 reports may be false, so the decision depends on which other members the source has served.  This applies only
@@ -17,15 +17,15 @@ from typing import Any
 from gridtrain.core.messages import PeerId
 
 MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
-"""How many sources must fail to serve a member until the member counts as at fault: of the sources that have
-served others, and of all sources."""
+"""How many sources must have failed to serve a member before the member itself is considered at fault.  The
+first limit counts only sources that have served other members; the second counts all sources."""
 
 MAX_RECORDS = 1024
 """The maximum number of members with a record; the oldest record is dropped first."""
 
 
 class StateSources:
-    """Outcomes of state transfers across generations, by joining member and by source."""
+    """Records the outcomes of state transfers across generations, and chooses sources accordingly."""
 
     def __init__(self) -> None:
         self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed it

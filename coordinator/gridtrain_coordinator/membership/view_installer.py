@@ -39,7 +39,7 @@ _START_AT_0 = (
 
 
 class InitialState:
-    """The workers that built the run's initial state themselves and so need not receive it.
+    """Determines which workers have built the run's initial state themselves and need not receive it.
 
     Compares the digests in `Setup.initial_state_digest`, which cover all bits that a joining member receives:
 
@@ -109,7 +109,7 @@ class ViewInstaller:
         return self.install(outcome, now_s, source=source)
 
     def install_first(self, now_s: float) -> list[Effect]:
-        """Install the first generation, from the latest checkpoint or at step 0 (commit rule 13)."""
+        """Install a generation of new members, from the latest checkpoint or at step 0 (commit rule 13)."""
         run = self._run
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         outcome, source = self._latest_checkpoint(admitted), None
@@ -171,8 +171,8 @@ class ViewInstaller:
 
         Args:
             placement: the ranks of a pipeline; None for an unpartitioned model.
-            source: the only state source, if the other holders merely claim to hold the state; otherwise
-                None.
+            source: the only member that may send the state, because it is not proven that the other holders
+                have it; None if any holder may send it.
         """
         run = self._run
         assert run.definition is not None

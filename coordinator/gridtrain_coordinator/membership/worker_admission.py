@@ -1,4 +1,4 @@
-"""Admits workers up to a limit, checks that each setup fits the run or redefines it, and has links measured.
+"""Admits workers up to a limit, checks each setup against the run's definition, and has links measured.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links
@@ -36,7 +36,7 @@ HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest e
 
 
 def max_workers(spec: m.LedgerSpec | None) -> int:
-    """Return how many workers a run can have so that each of its ledgers fits into a message.
+    """Return the maximum number of workers with which each ledger of a run still fits into a message.
 
     Args:
         spec: the ledger's specification; None if the run is not defined yet.
@@ -66,7 +66,7 @@ class WorkerAdmission:
         self._addresses, self._worker_names = addresses, worker_names
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
-        """Return the effects that refuse the worker; an empty list if it may join."""
+        """Return the effects of refusing the worker; an empty list if it may join."""
         run = self._run
         if join.run != run.name:
             return self._departures.refuse(
@@ -139,7 +139,7 @@ class WorkerAdmission:
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
     def _other_names(self, worker: Worker) -> list[str]:
-        """Return the names of the other workers with the run's setup and of the members that are awaited."""
+        """Return the names of the other workers that have an accepted setup, and of the other members."""
         names = {member.peer: member.name for member in self._run.member_list}
         names |= {w.peer: w.name for w in self._run.workers.values() if w.setup is not None}
         return [name for peer, name in names.items() if peer != worker.peer]
@@ -147,10 +147,11 @@ class WorkerAdmission:
     def _with_later_facts(self, setup: m.Setup) -> m.Setup | None:
         """Return the definition, extended with this worker's values for its missing `LATER_FACTS`.
 
-        A definition journalled by an earlier version does not have these facts; the first worker that returns
-        with a checkpoint adds them.  Its base is compared with the values in the checkpoint when the
-        checkpoint is loaded: before the worker joins or, in a pipeline, when it receives a stage.  Returns
-        None if the worker may not add any facts.
+        A definition journalled by an earlier version lacks these facts; the first worker that returns with a
+        checkpoint adds them.  The worker's base is compared with the checkpoint's when the checkpoint is
+        loaded: before the worker joins or, in a pipeline, when it receives a stage.
+
+        Returns None if no fact is missing or this worker may not add any.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
         if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:
@@ -227,8 +228,12 @@ class WorkerAdmission:
 
 
 def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | None:
-    """Return the code, reason and remedy for refusing another worker; None if there is room for one
-    more than `count` workers."""
+    """Return the code, reason and remedy for refusing another worker; None if the run is not full.
+
+    Args:
+        count: the number of other workers.
+        spec: see `max_workers`.
+    """
     if count < (most := max_workers(spec)):
         return None
     reason = f"the run has {count} workers; it can have at most {most}"
@@ -236,7 +241,11 @@ def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | N
 
 
 def _how_to_define_anew(others: list[str]) -> str:
-    """Return how another setup can define the run: if `others` leave before the first step is committed."""
+    """Return the remedy with which another setup can define the run.
+
+    Args:
+        others: the workers that would have to leave before the first step; empty if a step was committed.
+    """
     if not others:
         return "to begin with another setup, use another name in run.toml"
     return (

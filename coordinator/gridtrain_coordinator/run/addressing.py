@@ -52,7 +52,7 @@ class AddressBook:
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
         """Request a dial-back, which determines whether other workers can reach the worker.
 
-        None is requested if the worker's location has not changed since the last dial-back.
+        If the worker's location has not changed since its last dial-back, no dial-back is requested.
         """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
         known = self.route_table.location(worker.peer)
@@ -186,7 +186,7 @@ class AddressBook:
     def reroute(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
         """Give up the failed routes between a worker outside the generation and these members.
 
-        Returns these routes.
+        Returns the routes that were given up.
         """
         pairs = ((newcomer, other) for other in others)
         routes = [

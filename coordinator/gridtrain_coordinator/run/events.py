@@ -10,7 +10,7 @@ from typing import Any
 from gridtrain.core import messages as m
 
 Log = Callable[[str, str, Mapping[str, Any]], None]
-"""Takes (level, event, fields); the level is "info", "warning" or "error"."""
+"""A function that logs an event, given its level ("info", "warning" or "error"), name and fields."""
 
 
 class RunPhase(StrEnum):
@@ -79,7 +79,7 @@ class DialBackResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """This worker was removed, by the operator or for violations."""
+    """The operator removed this worker, or it was removed because of violations."""
 
     peer: m.PeerId
     code: str
@@ -105,7 +105,8 @@ class Send:
 class JournalEntry:
     """An entry for the journal, which must be durable before any later effect is carried out.
 
-    `body` is JSON-serializable.
+    Attributes:
+        body: the content of the entry; JSON-serializable.
     """
 
     kind: str
@@ -127,7 +128,7 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class RecordViolation:
-    """The worker broke the protocol; its violations are counted until it is removed from the run.
+    """Record that a worker broke the protocol; after repeated violations, the worker is removed from the run.
 
     Attributes:
         accuser: the member that reported the violation; None if the coordinator itself detected it.

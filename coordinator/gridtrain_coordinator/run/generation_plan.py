@@ -53,9 +53,9 @@ class PlanBasis:
         peers: the members, longest-serving first.
         links: the round trips between `peers`, and the rates that senders and receivers report.
         is_direct: whether any two of them can connect without a relay, and no broken link is avoided.
-        setup: the run's definition, including sizes.
+        setup: the run's definition.
         exchange: the exchange that the coordinator has chosen.
-        current: the current generation.
+        current: the members of the current generation.
     """
 
     peers: tuple[m.PeerId, ...]
@@ -74,7 +74,7 @@ class GenerationPlanner:
 
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
-        entry_shares: the members that select fewer than k entries under the latest plan.
+        entry_shares: the members that select fewer entries than the others under the latest plan.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
@@ -302,7 +302,7 @@ class GenerationPlanner:
         return reference.global_batch_size if reference is not None else None
 
     def _choose_exchange(self, peers: Sequence[m.PeerId], now_s: float, *, is_urgent: bool) -> None:
-        """Reconsider the exchange, at no extra cost because a generation is made anyway."""
+        """Reconsider the exchange for the next generation, in which a change costs nothing extra."""
         if self.exchange_choice.is_open:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)

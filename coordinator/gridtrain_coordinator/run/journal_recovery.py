@@ -33,7 +33,8 @@ class RecoveredRun:
     Attributes:
         definition: the setup that all workers must agree with; None if no worker has joined yet.
         generation: the latest generation; 0 if none was installed.
-        view, roster: the view and members of the latest generation; None and () if no worker held the model.
+        view, roster: the view and members of the latest generation; None and () if no worker held the model
+            when the journal ended.
         has_committed: whether a step may have been committed.
         has_started: whether a generation has trained; if so, a worker holds a model worth waiting for.
         is_ending: whether the owner has ended the run.
@@ -136,7 +137,10 @@ def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]
 
 
 def left_entry(peer: m.PeerId, left: LeftWorker) -> dict[str, Any]:
-    """Return the journal entry for a worker that left; one without checkpoints cancels an earlier entry."""
+    """Return the journal entry for a worker that left.
+
+    An entry without checkpoints cancels an earlier entry for the same worker.
+    """
     checkpoints = [
         {
             "step": x.applied + 1,
@@ -171,7 +175,10 @@ _MEMBER_FIELDS = [each.name for each in fields(m.Member)]
 
 
 def _member_entry(member: m.Member) -> dict[str, Any]:
-    """Return a member's journal record; a full share of entries is omitted for the sake of older versions."""
+    """Return a member's journal record.
+
+    The share of entries is omitted if it is full, because older versions cannot read this field.
+    """
     entry = {
         **{name: getattr(member, name) for name in _MEMBER_FIELDS},  # `asdict` takes ten times as long
         "peer": member.peer.hex(),

@@ -1,4 +1,4 @@
-"""Decides which member is to blame when connections break repeatedly, and which pairs the next order avoids.
+"""Decides which member is at fault when connections break repeatedly, and which pairs the next order avoids.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
@@ -48,7 +48,7 @@ class LinkFailures:
             self._broken_s[_pair(reporter, peer)] = now_s
 
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
-        """Return the member with too many broken connections; None if no member can be held at fault.
+        """Return the member that is at fault because too many of its connections broke; None if none is.
 
         Args:
             members: the number of members.

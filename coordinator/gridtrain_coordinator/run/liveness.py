@@ -13,15 +13,16 @@ from gridtrain.config import Deadlines
 from gridtrain.core.group.loop_stalls import extend_start
 
 MAX_RESTARTS = 2
-"""How many times a worker may restart its state transfer in one generation."""
+"""How many times in one generation an increase of a worker's missing bytes counts as progress."""
 
 MIN_SILENCE_S, FEWEST_BEATS = 2.0, 40
 """The shortest heartbeat timeout, and the number of heartbeats with progress after which a worker's timeout
 is derived from its own intervals."""
 
 INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
-"""A worker's timeout as a multiple of its longest heartbeat interval; the factor that reduces this interval
-with each heartbeat, so it matters for more than an hour; and the largest interval recorded."""
+"""A worker's timeout is `INTERVALS` times its longest heartbeat interval, which is recorded as at most
+`MAX_INTERVAL_S`.  Each heartbeat multiplies the recorded interval by `INTERVAL_DECAY`, so that the interval
+influences the timeout for more than an hour."""
 
 JOIN_WAIT_S = 0.25
 """The shortest wait for the Join that a worker, but not its agent, sends first over a restored connection."""
@@ -111,7 +112,7 @@ class Liveness:
         self.is_loading_state = is_loading
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines, *, trains: bool) -> None:
-        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
+        """Postpone deadlines to `until_s` or later, because no message was read for `stalled_s` seconds."""
         self.last_heard_s = extend_start(self.last_heard_s, self._silence_s(limits, trains), until_s)
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
@@ -171,8 +172,9 @@ class StateTransferProgress:
     arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out
     to be wrong and is then sent again.
 
-        reported   (begins) 102e6 .. 87e6 .. 71e6 .. 0         in progress until the last byte
-                   (begins) 102e6 .. 101e6 .. (patience_s)     stalled
+        missing bytes in successive heartbeats
+        102e6, 87e6, 71e6, ... 0                  in progress until the last byte arrives
+        102e6, 101e6, 101e6, ... for patience_s   stalled
     """
 
     __slots__ = ("_mark_bytes", "_max_bytes", "_restarts_left", "_step_bytes", "left_bytes", "progressed_s")
@@ -188,7 +190,7 @@ class StateTransferProgress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any bytes have arrived."""
+        """Whether a heartbeat has reported missing bytes in this generation."""
         return self._mark_bytes < math.inf
 
     def update(self, left_bytes: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Remembers workers that their owners have paused, within limits of time and number, for the status.
+"""Records the workers that their owners have paused, for the status; their number and age are limited.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
                              +--after a week--> discarded
@@ -62,7 +62,7 @@ class PausedWorkers:
         ]
 
     def describe(self, required: int, now_s: float) -> str:
-        """Describe the pauses of a run in which no worker trains; "" if none is paused.
+        """Describe the paused workers of a run in which no worker trains; "" if there are none.
 
         Args:
             required: the number of workers needed for training to continue.

@@ -1,4 +1,4 @@
-"""Stores registered workers (data, status row, seniority), compares setups, and selects the facts to show."""
+"""Stores the registered workers, compares their setups with the run's, and formats the facts to show."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Worker:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
-        """Postpone the deadlines to `until_s` or later, as no message was read for `stalled_s` seconds."""
+        """Postpone deadlines to `until_s` or later, because no message was read for `stalled_s` seconds."""
         self.liveness.excuse_stall(stalled_s, until_s, limits, trains=not self.is_catching_up)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
@@ -182,14 +182,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The workers outside the current generation, insofar as the next one depends on them.
+    """The registered workers on which the decision to make the next generation depends.
 
     Attributes:
         newcomers: workers that may enter the next generation, in joining order.
         catching_up: workers that are still receiving the state, in joining order.
-        admitted: the number of all admitted workers.
-        measured_s: the earliest deadline by which a worker that is not yet admitted must have measured its
-            links; None if there is no such worker.
+        admitted: the number of admitted workers, including members.
+        measured_s: the earliest deadline for measuring links, among workers that have sent a setup and are
+            not yet admitted; None if there is no such worker.
     """
 
     newcomers: list[Worker]
@@ -281,7 +281,7 @@ def assign_shares(
 
 
 def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
-    """Return sentences describing how `setup` differs from `reference`, the run's definition."""
+    """Return a clause for each value of `setup` that differs from the run's definition, `reference`."""
     run, here = _described(reference), _described(setup)
     return [
         f"{name} is {here.get(name, 'missing')} here and {run.get(name, 'missing')} in the run"
@@ -291,10 +291,11 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
 
 
 def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
-    """Return the facts in displayable form; in the compared text, an option that is not set is Python's None.
+    """Return the facts as they are shown; an option that is not set is shown as "none", not as "None".
 
     Args:
-        bounds: the stage bounds if the model was repartitioned, because the facts contain the initial ones.
+        bounds: the present stage bounds if the model was repartitioned, because the facts contain the initial
+            ones; otherwise ().
     """
     shown = {name: "none" if text == "None" else text for name, text in facts}
     if bounds:
@@ -305,9 +306,9 @@ def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
 
 
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
-    """Describe the stages, for comparison with those of another setup.
+    """Describe a model's stages and layers, for comparison with another setup.
 
-    Measured times are omitted, because they may differ; the run uses the first worker's times.
+    Measured times are omitted: they differ between workers, and the run uses those of the first worker.
     """
     if model is None:
         return {}

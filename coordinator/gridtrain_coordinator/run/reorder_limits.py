@@ -1,4 +1,4 @@
-"""Decides which reports about links count, and how soon another rank order may follow (back-off).
+"""Decides which reports about links count, and how soon one worker's reports may cause another rank order.
 
     introduced anna (1)      anna: to bert 10 MB/s     counted
                              anna: to bert  1 MB/s     not counted: already reported since then
@@ -46,7 +46,7 @@ class ReorderLimits:
         self._introduction_of[peer] = self._introduction_count
 
     def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
-        """Return the rates, with 0 in place of those that do not count."""
+        """Return the links for which a rate counts, with 0 for a direction whose rate does not count."""
         accepted = []
         for other, there_Bps, back_Bps in rates:
             there = there_Bps if there_Bps > 0 and self._is_new(peer, other, True) else 0.0

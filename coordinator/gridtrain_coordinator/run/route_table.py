@@ -1,4 +1,4 @@
-"""Chooses how two workers reach each other: directly, dialled by the other side (NAT), or through a relay.
+"""Chooses how two workers connect: one of them dials the other, or a relay forwards their messages.
 
     a reaches b at              who dials                            address of b in the member list for a
     b's verified address        a, or the larger key if both can     tcp://..., or empty if b dials

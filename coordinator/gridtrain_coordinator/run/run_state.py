@@ -1,4 +1,4 @@
-"""The shared state of the run: workers, members, phase and its reason, required number of workers, and steps.
+"""The shared state of the run, such as its workers, members, phase and latest step.
 
     workers       registered                      anna  bert  clara  dora
     member_list   the generation, by rank           0     1     2      -
@@ -47,22 +47,22 @@ class RunState:
 
     Attributes:
         phase: the phase of the run, which the status shows together with `reason`.
-        generation: the latest generation; 0 if none was installed.
+        generation: the number of the latest generation; 0 if none was installed.
         definition: the setup that all workers must agree with; None until a worker has defined the run.
         workers: registered workers, in joining order.
         view: the view of the latest generation; None if no worker holds the model, or if only the members
             know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
-        skip_alert: whether the alert about skipped steps was announced.
+        skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the highest step reported by generations and finished workers.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
-        left_workers: by key, members that left or were paused with stage checkpoints on their disks, since
-            the latest generation.
+        left_workers: by key, the members that have left or paused since the latest generation and have stage
+            checkpoints on their disks.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
         is_ending: whether the owner has ended the run, which finishes once its members hold the same state.
@@ -197,8 +197,8 @@ class RunState:
 
     @property
     def pending_model(self) -> str:
-        """Which members try again to write the final model of the finished run, or their parts of it, and
-        what to do; "" if there are no such members."""
+        """A message that names the members that could not write the final model, or their parts of it, and
+        are trying again; "" if there are no such members."""
         names = [worker.name for worker in self._model_writers if worker.problems.failed_exports]
         first = list_first(names, MAX_CAUSES_SHOWN)
         text = f"the final model is not written yet: {first} could not write it: {EXPORT_REMEDY}"
@@ -230,7 +230,7 @@ class RunState:
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
 
     def describe_phase(self, now_s: float) -> str:
-        """Return the reason for the phase; if only paused workers are left, include why they are paused."""
+        """Return the reason for the phase; while a run waits without workers, include its paused workers."""
         is_empty = self.phase is RunPhase.WAITING and not self.workers
         paused = self.paused_workers.describe(self.required_workers, now_s) if is_empty else ""
         return f"{self.reason}; {paused}" if paused else self.reason
@@ -284,7 +284,7 @@ class RunState:
             self.view = replace(self.view, term=self.term)
 
     def unregister(self, worker: Worker) -> None:
-        """Remove a worker from the registry, but keep its reports about the run."""
+        """Remove a worker from the registry, but keep its step and the skipped steps that it reported."""
         self._last_skipped = self.skipped_steps
         del self.workers[worker.peer]
         if worker.peer in self.members:
@@ -299,14 +299,21 @@ class RunState:
         self.highest_step = applied + 1
 
     def end_early(self) -> list[JournalEntry]:
-        """Let the members finish the run with the next generation, in which they all hold the same state."""
+        """Record that the owner has ended the run; return the journal entry, if it is new.
+
+        The members finish the run with the next generation, in which they all hold the same state.
+        """
         entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
         entries, self.is_ending = [] if self.is_ending else [entry], True
         self.view_change.replace_reason(END_REASON)
         return entries
 
     def record_leave(self, worker: Worker) -> list[JournalEntry]:
-        """Record that a member left on its own; it may return with its checkpoints."""
+        """Record that a worker with stage checkpoints left on its own, because it may return with them.
+
+        Returns the journal entry.  There is none for a worker without checkpoints or outside the current
+        generation, if there is one, or after the end of the run.
+        """
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []
@@ -314,7 +321,7 @@ class RunState:
         return [self._left_entry(worker.peer, left)]
 
     def forget_left(self, peer: m.PeerId) -> list[JournalEntry]:
-        """Record that a worker that left is back, or can no longer come back."""
+        """Record that a worker that left is back, or can no longer come back; return the journal entry."""
         left = self.left_workers.pop(peer, None)
         return [self._left_entry(peer, replace(left, checkpoints=()))] if left else []
 

@@ -1,4 +1,4 @@
-"""Selects the slow member that delays the others long enough to be named by the status and the web page."""
+"""Finds the member that delays the others noticeably, which the status and the web page then name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 SLOW = 1.25
-"""A member delays the others if it is busy for at least this many times the median."""
+"""A member delays the others if it is busy for at least `SLOW` times the median, and for at least
+`NOTICEABLE_S` longer than the median."""
 
 NOTICEABLE_S = 0.005
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission

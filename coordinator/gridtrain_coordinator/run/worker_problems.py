@@ -1,9 +1,9 @@
-"""Reports problems from heartbeats (skipped or missed steps, lone means, unwritten files) by alerts and text.
+"""Turns the problems that workers report in heartbeats into log events, alerts, and text for the status.
 
-figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
-                          text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
-those of all members --> SkippedSteps --> "the last 558 steps ..."    for their headlines, and the run's end
-                         SkipAlert    --> LogEvent                    when the alert begins and ends
+one worker's figures  --> WorkerProblems.update --> LogEvent, at intervals       for the log
+                          WorkerProblems.text   --> "made the group skip ..."    for the worker's status
+all members' figures  --> SkippedSteps          --> "the last 558 steps ..."     for the run's status and end
+                          SkipAlert             --> LogEvent                     when an alert begins or ends
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class SkippedSteps:
 class SkipAlert:
     """Decides when to announce that the alert of `SkippedSteps` begins or ends.
 
-    An alert begins once two checks detect the condition, but no sooner than `SKIP_EVENT_INTERVAL_S` after the
+    An alert begins once two successive checks find it, but no sooner than `SKIP_EVENT_INTERVAL_S` after the
     previous alert began.
 
     Attributes:
@@ -165,7 +165,7 @@ class StepCounter:
     _event_s: float = -math.inf
 
     def update(self, total: int, step: int, now_s: float) -> int:
-        """Set the value; return the number of steps to announce in an event now, or 0."""
+        """Set the value; return the number of steps that an event should announce now, or 0 for no event."""
         if self._announced is None:
             self.total = self._announced = total
         if total < self.total:  # another process with the worker's key

@@ -1,4 +1,4 @@
-"""Decides which stage checkpoints on workers' disks may be used, and which placements rely on full disks.
+"""Decides which stage checkpoints on workers' disks may be used, and detects that a disk is full.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |
@@ -8,12 +8,12 @@
 
 Example: a disk is full when the model is repartitioned.
 
-    view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, from which other
-                                  workers take their stages
-    list without [0 3)            her disk is full.  The layers are still in her memory, so in the previous
-                                  partition no worker needs her disk; if a stage of that partition is
-                                  missing, the run returns to checkpoints
-    list with new checkpoints     her disk can be written again
+    the view repartitions         anna holds layers [0 3) in memory.  She has to write them to disk, so that
+                                  other workers can fetch their new stages from these checkpoints.
+    her list lacks [0 3)          Her disk is full.  The run returns to the previous partition, in which no
+                                  other worker needs these layers from her disk; if a stage of that partition
+                                  is missing, the run returns to checkpoints.
+    her list has new entries      Her disk can be written again.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class CheckpointCatalog:
         return [*self.journal_confirmed(), *self.replan_if_missing(worker, is_current=is_current)]
 
     def journal_confirmed(self) -> list[Effect]:
-        """Return journal entries for newly confirmed checkpoints, which most members report.
+        """Return journal entries for states that are newly confirmed or for which new digests are known.
 
-        These entries keep the checkpoints confirmed after those members have left.
+        Because of these entries, a state remains confirmed after the members that reported it have left.
         """
         run = self._run
         if run.definition is None or not run.partition.is_pipeline:
@@ -85,7 +85,7 @@ class CheckpointCatalog:
     # -- checkpoints for a placement ---------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """Return each eligible worker's checkpoints, excluding those with another digest than the stage's."""
+        """Return, by eligible worker, its checkpoints that `CheckpointQuorum.is_trusted` accepts."""
         return {
             peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
@@ -125,14 +125,18 @@ class CheckpointCatalog:
     def depends_on_full_disks(
         self, placement: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
     ) -> bool:
-        """Return whether a member needs a state that another worker cannot write from memory to disk."""
+        """Return whether a member needs a state that a worker with a full disk holds only in memory.
+
+        Args:
+            live: by worker, the layers of its state in memory at the step of `outcome`.
+        """
         full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
         return bool(full) and depends_on_unwritten(placement, outcome, full, live, self.trusted_checkpoints())
 
     # -- a placement that relied on a missing checkpoint -------------------------------------------
 
     def replan_if_missing(self, worker: Worker, *, is_current: bool = False) -> list[Effect]:
-        """Request another generation if members wait for a checkpoint that this worker does not have.
+        """Request another generation if the forming one needs a checkpoint that this worker does not have.
 
         Args:
             is_current: whether the worker reported its checkpoints in this generation.
@@ -146,7 +150,7 @@ class CheckpointCatalog:
         if layers is None:
             return []
         ends = f"layers {layers.start} to {layers.stop - 1}"
-        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which other workers need")
+        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which the pipeline needs")
         run.view_change.reset()
         return [LogEvent("warning", "no_such_piece", {"name": worker.name, "blocks": ends})]
 
@@ -158,9 +162,9 @@ class CheckpointCatalog:
             worker.is_disk_full = worker.is_disk_full or has_failed
 
     def _missing_checkpoint(self, worker: Worker) -> m.Span | None:
-        """Return layers that this member must provide or hold but does not have.
+        """Return the first layers that the view requires of this member but that it does not have.
 
-        Returns None if no layers are missing.
+        Returns None if it has all of them.
         """
         run, view = self._run, self._run.view
         if view is None or worker.peer not in run.member_order:
@@ -184,7 +188,11 @@ class CheckpointCatalog:
 
 
 def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> bool:
-    """Return whether a checkpoint cannot belong to this run; True before the run is defined (None)."""
+    """Return whether a checkpoint cannot belong to this run.
+
+    Args:
+        definition: the run's definition; if it is None, every checkpoint is considered impossible.
+    """
     if definition is None or not data_ledger.is_balanced(checkpoint.ledger):
         return True
     ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
@@ -205,9 +213,9 @@ def failed_to_write(
     """Return whether this member failed to write the state in its memory to disk as `view` requires.
 
     Args:
-        report: the member's report before the view, which names the layers in its memory.
-        checkpoints: the checkpoints that the member has reported since then; it reports them once it has
-            written its state or failed to do so.
+        report: the member's report before this view, which names the layers in its memory.
+        checkpoints: the checkpoints that the member has reported since it received the view.  It reports
+            them after it has written its state, or has failed to write it.
     """
     order = [member.peer for member in members]
     if report is None or not report.is_synced or peer not in order:

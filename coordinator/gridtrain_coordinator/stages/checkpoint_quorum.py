@@ -1,15 +1,15 @@
 """Decides which reported stage checkpoints are believed: a majority of members must confirm their state.
 
-    while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
-                         members, so (500, h, l) is confirmed, and written to the journal
-    later, bert is dead  dora reports step 700, all stages: no member confirms it, so it is not counted
+    while all train      anna, bert and clara, who are most of the generation's members, report step 500 with
+                         history h and ledger l: the state (500, h, l) is confirmed and journalled
+    bert has left        dora reports all stages of step 700: no member confirms this state, so it is not used
 
 The digest of each stage, as reported by the members that trained it, is also recorded.  A checkpoint whose
 digest does not match is not used, and a worker that receives a checkpoint checks it (`Member.digest`).
 
-A member is counted once, regardless of how many stages it reports, and only while it is a member: workers
-that join later cannot confirm a state.  If nothing is known about the run (for example, after the loss of the
-journal), most of the connected workers must agree.
+A member counts once for a state, regardless of how many stages of it the member reports, and only while it is
+a member: workers that join later cannot confirm the state.  If nothing is known about the run (for example,
+after the loss of the journal), most of the workers that report checkpoints must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
-"""The maximum number of confirmed states to keep; more than any disk holds.  The oldest are dropped first."""
+"""The maximum number of confirmed states to keep; a worker reports fewer checkpoints.  The oldest are dropped
+first."""
 
 
 def state_id(spec: m.LedgerSpec, checkpoint: m.CheckpointInfo) -> StateId:
@@ -80,10 +81,11 @@ class CheckpointQuorum:
         """Confirm the states that most members report, and record each member's digest of its own stage.
 
         Args:
-            stages: the layers of each member's stage, by member of this generation.
+            generation: the current generation.
+            stages: by member of this generation, the layers of its stage.
 
         Returns:
-            The new and changed states, which the caller writes to the journal.
+            The newly confirmed states and those with new digests, which the caller writes to the journal.
         """
         theirs = {peer: reported.get(peer, ()) for peer in stages}
         count = count_reports(spec, theirs)
@@ -120,7 +122,7 @@ class CheckpointQuorum:
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
-        """Return whether the checkpoint's digest is recorded for its stage, or none is recorded."""
+        """Return whether the checkpoint's digest is recorded for its state and layers, or no digest is."""
         for state, known in self._confirmed.items():
             digests = known.digests.get(checkpoint.layers)
             if state[:2] == (checkpoint.applied, checkpoint.history) and digests:
@@ -134,9 +136,10 @@ class CheckpointQuorum:
 
 
 class ReporterMajority:
-    """The quorum used until a step is known to be committed, while false reports cannot undo anything.
+    """Confirms states by a majority of the workers that report checkpoints.
 
-    Workers without checkpoints are not counted, because a new worker has no information about an old run.
+    Used until a step is known to be committed, because false reports cannot undo any training before then.
+    Workers without checkpoints are not counted: a new worker has no information about an old run.
     """
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:

@@ -1,9 +1,9 @@
 """Assigns layers and ranks to workers in a pipeline's next generation, and decides when to repartition it.
 
-    as many workers as stages --> the defined partition; where a memory is too small, another partition
-    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
-    a disk is full -------------> the previous partition, in which no worker needs that disk
-    newcomers ------------------> another replica or, if there are too few stages, another stage?
+    at least as many workers as stages --> the defined partition, or another if a worker's memory is too small
+    fewer workers -----------------------> wait `recut_s` for one to come back, then repartition
+    a disk is full ----------------------> the previous partition, in which no worker needs that disk
+    newcomers ---------------------------> another replica or, if the model has too few stages, another stage
 
 The step from which the run continues is chosen by `whole_state`.
 """
@@ -40,9 +40,9 @@ PlacementResult = tuple[RankPlacement, tuple[int, ...]]
 
 
 class RepartitionCache:
-    """Caches the latest results, which are needed after each message while the run is paused.
+    """Caches the latest partitions, because a paused run looks for one after each message.
 
-    All methods except `is_worthwhile` raise `ConfigError` if no partition fits.
+    All methods except `is_worthwhile` raise `ConfigError` if no partition fits into the workers' memory.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class RepartitionCache:
     ) -> Repartition:
         """Return the result of `device_assignment.assign_devices`.
 
-        Only failures are cached, because links change.
+        Only a failure is cached.  It depends on the devices alone, whereas a partition also depends on links,
+        which change.
         """
         key = "begin", tuple(peers), tuple(devices.values())
         result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, devices, cost_s))
@@ -132,7 +133,7 @@ class StagePlacement:
     def place(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult | str:
         """Choose the ranks and stage bounds of the next generation.
 
-        Returns the reason, as text, if the run cannot continue.
+        If the run cannot continue yet, returns the reason as text.
         """
         setup, stages = self._setup, self._run.partition.stage_count
         self._run.view_change.wait_until(math.inf)
@@ -318,5 +319,5 @@ class StagePlacement:
 
 
 def find_partition(spans: Collection[m.Span], *candidates: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first candidate bounds whose stages include all these spans; () if there are none."""
+    """Return the first candidate whose stages include all these spans; () if there is no such candidate."""
     return next((bounds for bounds in candidates if bounds and set(spans) <= set(stage_spans(bounds))), ())

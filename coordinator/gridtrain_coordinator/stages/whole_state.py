@@ -1,9 +1,11 @@
-"""Finds the latest step of which all stages exist, to continue a pipeline, or explains why there is none.
+"""Finds the latest step from which a pipeline can continue, with all stages, or explains why there is none.
 
-    step             10        20        23 (the last committed one)
-    anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)
+The layers that each worker has, in memory or on disk:
+
+    step             10        20        23 (the last committed step)
+    anna, stage 0    0, 1      0, 1      0
     bert, stage 1    1, 2      1         1
-    clara, stage 2   2, 0      2, 0      2           <- dies: no worker now has layer 2 of step 23 or 20
+    clara, stage 2   2, 0      2, 0      2           is lost: no worker now has layer 2 of step 23 or 20
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
 A state in memory is used only if it is that of the last committed step.  States are recorded by layer, so
@@ -38,7 +40,7 @@ def locate_state(
     Args:
         live: by worker, the layers of the state that it holds in memory.
         reported: the checkpoints of all eligible workers, in joining order.
-        bounds: the bounds of the stages to which the result refers.
+        bounds: the bounds of the stages that the result numbers.
     """
     at = (outcome.applied, outcome.history)
     number = {span: stage for stage, span in enumerate(stage_spans(bounds))}
@@ -128,13 +130,13 @@ def find_restart_point(
     bounds: Sequence[int],
     quorum: CheckpointQuorum | None = None,
 ) -> RestartPoint:
-    """Find the state from which the run continues, for any number of workers and any partition.
+    """Find the state from which the run continues, regardless of how many workers there are.
 
     Args:
         outcome: the outcome according to the members' reports; None if no worker holds a state in memory.
         last: the last step that is known to be committed; -1 if there is none.
         live, reported: see `locate_state`.
-        bounds: the bounds of the stages to which the result's locations refer.
+        bounds: the bounds of the stages that the result's locations number.
         quorum: see `latest_whole_state`.
     """
     locations = locate_state(outcome, live, reported, bounds) if outcome is not None else StateLocations()
@@ -178,22 +180,27 @@ def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
 
 
 REMEDY = (
-    "training continues when workers with what is missing, in memory or on disk, join: start the stopped "
-    "workers again with the same command; only if their disks are lost, end this run with gridtrain "
+    "training continues when workers that hold what is missing, in memory or on disk, join: start the "
+    "stopped workers again with the same command; only if their disks are lost, end this run with gridtrain "
     "finish, and start a new one with another --state"
 )
 """How a run can continue if a stage of its state is missing."""
 
 UNSAVED_REMEDY = (
-    "no checkpoint of this run is known: the steps are lost, unless a worker rejoins that still has what is "
-    "missing in memory, or saved it when it left; if they are lost, end this run with gridtrain finish, and "
-    "start a new one with another --state"
+    "no checkpoint of this run is known: the steps are lost, unless a worker rejoins that still holds what "
+    "is missing, in memory or in a checkpoint that it wrote when it left; if they are lost, end this run "
+    "with gridtrain finish, and start a new one with another --state"
 )
 """As `REMEDY`, if no worker has reported a checkpoint."""
 
 
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
-    """Explain which missing stages the run is waiting for."""
+    """Explain that no connected worker holds these stages of the state after step `applied`.
+
+    Args:
+        stages: the number of stages in the partition.
+        lost: the missing stages; not empty.
+    """
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
         f"no connected worker holds {which} of {stages} after step {applied + 1}, nor do the connected "
@@ -226,11 +233,12 @@ def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Return the missing stages of the state on disk with the fewest missing stages, and that state's last
-    step.
+    """Find the incomplete state on disk that lacks the fewest stages; return these stages and its last step.
 
-    If there is no such state, returns all stages and `last`.  States after step `last`, which no member has
-    confirmed, are not used.
+    If there is no such state, returns all stages and `last`.
+
+    Args:
+        last: the last step that is known to be committed; states after it are not considered.
     """
     states = _reported_spans(spec, reported).items()
     lacking = [(_incomplete_stages(spans, bounds), at[0]) for at, spans in states if at[0] <= last]

@@ -61,7 +61,7 @@ def fail_to_write_on_a(run: StagedRun) -> None:
     run.say(A, m.StageCheckpointList((), generation))
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "a has no checkpoint of layers 0 to 2, which other workers need"
+    assert freeze.reason == "a has no checkpoint of layers 0 to 2, which the pipeline needs"
     report_memory(run, A, A_HAS)
     # c has begun to load its new stage; its former state is on its disk.
     nothing = replace(AT, step=0, cursor=0, consumed=0)

@@ -188,9 +188,9 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason == (
         "no connected worker holds stage 1 of 2 after step 13, nor do the connected workers have all stages "
-        "of an earlier step; training continues when workers with what is missing, in memory or on disk, "
-        "join: start the stopped workers again with the same command; only if their disks are lost, end "
-        "this run with gridtrain finish, and start a new one with another --state"
+        "of an earlier step; training continues when workers that hold what is missing, in memory or on "
+        "disk, join: start the stopped workers again with the same command; only if their disks are lost, "
+        "end this run with gridtrain finish, and start a new one with another --state"
     )
     run.join(D)
     view = run.view
@@ -205,9 +205,9 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     assert run.core.reason == (
         "no connected worker holds stage 1 of 3 after step 13, nor do the connected workers have all stages "
         "of an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
-        "the steps are lost, unless a worker rejoins that still has what is missing in memory, or saved it "
-        "when it left; if they are lost, end this run with gridtrain finish, and start a new one with "
-        "another --state"
+        "the steps are lost, unless a worker rejoins that still holds what is missing, in memory or in a "
+        "checkpoint that it wrote when it left; if they are lost, end this run with gridtrain finish, and "
+        "start a new one with another --state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)

@@ -280,7 +280,7 @@ def test_a_piece_that_is_no_longer_on_disk_is_not_awaited() -> None:
     run.say(C, m.StageCheckpointList(run.checkpoints[C][1:]))
     (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "c has no checkpoint of layers 2 to 3, which other workers need"
+    assert freeze.reason == "c has no checkpoint of layers 2 to 3, which the pipeline needs"
     for peer in (A, C):
         view = run.view
         run.say(
