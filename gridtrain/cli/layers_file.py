@@ -36,7 +36,7 @@ _KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
 
 
 def parse_size(text: str) -> int:
-    """Parse a size into bytes.  Raises `ConfigError` if it is not a number with a unit."""
+    """Parse a size into bytes.  Raises `ConfigError` if it is not one, such as "28MB"."""
     found = parse_bytes(text)
     if found is None:
         raise ConfigError(

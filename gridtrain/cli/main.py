@@ -43,7 +43,7 @@ _INVITATION = re.compile(rb"(gridtrain\d+:)([\w=-]+)")
 EXIT_CODES = """\b
 Exit codes of all commands except doctor:
   0    success
-  1    an error that no other code describes; a failed script's own code is passed on
+  1    any other error; a failed script's own code is passed on
   2    the options or the configuration are invalid
   3    the coordinator cannot be reached
   4    the coordinator refused

@@ -34,7 +34,7 @@ TEXT_BYTES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How the run of a template differs from that of others.
+    """What is specific to the runs of one template.
 
     Attributes:
         about: the line of text for volunteers.

@@ -159,7 +159,7 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return lines with the sensors' readings, and with the reason for each missing one."""
+    """Return lines with the sensors' readings and, if a needed one is missing, with the reason."""
     from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
 
     lines: list[str] = []

@@ -85,7 +85,7 @@ def _cores() -> int:
 
 
 class TorchProbe:
-    """A process that imports torch and measures the device's speed.  It takes longer than all other checks.
+    """A process that imports torch and measures the device's speed.  Start it early: it takes the longest.
 
     Args:
         command: the command of the process, which tests replace.
