@@ -33,7 +33,7 @@ MAX_COORDINATOR_MB = 150.0
 
 ASK_S, COMMAND_S, BUILD_S, UP_S = 20.0, 120.0, 3600.0, 300.0
 FAULT_S = 180.0
-"""How long the group may take to continue without a killed worker, and again to be complete."""
+"""How long the group may take to continue without a killed worker, and then to be complete again."""
 TRAIN_S = 900.0
 LOOK_S = 0.5
 FURTHER = 60
@@ -201,7 +201,7 @@ def until(what: str, seen: Callable[[], bool], limit_s: float, shown: Callable[[
 
 
 class Play:
-    """The scenario's faults and checks."""
+    """The faults and checks of the test, one method for each."""
 
     def __init__(self, stack: Stack, tell: Callable[[str], None]) -> None:
         self._stack = stack

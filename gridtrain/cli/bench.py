@@ -1,4 +1,4 @@
-"""`gridtrain bench`: reads the options (sizes, workers, exchanges) and calls `gridtrain.tools.bench.main`."""
+"""`gridtrain bench`: reads the options and calls `gridtrain.tools.bench.main`, which does the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[
 
 
 def _share(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Check a share between 0 and 1; refuse NaN, which a range check accepts."""
+    """Refuse a share that is NaN, which click's range check accepts."""
     if math.isnan(value):
         raise click.BadParameter("the share is nan; it must be above 0 and at most 1, such as 0.01")
     return value

@@ -154,7 +154,7 @@ def _limits(settings: OptionValues, job: Job, offer: BundleOffer | None = None) 
 
 
 def _shown_limits(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, str]:
-    """Return the limits by option; with an offer, include the rules that are saved on this machine."""
+    """Return the text of each limit by option; with an offer, the rules saved on this machine apply, too."""
     from gridtrain.cli.worker_commands import NO_RULE
     from gridtrain_worker.saved_settings import SavedSettings
     from gridtrain_worker.training_policy import OFF, Rules
@@ -175,7 +175,7 @@ def _labelled(label: str, texts: Sequence[str]) -> list[str]:
 
 
 def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
-    """Return the origin and the size of the data set, for the volunteer."""
+    """Return lines that tell the volunteer the origin and the size of the data set; [] if there is none."""
     data = offer.bundle.run.data
     if data is None:
         return []
@@ -202,6 +202,6 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
 
 
 def origins_of(index: ShardIndex) -> list[tuple[str, int]]:
-    """Return each folder of the files with its number of files, largest first."""
+    """Return each folder that has files of the data set, with their number; largest numbers first."""
     folders = (shard.url.rpartition("/")[0] for shard in index.shards)
     return Counter(folder or "the folder of --data-dir" for folder in folders).most_common()

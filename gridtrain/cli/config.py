@@ -41,7 +41,7 @@ def show(context: click.Context) -> None:
 
 
 def _resolve(program: str, given: dict[str, Any]) -> OptionValues:
-    """Return the values, with the folder that a coordinator uses if none is set."""
+    """Resolve all options; if `state` is not set, its value is the folder that the coordinator would use."""
     from gridtrain.runtime.client.worker_defaults import state_directory
 
     found = resolve_settings(program, given)

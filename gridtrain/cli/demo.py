@@ -118,8 +118,8 @@ def demo(
 
 @contextlib.contextmanager
 def _unwinding_on_signals() -> Iterator[None]:
-    """Make SIGTERM and the closing of the terminal stop the demo and clean up, as Ctrl-C does; exit with
-    the signal's exit code."""
+    """Handle SIGTERM and SIGHUP (the terminal was closed) like Ctrl-C: clean up, then exit with 128 plus the
+    signal's number."""
     stopped_by = signal.SIGINT
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`gridtrain doctor INVITATION`: prints the checks of whether this machine can join, and sets the exit code.
+"""`gridtrain doctor INVITATION`: checks whether this machine can join a run, and prints the findings.
 
 The checks are in `gridtrain.tools.doctor`.  In a pipe, or with --json, the output is one JSON object per
 line, {"check", "level", "text", "fix", ...}; the last object is
@@ -76,8 +76,9 @@ def doctor(invitation: str, as_json: bool) -> None:
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the upload limit of the worker that `gridtrain worker` would start in this folder.
 
-    This is the option or, if it takes precedence, a saved rule of the first worker of the run that is not
-    running on this machine, preferably of one that was admitted with this invitation.
+    The limit is the option's value, unless a rule that is saved for this worker overrides it.  The worker
+    would use the run's first key on this machine that is not in use; keys that were admitted with this
+    invitation come first.
     """
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.identity import claim_identity
@@ -112,7 +113,10 @@ def _show(finding: Finding, plain: bool) -> None:
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
-    """Read the figures that the prediction needs from a status.  Raises `ConfigError`."""
+    """Read the figures that the prediction needs from a status.
+
+    Raises `ConfigError` if no worker is training, or if what the run exchanges is unknown.
+    """
     from gridtrain.cli.live_network import facts_of, network_from_status
     from gridtrain.core.planning.exchange_facts import workload_of
     from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, member_shares

@@ -1,4 +1,4 @@
-"""`gridtrain finish`: ends a run before its script ends it."""
+"""`gridtrain finish`: ends a run before its script reaches its last step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gridtrain.cli.output import wrap_text
 def finish(run: str, state: Path | None) -> None:
     """End the run now, as if its script had reached its last step.
 
-    After the open step, the workers write their last checkpoints, the first worker also writes the model,
+    After the current step, the workers write their last checkpoints, the first worker also writes the model,
     and all exit with code 0.  A pipeline that lacks a stage for a minute ends without a model.  Workers
     that join later are refused.
     """

@@ -1,4 +1,4 @@
-"""`gridtrain invite`: prints a new invitation (uses, expiry) and, on stderr, how to use it.
+"""`gridtrain invite`: prints an invitation, valid for limited uses and time, and explains it on stderr.
 
 The secret token is generated in this process; the coordinator receives only its public key.
 """
@@ -37,7 +37,7 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 
 def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Parse the time to wait; return seconds, or 0 if the option is not given."""
+    """Parse the time to wait for workers; return it in seconds, or 0 if the option is not given."""
     return parse_duration(context, parameter, text) if text else 0.0
 
 

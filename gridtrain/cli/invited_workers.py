@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 5.0
 MEMBER_STATES = ("admitted", "spare", "following", "active")
-"""States of `gridtrain status` in which a worker's setup was accepted."""
+"""The states in `gridtrain status` of workers whose setup was accepted."""
 
 StatusQuery = Callable[[float], dict[str, Any]]
 EventPrinter = Callable[[str, str, dict[str, Any]], None]

@@ -13,7 +13,7 @@ backward = "2ms"           # twice forward if left out
 overhead = "50us"          # of each forward and backward pass of a micro-batch of any size
 output = "64kB"            # per sample, to the next layer; `gradient`: the bytes sent back, if fewer
 kept = "1MB"               # per sample, kept in the layer for the backward pass
-work = "400kB"             # per sample, also held while the layer runs
+work = "400kB"             # per sample, also held while the layer runs; `fixed_work`: for any batch
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes.  Raises `ConfigError`."""
+    """Parse a size into bytes.  Raises `ConfigError` if it is not one, such as "28MB"."""
     found = parse_bytes(text)
     if found is None:
         raise ConfigError(
@@ -50,7 +50,12 @@ def uniform_layers(
 ) -> list[Layer]:
     """Return `count` equal layers of a model with `parameters` float32 parameters.
 
-    The whole model computes a step of `batch` samples in `compute_s`.
+    Args:
+        compute_s: the time in which the whole model computes a step of `batch` samples.
+        output_bytes: the size of each layer's output per sample.
+
+    Raises:
+        ConfigError: `count` is not from 1 to `MAX_LAYERS`.
     """
     from gridtrain.core.stages.stage_cost import Layer
 

@@ -1,4 +1,4 @@
-"""Builds the network for `gridtrain plan` of a live run from the links that its workers have measured.
+"""Builds the network of an existing run, for `gridtrain plan`, from the links that its workers measured.
 
 The links come from the coordinator's status, which arrives over the network, so each figure is checked before
 it is used.
@@ -31,7 +31,7 @@ class LiveNetwork:
         members: the network between the members, in rank order.
         workload: what the run exchanges; None if it is unknown.
         compute_s: the compute time of an optimizer step on the slowest member; None if it is still unknown.
-        description: a description of the network that is shown to users.
+        description: the network in words, for display.
         local_steps: the optimizer steps between two exchanges.
         optimizer: the optimizer, a key of `OPTIMIZER_STATE_COPIES`; "" if it is unknown.
         has_exchange_momentum: whether the exchange applies momentum.
@@ -133,8 +133,8 @@ def facts_of(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _optimizer(described: str) -> str:
-    """Return the key of `OPTIMIZER_STATE_COPIES` for an optimizer such as "SGD(lr=0.1, momentum=0.9)"; "" if
-    there is none."""
+    """Return the key in `OPTIMIZER_STATE_COPIES` of an optimizer such as "SGD(lr=0.1, momentum=0.9)"; "" if
+    it has none."""
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     name = described.partition("(")[0].lower()

@@ -43,7 +43,7 @@ _INVITATION = re.compile(rb"(gridtrain\d+:)([\w=-]+)")
 EXIT_CODES = """\b
 Exit codes of all commands except doctor:
   0    success
-  1    the script failed (its own code is passed on), or another error
+  1    any other error; a failed script's own code is passed on
   2    the options or the configuration are invalid
   3    the coordinator cannot be reached
   4    the coordinator refused

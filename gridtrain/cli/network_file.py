@@ -29,7 +29,7 @@ MAX_WORKERS = 1_000_000
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a duration into seconds.  Raises `ConfigError`."""
+    """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time."""
     found = parse_duration_s(text)
     if found is None:
         raise ConfigError(
@@ -39,7 +39,7 @@ def parse_seconds(text: str) -> float:
 
 
 def read_toml(path: Path, page: str) -> dict[str, Any]:
-    """Read a TOML file, whose format is described in docs/`page`.  Raises `ConfigError`."""
+    """Read a TOML file.  Raises a `ConfigError` that refers to docs/`page` if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -58,7 +58,13 @@ def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSite:
-    """The workers at one site."""
+    """The workers at one site.
+
+    Attributes:
+        workers: the number of workers.
+        up_Bps, down_Bps: the upload and download rate of each worker.
+        alpha_s: the one-way latency between two workers of this site, in seconds.
+    """
 
     name: str
     workers: int
@@ -69,9 +75,11 @@ class NetworkSite:
 
 @dataclass(frozen=True, slots=True)
 class DescribedNetwork:
-    """Sites, and for each pair of sites the latency and the rate of the link between them.
+    """Sites and the links between them.
 
-    A rate of None means that the link has no limit.
+    Attributes:
+        between: for each pair of sites, by their names, the link's one-way latency in seconds and its rate in
+            bytes per second; the rate is None if the link has no limit.
     """
 
     sites: tuple[NetworkSite, ...]
@@ -112,7 +120,7 @@ class DescribedNetwork:
         )
 
     def _counts(self, size: int) -> list[int]:
-        """Return the number of workers at each site, by the largest-remainder method."""
+        """Distribute `size` workers among the sites in proportion, by the largest-remainder method."""
         exact = [size * site.workers / self.workers for site in self.sites]
         counts = [int(count) for count in exact]
         most_left = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
@@ -176,7 +184,8 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     workers, name = entry.get("workers", 1), entry.get("name")
     if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(
-            f"{where} has {workers!r} workers", remedy="specify a name and at least one worker for the site"
+            f"{where} has workers = {workers!r}",
+            remedy=f"give the site a name, and a number of workers from 1 to {MAX_WORKERS}",
         )
     both = entry.get("link")
     if both is not None and ("up" in entry or "down" in entry):

@@ -1,4 +1,4 @@
-"""`gridtrain new FOLDER`: creates a run from a template and prints the next steps, terminals and commands.
+"""`gridtrain new FOLDER`: creates a run's files from a template, and prints the commands to run next.
 
 The files are in gridtrain/tools/templates: the folder `new` has the files of every run and the script of the
 `vision` template; each other template has its own folder.  Existing files are not replaced, and no run is
@@ -34,13 +34,14 @@ TEXT_BYTES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The settings in a template's run.toml.
+    """What is specific to the runs of one template.
 
     Attributes:
-        requires: the packages that its script imports.
+        about: the line of text for volunteers.
+        requires: the packages that the script needs.
         min_workers: the number of workers with which the run starts.
         checkpoint_every: the number of steps between two checkpoints of a worker.
-        has_text: whether its script reads a text, which is written to the same folder.
+        has_text: whether the script reads a text, which is written to the run's folder.
     """
 
     about: str
@@ -156,7 +157,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     if outer is not None:
         raise ConfigError(
             f"{folder} would be inside the folder of another run, {outer}",
-            remedy=f"choose a place outside of it: gridtrain new {shlex.quote(str(_free_name(outer)))}",
+            remedy=f"choose a folder outside it: gridtrain new {shlex.quote(str(_free_name(outer)))}",
         )
     there = [name for name in texts if (folder / name).exists()]
     if there:

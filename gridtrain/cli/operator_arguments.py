@@ -1,4 +1,4 @@
-"""Finds the worker that an operator's command names (by name or key digits) and parses durations.
+"""Finds the worker that an operator's command means, by its name or key, and parses durations.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 unban WHO    a banned member's name, or the first 6 or more digits of its key
@@ -63,7 +63,10 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
 
 
 def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: bool) -> None:
-    """Order the coordinator to remove a member; with `ban`, permanently, and even if the key is unknown."""
+    """Order the coordinator to remove the member `who` and, with `ban`, to refuse its key from then on.
+
+    With `ban`, `who` may also be the complete key of an unknown worker.
+    """
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_limits import clean_reason
 
@@ -106,8 +109,9 @@ def resolve_member(
     """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
-        present: the keys of connected members, which are preferred if members that left have the same name.
-        any_key: whether to accept a complete key that is unknown.
+        present: the keys of connected members; they take precedence over members that left and have the same
+            name.
+        any_key: whether `who` may be a complete key that is not in `known`.
         kind: an adjective for the known members in the error: "banned " or "".
 
     Raises:

@@ -20,7 +20,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def add_options(program: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds all flags of `program`; the value of a flag that is not given is None."""
+    """Return a decorator that adds all flags of `program`, without defaults: a flag that is not given has no
+    value."""
 
     def decorate(command: Command) -> Command:
         for one in reversed(PROGRAMS[program]):

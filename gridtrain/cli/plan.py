@@ -46,7 +46,7 @@ ASSUMED_COMPUTE = "Assumed: a step takes {:g} s to compute; specify your model's
 MAX_WORKERS = 8192
 MAX_PARAMETERS = 1e15
 MAX_COMPUTE_S = 1e6
-"""The longest compute time; above it, or below a nanosecond, predictions overflow."""
+"""The longest compute time.  With longer ones, or with less than a nanosecond, predictions overflow."""
 
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
@@ -75,7 +75,7 @@ def _worker_counts(_: click.Context, __: click.Parameter, text: str) -> list[int
 
 
 def _doubled(first: int, last: int) -> list[int]:
-    """Return `first` and its doublings up to `last`, and `last` itself; [] if the range is invalid."""
+    """Return `first`, twice `first` and so on up to `last`, and `last` itself; [] if the range is invalid."""
     if not 2 <= first <= last <= MAX_WORKERS:
         return []
     counts = [first]
@@ -116,7 +116,7 @@ def _compute_seconds(_: click.Context, __: click.Parameter, text: str) -> float:
 
 
 def _named_exchanges(_: click.Context, __: click.Parameter, text: str) -> list[tuple[str, str]]:
-    """Return the name of each exchange, and its values if it is dense."""
+    """Return the (name, encoding of dense values) of each exchange in a list, without duplicates."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     rounded = {f"{name}:{values}": (name, values) for name in DENSE_EXCHANGES for values in DENSE_VALUES}
     known = {name: (name, "fp32") for name in EXCHANGES} | rounded
@@ -319,7 +319,7 @@ def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
 def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
-    """Estimate a step as a run takes it: `dense` and `gtopk` with the topology that the run would choose."""
+    """Estimate a step as in a run, which chooses the topology of `dense` and `gtopk` itself."""
     from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
     from gridtrain.core.planning.topology_choice import choose_topology
     from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts

@@ -192,7 +192,7 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
-    """Return a table with a row for each stage, including the bytes per step to and from the next stage."""
+    """Return a table with a row for each stage: its layers, times, memory, and bytes to and from the next."""
     from rich.table import Table
 
     from gridtrain.quantities import format_seconds
@@ -223,7 +223,7 @@ def _named(layers: list[Layer], start: int, stop: int) -> str:
 
 
 def _link(estimate: StepEstimate, stage: int) -> tuple[int, int]:
-    """Return the bytes per step (to the next stage, from the next stage).
+    """Return (bytes sent to the next stage, bytes received from it) in a step.
 
     Each micro-batch is assumed to be as large as the largest.
     """
@@ -255,7 +255,7 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
 
 
 def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
-    """Return the proposed micro-batches, and about `MAX_ROWS` evenly spaced alternatives."""
+    """Return at most `MAX_ROWS` of the alternatives, roughly evenly spaced, including the proposed one."""
     others = list(proposal.alternatives)
     while len(others) > MAX_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]

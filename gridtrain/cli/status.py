@@ -1,4 +1,4 @@
-"""`gridtrain status`: prints a head (loss, rates, reasons), tables of workers, problems and events, or JSON.
+"""`gridtrain status`: prints a run's state, a table of its members, problems and events, or JSON.
 
 Names, facts and events come from workers.  They are never interpreted as markup, and the client has already
 removed control characters.
@@ -37,8 +37,7 @@ RECENT_EVENTS = 5
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
 DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
-"""The columns to drop on a narrow terminal, in this order, so that names, which commands need, stay
-readable."""
+"""The columns to drop on a narrow terminal, in this order.  Names must stay readable for use in commands."""
 
 NAME_WIDTH = 16
 SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
@@ -229,8 +228,8 @@ def members_table(
 
 
 def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return where the base was loaded from; in a run in which every worker may have its own base, a line for
-    each member."""
+    """Return a line that says where the base was loaded from; if workers are allowed to have different bases,
+    a line for each member."""
     from gridtrain.core.messages import BASE_FACT, BASE_ORIGIN
 
     about = {m.get("name", "?"): mapping(m.get("about")) for m in rows(snapshot, "members")}
@@ -246,7 +245,7 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def received_states(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line with the bytes of state that members have received to join; [] if there are none."""
+    """Return a line with the size of the state that each member received when it joined; [] if none did."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [

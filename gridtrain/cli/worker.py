@@ -39,7 +39,7 @@ class WorkerCommand(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; what follows a "--" is the command, also without an invitation."""
+        """Parse the arguments; what follows a "--" is the command, even if there is no invitation."""
         split = args.index("--") if "--" in args else len(args)
         rest = super().parse_args(context, args[:split])
         context.params["command"] += tuple(args[split + 1 :])
@@ -97,7 +97,10 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
-    """Return the job that the arguments and options describe.  Raises `ConfigError`."""
+    """Return the job that the arguments and options describe.
+
+    Raises `ConfigError` if there is no invitation, or if a value is invalid or contradicts another.
+    """
     from gridtrain.core.group.invitation import looks_like
     from gridtrain.core.messages import ADDRESS, NAME
     from gridtrain.network.addresses import parse_explicit_address
@@ -154,8 +157,10 @@ def _no_invitation() -> ConfigError:
 
 
 def read_invitation(text: str) -> Invitation:
-    """Return the invitation from an argument: the text itself, @FILE, or - for standard input.  Raises
-    `ConfigError`."""
+    """Return the invitation from an argument: the text itself, @FILE, or - for standard input.
+
+    Raises `ConfigError` if the file cannot be read, or if the text is not an invitation.
+    """
     from gridtrain.core.group.invitation import parse
 
     return parse(_read(text))

@@ -1,8 +1,8 @@
-"""`gridtrain worker set|show|pause|resume|stop`: sets the rules of workers on this machine and controls them.
+"""`gridtrain worker set|show|pause|resume|stop`: controls the workers on this machine and sets their rules.
 
 The commands are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer`
-executes them and answers with the worker's new state.  Exit code 2 means that no such worker runs, or that a
-rule cannot be enforced.
+executes them and answers with the worker's new state.  Exit code 2 means that no such worker is running, that
+a rule cannot be enforced, or that an option is invalid.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def stop(after_step: bool, worker: str, to_all: bool, as_json: bool | None) -> N
 
 
 def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | None) -> None:
-    """Send `question` to the selected worker, or to all workers, and show each answer."""
+    """Send `question` to the selected worker, or to all workers, and show each answer.
+
+    Raises `ConfigError` if there is no such worker, or if one does not answer.
+    """
     from gridtrain.errors import ConfigError
     from gridtrain_worker.control_socket import ask_agent, find_worker, find_workers
 
@@ -156,7 +159,7 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return lines that list the sensors that were read, and why the other sensors were not."""
+    """Return lines with the sensors' readings and, if a needed one is missing, with the reason."""
     from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
 
     lines: list[str] = []

@@ -19,11 +19,13 @@ CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
 
 
 def process_environment(state: Path, **settings: str) -> dict[str, str]:
-    """Return this process's environment, excluding gridtrain's settings, with one thread per process.
+    """Return the environment for child processes: this process's, without its gridtrain settings.
+
+    Each child process computes with one thread.
 
     Args:
-        state: the folder for state folders and keys, so that nothing is written elsewhere.
-        settings: gridtrain's settings for the processes, such as `EXPORT_DIR`.
+        state: the folder in which the child processes create their state folders and keys.
+        settings: gridtrain's settings for the child processes by name, such as `EXPORT_DIR`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -32,7 +34,7 @@ def process_environment(state: Path, **settings: str) -> dict[str, str]:
 
 
 def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
-    """Return the last lines of a process's logs, with a heading."""
+    """Return the last `most_lines` lines of each of a process's logs, below a heading with its name."""
     texts = [log.read_text(errors="replace") for log in logs]
     lines = [line for text in texts for line in text.splitlines()[-most_lines:]]
     return "\n".join([f"--- {name}, end of its log ---", *lines])
@@ -41,10 +43,12 @@ def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
 def end_processes(
     processes: Sequence[subprocess.Popen[bytes]], timeouts_s: Sequence[float] = (SHUTDOWN_TIMEOUT_S,)
 ) -> None:
-    """Send SIGTERM to all processes, last first, and wait, once for each timeout; then kill all that remain,
-    including children that have outlived their parents.
+    """Terminate processes and their children.
 
-    Each process must be the leader of its own session.
+    For each timeout, send SIGTERM to the processes that are still running, the last one first, and wait for
+    them.  Then send SIGKILL to all process groups, including children that have outlived their parents.
+
+    Each process must be the leader of its own process group.
     """
     with _undisturbed():
         for timeout_s in timeouts_s:
@@ -66,7 +70,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Non
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up, whose duration is bounded."""
+    """Ignore Ctrl-C and SIGTERM during the clean-up, which takes a limited time."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals
         return

@@ -194,8 +194,8 @@ def test_a_run_is_not_created_inside_another_one(
     done = CliRunner().invoke(cli, ["new", below])
     assert isinstance(done.exception, ConfigError) and sorted(tmp_path.rglob("*")) == before
     assert str(done.exception) == (
-        f"{below} would be inside the folder of another run, {tmp_path}/first -> choose a place "
-        f"outside of it: gridtrain new {tmp_path}/first-2"
+        f"{below} would be inside the folder of another run, {tmp_path}/first -> choose a folder "
+        f"outside it: gridtrain new {tmp_path}/first-2"
     )
     assert CliRunner().invoke(cli, ["new", f"{tmp_path}/first-2"]).exit_code == 0
 

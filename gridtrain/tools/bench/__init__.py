@@ -1,4 +1,4 @@
-"""Measures the parts of a training step on this machine, and exchanges in a group of processes.
+"""Measures the parts of a training step on this machine, and times exchanges in a group of processes.
 
     exchange_names     "gtopk:values=fp16" -> GTopK(values="fp16")
     process_barrier    a barrier for processes on one machine, which also collects their reports

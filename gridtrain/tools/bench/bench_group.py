@@ -32,7 +32,7 @@ TAIL_LINES = 12
 class LocalHost:
     """This machine, on which the members limit their rates themselves.
 
-    Benchmarks have other hosts with the same attributes and methods, in namespaces.
+    The benchmarks have other hosts, in network namespaces, with the same attributes and methods.
 
     Attributes:
         interface: the interface whose bytes are counted; "" to count the bytes of the members' sockets.
@@ -46,11 +46,12 @@ class LocalHost:
         self.limit = rate
 
     def listen(self) -> tuple[str, str]:
-        """Return two addresses of a coordinator on "hub": where it listens, and where members reach it."""
+        """Return the address at which a coordinator on "hub" listens, and the one at which members reach it;
+        the second is "" if they are equal."""
         return "tcp://127.0.0.1:0", ""
 
     def member_listen(self) -> str:
-        """Return the address at which a member listens; "" for the interface that leads to the
+        """Return the address at which a member listens; "" if it listens on the interface that leads to the
         coordinator."""
         return "tcp://127.0.0.1:0"
 
@@ -65,8 +66,10 @@ class LocalHost:
 def start_process(
     argv: Sequence[str], log: Path, env: Mapping[str, str], *, own_session: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Start a process that writes to `log`.out and `log`.err, in a process group and a session of its own, or
-    only in a group."""
+    """Start a process that writes to `log`.out and `log`.err.
+
+    It leads its own process group and, if `own_session`, its own session.
+    """
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
             argv,
@@ -145,7 +148,10 @@ class BenchGroup:
         self._waiting = False
 
     def wait(self, timeout_s: float = REPEAT_TIMEOUT_S) -> None:
-        """Wait until all members are ready for the next repeat."""
+        """Wait until all members are ready for the next repeat.
+
+        Raises `GridtrainError` if they are not ready in time, or if the group has lost a member.
+        """
         if self._waiting:
             return
         for report in self._referee.wait_for_all("ready", timeout_s):
@@ -171,10 +177,11 @@ def start_group(setting: BenchSetting, ground: LocalHost, folder: Path) -> Itera
     """Start a coordinator and its members, ready for the first repeat.
 
     Args:
-        folder: the folder for keys, journal, logs and the referee's socket; its path must be short, because
+        folder: the folder for keys, journal, logs and the barrier's socket; its path must be short, because
             a socket's path is limited to 100 bytes.
 
-    Raises `GridtrainError` with the last lines of the logs if a process fails.
+    Raises:
+        GridtrainError: a process failed; the message has the last lines of its logs.
     """
     folder.mkdir(parents=True)
     install_sigterm_handler()

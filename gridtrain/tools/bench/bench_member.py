@@ -31,7 +31,7 @@ from gridtrain.tools.bench.process_barrier import BarrierClient
 from gridtrain.training.exchangers import ExchangeAttempt
 
 SAMPLES, STEPS = 4096, 1_000_000
-"""The run has more steps than any measurement needs, so that the referee ends it, not the data ledger."""
+"""The run has more steps than any measurement needs, so that `BarrierServer` ends it, not the data ledger."""
 
 _NET = Path("/proc/self/net/dev")
 _WORK_METHODS = ("apply", "payload", "compute_digest")
@@ -90,7 +90,7 @@ def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
 
 
 def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
-    """Repeat the exchange until the referee ends the measurement."""
+    """Repeat the exchange until the barrier's server ends the measurement."""
     model = VectorModel(options.n)
     exchange = parse_exchange(options.exchange)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -105,7 +105,7 @@ def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.N
 def run_repeat(
     grid: gridtrain.Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
 ) -> bool:
-    """Perform one step's exchange; return False if the referee has ended the measurement.
+    """Perform one step's exchange; return False if the barrier's server has ended the measurement.
 
     An aborted attempt is repeated within the measured time, as in a training step.
     """
@@ -120,7 +120,7 @@ def run_repeat(
         work.instrument(attempt.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-            session.set_busy(True)  # while the referee lets others go first, no timeout may expire
+            session.set_busy(True)  # no timeout may expire while this member waits at the barrier
             word = player.wait_at("ready", world_size=plan.world_size)
             session.set_busy(False)
             if word == "end":
@@ -154,7 +154,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", required=True)
     parser.add_argument("--exchange", required=True)
     parser.add_argument("--n", type=int, required=True, help="elements of the vector")
-    parser.add_argument("--referee", type=Path, required=True, help="the referee's socket")
+    parser.add_argument("--referee", type=Path, required=True, help="socket of the barrier's server")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the synthetic gradient, different for each member"
     )

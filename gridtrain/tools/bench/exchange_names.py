@@ -25,10 +25,11 @@ def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exch
     """Return the exchange that `text` names.
 
     Args:
-        defaults: values of options that the text does not set; options that the family does not have are
-        ignored.
+        defaults: values for options that the text does not set; options that this exchange does not have are
+            ignored.
 
-    Raises `ConfigError` for an unknown family, option or value.
+    Raises:
+        ConfigError: the exchange or an option is unknown, or a value is invalid.
     """
     name, _, rest = text.strip().partition(":")
     family = EXCHANGE_CLASSES.get(name.strip().lower())

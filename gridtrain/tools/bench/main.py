@@ -36,7 +36,7 @@ WARMUP = 1
 MAX_PARAMETERS = 2**32
 """The limit of a sparse payload (PROTOCOL.md, 5.2)."""
 BYTES_PER_PARAMETER = 16
-"""The bytes that a worker needs per element: gradient, scaled copy, residual and its second buffer."""
+"""A worker's bytes per element: gradient, scaled copy, residual, and the residual's second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class ExchangeResult:
 
     Attributes:
         cpu_s, sent_bytes: the figures of one worker, as a mean over the workers.
-        repeats: the number of repeats in the medians, which are those whose first attempt was committed.
-        left_out: the number of repeats with aborted attempts, whose figures cover more than one exchange.
+        repeats: the number of repeats whose first attempt was committed; only these are in the medians.
+        left_out: the number of repeats with aborted attempts; their figures cover more than one exchange.
     """
 
     exchange: str
@@ -99,11 +99,11 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
         memory_bytes: the memory of the machine; None to measure it.
 
     Raises:
-        ConfigError: the vectors would not fit, or the parameters are too many for a payload.
+        ConfigError: the workers' vectors do not fit into memory, or a payload cannot have so many elements.
     """
     if plan.parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"parameters is {plan.parameters:,}; a payload has at most {MAX_PARAMETERS:,} elements",
+            f"--parameters is {plan.parameters:,}; a payload has at most {MAX_PARAMETERS:,} elements",
             remedy="use a smaller number of parameters",
         )
     if memory_bytes is None:
@@ -120,8 +120,12 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
 
 
 def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
-    """Run the planned measurements.  Raises `GridtrainError` with the last lines of the logs if a local
-    worker fails."""
+    """Run the planned measurements; `say` is called with what is measured next.
+
+    Raises:
+        GridtrainError: a local worker failed (the message has the last lines of the logs), or every repeat of
+            an exchange had aborted attempts.
+    """
     found = BenchResult(plan, len(os.sched_getaffinity(0)), _gpu())
     say("selection, codec and merge")
     found.local = measure_processor(plan.parameters, plan.density)
@@ -216,7 +220,7 @@ def summary_sentences(found: BenchResult) -> list[str]:
         said.append(f"On the GPU it takes {gpu_ms:.1f} ms.")
     if found.exchanges:
         most = max(row.workers for row in found.exchanges)
-        dense, sparse = (row for row in found.exchanges if row.workers == most)  # in the order of `measure`
+        dense, sparse = (row for row in found.exchanges if row.workers == most)  # in the order of `run_bench`
         line_Bps = parse_rate(plan.line)
         said.append(
             f"On a link of {plan.line} a step among {most} workers takes at least "

@@ -1,4 +1,4 @@
-"""A barrier for processes on one machine in any network namespaces, which also collects their reports.
+"""A barrier for processes on one machine, in any network namespaces, that also collects their reports.
 
 All network namespaces share the file system and the monotonic clock, so the times of different processes can
 be compared.
@@ -28,7 +28,7 @@ _READ_BYTES = 65536
 
 
 class BarrierServer:
-    """The server of the barrier.  A context manager.
+    """The server of the barrier; a context manager that closes the sockets.
 
     Args:
         path: the path of the server's socket; at most 100 bytes.
@@ -105,7 +105,10 @@ class BarrierClient:
         self._lines = self._socket.makefile("r")
 
     def wait_at(self, place: str, **figures: object) -> str:
-        """Send a report and wait for the server; return its word, or "end" if the server has ended."""
+        """Report that this member is at `place`, and wait until the server releases the members.
+
+        Returns the server's word, or "end" if the server has ended.
+        """
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
             return self._lines.readline().strip() or "end"

@@ -23,7 +23,7 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 
 VALUE_KIND = ValueKind.FP16
-CODEC_REPEATS = 5  # factor for the number of repeats, because each takes only a millisecond
+CODEC_REPEATS = 5  # the codec is repeated this many times as often, because a run takes only a millisecond
 COPY_ELEMENTS = 16_000_000
 """The minimum number of elements to copy; a shorter copy would measure the caches, not the memory."""
 
@@ -73,7 +73,7 @@ def time_copy(n: int, repeats: int) -> Timing:
 
 
 def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
-    """Measure copy and selection on the current CUDA device, including transfers to the host."""
+    """Measure copy and selection on the current CUDA device; selection includes transfers to the host."""
     source_N = torch.ones(n, device="cuda")
     target_N = torch.zeros_like(source_N)
 
@@ -89,8 +89,10 @@ def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 
 
 def time_selection(device: str, n: int, density: float, repeats: int) -> float:
-    """Return how long a step's selection and residual update take, in seconds, in consecutive steps as in
-    training."""
+    """Return how many seconds a step's selection and residual update take.
+
+    The steps follow each other with one residual, as in training.
+    """
     generator = torch.Generator().manual_seed(1)
     contribution_N = torch.randn(n, generator=generator).to(device)
     feedback = ErrorFeedback(n, device)
@@ -130,8 +132,10 @@ def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
 def fastest_s(
     action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Return how long the fastest run takes, in seconds, after a warm-up run that accesses the memory
-    once."""
+    """Return how many seconds the fastest of `repeats` runs takes.
+
+    A warm-up run before them accesses the memory for the first time.
+    """
     action()
     taken_s = []
     for _ in range(repeats):

@@ -134,7 +134,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"{path}, which is listed in {RUN_FILE}, cannot be read: {error.strerror}",
-            remedy=f"correct script and files in [run] of {RUN_FILE}",
+            remedy=f"restore the file, or correct its path in {RUN_FILE}",
         ) from None
     if len(content) > MAX_BUNDLE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_TOO_LARGE_REMEDY)
@@ -142,7 +142,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check_index(path: Path, content: bytes) -> None:
-    """Raise `ConfigError` for an index with files that only the owner's machine has."""
+    """Raise `ConfigError` if the index is malformed, or lists files that only the owner's machine has."""
     try:
         urls = [str(shard["url"]) for shard in json.loads(content)["shards"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -28,7 +28,10 @@ class ArchiveError(ValueError):
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return the archive of `files` by name.  Raises `ArchiveError`."""
+    """Return an archive of `files` (content by name).
+
+    Raises `ArchiveError` if a name is not allowed, or if there are too many files or too many bytes.
+    """
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"there are {len(files)} files; there must be 1 to {MAX_FILES}")
     folded = {name.casefold(): name for name in files}

@@ -1,4 +1,4 @@
-"""`gridtrain demo`: four workers train a byte GPT behind capped connections, with dense and gTop-k exchanges.
+"""`gridtrain demo`: four workers train a byte GPT over capped connections, with dense and gTop-k exchanges.
 
 recipe            sizes, learning rates, densities: the tuned settings
 text_corpus       the standard library's source as training and held-out bytes

@@ -96,13 +96,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"the window is {index}; it must be from 0 to below {len(self)}")
+            raise IndexError(f"the window's index is {index}; it must be >= 0 and < {len(self)}")
         start = index * self.context
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
     def evenly_spaced(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` windows spread evenly over the text, stacked: the fixed held-out subset."""
+        """Return up to `count` windows spread evenly over the text, stacked: the fixed held-out subset."""
         count = min(count, len(self))
         pairs = [self[i * len(self) // count] for i in range(count)]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])

@@ -51,7 +51,7 @@ class Measurement:
         step: the number of steps committed so far.
         seconds: the wall-clock time, excluding evaluations.
         held_out: the mean cross entropy in nats per byte on the fixed held-out subset.
-        data_bytes: the exchange's bytes that this worker has sent so far, counted at the socket.
+        data_bytes: the bytes that the first worker has sent in exchanges so far, counted at the socket.
     """
 
     step: int
@@ -97,7 +97,8 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class DemoSetting:
-    """The setting of the runs, as text: workers, cap per worker, model and machine."""
+    """What the runs have in common: the number of workers and, as text, each worker's cap, the model and the
+    machine."""
 
     workers: int
     cap: str

@@ -1,8 +1,8 @@
 """The training script of each worker of the demo: an ordinary loop that uses the public SDK.
 
-The script chooses the model, the data and the measurements, and handles no sockets, ranks or other workers.
+The script makes the model, reads the data and measures losses and times; it handles no sockets or ranks.
 
-    gridtrain worker ADDRESS -- python -m gridtrain.tools.demo.demo_worker --exchange gtopk --metrics FOLDER
+    gridtrain worker INVITATION -- python -m gridtrain.tools.demo.demo_worker --metrics FOLDER
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class StepRecorder:
         self._paused_s += elapsed_s
 
     def count_step(self, loss: float, timings: dict[str, float]) -> float:
-        """Count a step; return the clock's time.  `timings` are the optimizer's timings, in seconds."""
+        """Record a step; return the clock's time in seconds.
+
+        Args:
+            timings: the optimizer's timings of the step, in seconds by name.
+        """
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         seconds = time.perf_counter() - self._started_s - self._paused_s
         select = self._times.select + timings["selecting_s"]

@@ -29,16 +29,17 @@ from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReade
 
 POLL_S = 0.2
 SHUTDOWN_TIMEOUTS_S = (6.0, 3.0)
-"""The times to wait after the first SIGTERM and after the second, on which an agent kills its script.
+"""How long to wait after a first SIGTERM, and after a second one, at which an agent kills its script.
 
-After these times the processes are killed with SIGKILL.
+Then the processes are killed with SIGKILL.
 """
 
 NO_PROGRESS_TIMEOUT_S = 90.0
 """A run without a new step for this long has failed.  With any reasonable cap, a step takes less time."""
 
 START_TIMEOUT_S = 120.0
-"""How long the workers may take for their first step, because all import torch at the same time."""
+"""How long a run may take to commit its first step.  It takes long, because all workers import torch at the
+same time."""
 
 INVITATION_TIMEOUT_S = 3600.0
 LOG_TAIL_LINES = 15
@@ -146,10 +147,14 @@ def supervise(
     """Run the coordinator and the workers until all workers have ended; no process outlives this call.
 
     Args:
-        workers: called until it returns the workers' commands; returns None until the coordinator listens.
+        workers: returns the workers' commands, or None if the coordinator is not listening yet; it is called
+            until it returns commands.
+        on_record: called with each new record in `folder`.
+        start_s: how long the first step may take.
+        silence_s: how long each later step may take.
 
     Raises:
-        GridtrainError: a process failed, or no step was committed for too long.
+        GridtrainError: a process failed, or a step took too long.
     """
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(start_processes([coordinator], folder))
@@ -216,7 +221,7 @@ def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterato
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    start_new_session=True,  # only this process gets Ctrl-C, and stops the others
+                    start_new_session=True,  # Ctrl-C reaches only the demo, which stops the others
                 )
             running.append(RunningProcess(command, popen, log))
         yield running
@@ -228,7 +233,7 @@ def remove_old_files(folder: Path) -> None:
     """Remove the files that an earlier demo created, and no other files."""
     for pattern in OLD_FILES:
         for path in folder.glob(pattern):
-            if path.is_dir():  # of a worker's identity
+            if path.is_dir():  # the folder of a worker's identity
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -1,6 +1,6 @@
 """`gridtrain demo --pipeline`: trains a model too large for a worker's memory limit, and prints the results.
 
-This module defines the runs, checks that each stage stays below the limit, and reports the results.
+This module defines the runs, checks that none of the four stages exceeds the limit, and reports the results.
 
     not partitioned    1 worker, for comparison: more memory than the limit
     4 stages           4 workers: the same parameters, bit for bit, each worker below the limit
@@ -85,7 +85,8 @@ def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -
     """Carry out all runs, print their results, and return them.
 
     Raises:
-        GridtrainError: a process failed, or a stage exceeds the memory limit.
+        GridtrainError: a process failed, a worker wrote no results, or one of the four stages exceeds the
+            memory limit.
     """
     from gridtrain.tools.demo.pipeline_model import MEMORY_LIMIT_BYTES
 
@@ -146,12 +147,13 @@ def _table(ended: list[FinishedRun]) -> Table:
 
 
 def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | None) -> list[str]:
-    """Return sentences about the results.  Raises `GridtrainError` if a stage exceeds the memory limit."""
+    """Return sentences about the results.  Raises `GridtrainError` if one of the four stages exceeds the
+    memory limit."""
     whole, cut, square = ended
     if limit_bytes is not None and max(cut.held_bytes) > limit_bytes:
         raise GridtrainError(
             f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB; the limit is {limit_bytes / MIB:.1f} MiB",
-            remedy="use more stages",
+            remedy="change CUTS or MEMORY_LIMIT_BYTES in gridtrain/tools/demo/pipeline_model.py",
         )
     differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
     limit = (
@@ -170,8 +172,8 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
 
 
 def largest_parameter_difference(whole: Path, cut: Path) -> float:
-    """Return the largest difference between the two runs' parameters, by name; infinite if a name is
-    missing."""
+    """Return the largest difference between two runs' values of a parameter; infinite if their parameters do
+    not have the same names."""
     import safetensors.torch
 
     one = safetensors.torch.load_file(whole / "final.safetensors")

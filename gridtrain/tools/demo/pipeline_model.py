@@ -1,6 +1,6 @@
-"""The model of `gridtrain demo --pipeline`, a larger byte GPT as blocks, with its settings, limit and cuts.
+"""The model of `gridtrain demo --pipeline`, a larger byte GPT made of blocks, and its training settings.
 
-This module defines shapes, initial values, settings, and the cuts into four stages.
+This module defines shapes, initial values, the memory limit, and the boundaries of the four stages.
 
     bytes (B, T) -> Embed -> Block x 8 -> Head -> logits (B, T, 256)       1.0 M parameters
 """
@@ -30,10 +30,10 @@ The whole model takes about three times as much, even if it is trained micro-bat
 """
 
 CUTS = (0, 3, 5, 7, 10)
-"""The cuts of the model of `SIZE` into four stages within the limit.
+"""The boundaries of four stages, each within the limit, of the model of `SIZE`.
 
-If four workers share one busy machine, cuts by measured speeds sometimes make a stage of four blocks, which
-exceeds the limit.
+They are fixed, because boundaries chosen by measured speeds, if four workers share a busy machine, sometimes
+make a stage of four blocks, which exceeds the limit.
 """
 
 
@@ -65,7 +65,7 @@ class OutputHead(nn.Module):
 
 
 def make_model(size: ModelSize = SIZE) -> nn.Sequential:
-    """Make the model; `Blueprint` calls it `with torch.device("meta")`, so that it takes no memory."""
+    """Make the model.  `Blueprint` calls this `with torch.device("meta")`, so the model takes no memory."""
     return nn.Sequential(
         Embedding(size), *(TransformerBlock(size) for _ in range(size.layers)), OutputHead(size)
     )

@@ -1,9 +1,9 @@
 """The training script of each worker of `gridtrain demo --pipeline`.
 
-Like an ordinary training script, it chooses the model, the data and the records.
+Like an ordinary training script, it makes the model, reads the data and records the results.
 
-    --stages 4    a quarter of the model on each worker: grid.pipeline
-    --stages 1    the same model without partition, in an ordinary loop with grid.optimizer, for comparison
+    --stages 4    one of four stages on each worker: grid.pipeline
+    --stages 1    the same model, not partitioned, in an ordinary loop with grid.optimizer, for comparison
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEMORY_MEASURED_STEP = 1  # the optimizer's state exists by then
 
 
 class WholeModel:
-    """The whole model on one worker, which computes micro-batch after micro-batch as the stages do."""
+    """The whole model on one worker, which computes one micro-batch after the other, as the stages do."""
 
     stage = 0
 

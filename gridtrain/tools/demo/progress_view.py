@@ -75,8 +75,8 @@ class TableView:
         table = Table(
             box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", caption_justify="left"
         )
-        units = "MB sent by a worker, seconds of the run; from comp. on, ms per step"
-        table.caption = "workers import torch and join" if starting else units
+        units = "MB sent by a worker; s: seconds of the run; comp. to wait: ms per step"
+        table.caption = "the workers are importing torch and joining" if starting else units
         table.add_column("exchange", no_wrap=True)
         for name in COLUMNS:
             table.add_column(name, justify="right", min_width=len(name))
@@ -111,7 +111,7 @@ class LineView:
 
     def begin(self, label: str, steps: int) -> None:
         self._row = _ProgressRow(label, steps)
-        self._print(f"{label}: {format_count(steps, 'step')}; workers import torch and join")
+        self._print(f"{label}: {format_count(steps, 'step')}; the workers are importing torch and joining")
 
     def update(self, record: StepRecord) -> None:
         assert self._row is not None

@@ -47,14 +47,14 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The settings of one exchange.  All use plain SGD; a sparse exchange applies momentum itself (DGC).
+    """The settings of one exchange.  The optimizer is SGD; a sparse exchange applies momentum itself (DGC).
 
     Attributes:
         label: the name of the exchange for display.
         learning_rate: the learning rate, constant throughout the run.
-        momentum: the momentum of SGD with the dense exchange, or of a sparse exchange itself.
+        momentum: the momentum that SGD applies with the dense exchange, and that a sparse exchange applies.
         clip_norm: the maximum norm of the exchanged gradient.
-        steps: the number of steps in the demo; sparse runs continue beyond the dense run's final loss.
+        steps: the number of steps in the demo; sparse runs have more, to reach the dense run's final loss.
     """
 
     label: str

@@ -1,11 +1,11 @@
-"""A small Llama with its tokenizer, for examples and templates, stored as `from_pretrained` loads it.
+"""A small Llama and its tokenizer, for examples and templates, in a folder that `from_pretrained` can load.
 
     small_llama()    --> folder: config.json, model.safetensors, tokenizer.json, ...
     tokens           one for each byte of UTF-8, and one for the end of a text
     model            2 layers of width 128, 361,344 parameters
 
-The model's weights are the SHAKE-128 bytes of their names, scaled by a power of two, so that all workers have
-equal weights without a download.  torch's `normal_` would draw different bits on different processors.
+The model's weights are computed from the SHAKE-128 digests of their names, so that all workers have equal
+weights without a download.  torch's `normal_` would draw different bits on different processors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHO = "gridtrain.tools.demo.small_llama"
 
 
 def small_llama(folder: Path | None = None) -> str:
-    """Return the path of a folder with the model and its tokenizer, which are written on the first call.
+    """Return the path of a folder with the model and its tokenizer; the first call writes them.
 
     Args:
         folder: by default a hidden folder beside the runs' folders; no run can have its name.
@@ -100,7 +100,7 @@ def _write(folder: Path) -> None:
 def _drawn(name: str, count: int) -> Tensor:
     """Return values with a standard deviation of about `SPREAD`, bit-identical on all processors.
 
-    Each is the sum of two bytes divided by 1024, which float32 represents exactly.
+    Each value is the sum of two signed bytes, divided by 1024, which float32 represents exactly.
     """
     import torch
 

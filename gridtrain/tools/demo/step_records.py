@@ -34,7 +34,7 @@ class SentBytes:
 
     @classmethod
     def of_traffic(cls, sent_bytes: Mapping[str, int]) -> SentBytes:
-        """Sum up a transport's counters by message type."""
+        """Add up a transport's counters of sent bytes, which are given by message type."""
         data = sent_bytes.get("Data", 0)
         votes = sent_bytes.get("Vote", 0) + sent_bytes.get("Decision", 0)
         return cls(data, votes, sum(sent_bytes.values()) - data - votes)
@@ -42,8 +42,8 @@ class SentBytes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The first worker's seconds so far: computing, selecting, exchanging, and waiting for votes and
-    workers."""
+    """The seconds that the first worker has so far spent on computing, selecting, communicating, and waiting
+    for votes and workers."""
 
     compute: float = 0.0
     select: float = 0.0
@@ -111,6 +111,6 @@ def write_sent(folder: Path, worker: str, sent: SentBytes) -> None:
 
 
 def mean_sent(folder: Path) -> dict[str, float]:
-    """Return the means of the totals that the workers have written."""
+    """Return the bytes sent by a worker, as a mean over the workers, for each field of `SentBytes`."""
     totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
     return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(SentBytes)}

@@ -44,7 +44,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class ChartPanel:
-    """One pair of axes.  `reference_line` has the y and the text of a dashed horizontal line."""
+    """One pair of axes with its lines; `reference_line` is the (y, text) of a dashed horizontal line."""
 
     title: str
     x_label: str
@@ -87,8 +87,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1-2-5 ticks that enclose [low, high], both above 0; over more than 3 decades only
-    powers of ten."""
+    """Return ticks at 1, 2 and 5 times powers of ten that enclose [low, high]; over more than 3 decades, at
+    powers of ten only.  Raises `ValueError` unless `low` is above 0."""
     if low <= 0.0:
         raise ValueError(f"a logarithmic axis cannot show {low}; it must be > 0")
     high = max(high, low)
@@ -115,7 +115,7 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
 
 @dataclass(slots=True)
 class _PanelRenderer:
-    """Draws one panel and records the occupied space so that labels do not overlap."""
+    """Draws one panel, and records which space is occupied, so that labels overlap as little as possible."""
 
     panel: ChartPanel
     left: float
@@ -192,7 +192,11 @@ class _PanelRenderer:
     def _place_label(
         self, spots: list[Point], text: str, colour: str, weight: str, curves: list[list[Point]]
     ) -> str:
-        """Return a label at the position (left end of its baseline) at which it covers the least."""
+        """Return the label's SVG element, placed where it covers the least.
+
+        Args:
+            spots: the possible left ends of the label's baseline, the preferred ones first.
+        """
 
         def cost(spot: Point) -> int:
             return self._overlap_area(_box(spot, text), curves)
@@ -220,7 +224,7 @@ def _dot(x: float, y: float, colour: str) -> str:
 
 
 def _around(at: Point, text: str) -> list[Point]:
-    """Return the positions at which a note beside a point may begin: below, above, then farther away."""
+    """Return possible positions of a note beside a point: below, above, then farther away."""
     (x, y), width = at, _width(text)
     close = [(x - width / 2, y + 21), (x - width / 2, y - 11), (x + 9, y + 18), (x + 9, y - 10)]
     return [
@@ -233,7 +237,7 @@ def _around(at: Point, text: str) -> list[Point]:
 
 
 def _along(curve: list[Point], text: str) -> list[Point]:
-    """Return the positions at which a line's label may begin: at the line's end, then beside the line farther
+    """Return possible positions of a line's label: at the end of the line, then beside the line farther
     back."""
     (x, y), width = curve[-1], _width(text)
     spots = [(x + 9, y + 4.5), (x - width / 2, y - 11), (x - width / 2, y + 21), (x + 4, y + 21)]
@@ -244,7 +248,7 @@ def _along(curve: list[Point], text: str) -> list[Point]:
 
 
 def _dense(curve: list[Point]) -> list[Point]:
-    """Return the curve with points at most about 5 px apart."""
+    """Return the curve's points, and enough points between them to leave gaps of about 5 px at most."""
     points = list(curve)
     for (x0, y0), (x1, y1) in pairwise(curve):
         pieces = int(math.hypot(x1 - x0, y1 - y0) / 5) + 1

@@ -44,7 +44,8 @@ def load_corpus(folder: Path | None = None) -> Corpus:
         folder: the folder of the modules; by default the running interpreter's standard library.
 
     Raises:
-        ConfigError: the sources are missing (a stripped or zipped standard library) or too few.
+        ConfigError: the sources are missing, as in a stripped or zipped standard library, or are smaller than
+            `MIN_BYTES`.
     """
     if folder is None:
         folder = Path(sysconfig.get_path("stdlib"))

@@ -1,11 +1,12 @@
-"""Doctor's check of the connection: host name, port, firewall, invitation and slow round trips.
+"""Doctor's checks of the coordinator's host name and port, the first of its checks of the connection.
 
     host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> status
       unknown       refused, no answer    refused: invitation not valid                 |
                                           no answer: another program or key             v
                                                                         round trip, bursts, dial-back
 
-The check enrols no key, so the invitation keeps all its uses; the handshake alone proves whether it is valid.
+The handshake and what follows it are in `doctor_probe`.  Doctor does not enrol a key, so the invitation keeps
+all its uses; the handshake alone shows whether it is valid.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class ConnectionState:
 
 
 def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
-    """Call `work`, which cannot be cancelled; return its result, its exception, or a `TimeoutError`.
+    """Call `work` in a thread; return its result, the exception that it raised, or a `TimeoutError`.
 
-    The `TimeoutError` is returned after `limit_s`.  A call that hangs, for instance because a name server
-    does not answer, leaves a daemon thread behind.
+    The `TimeoutError` is returned after `limit_s`.  The call is not cancelled then: if it hangs, for instance
+    because a name server does not answer, its daemon thread remains.
     """
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -66,7 +67,7 @@ def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
 
 
 def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Resolve the coordinator's host name."""
+    """Resolve the coordinator's host name, and store its addresses in `way`."""
     parts = urlsplit(invitation.address)
     host, port = parts.hostname or "", parts.port or 0
     limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
@@ -89,7 +90,7 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
 
 
 def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Connect to one of the addresses; each address gets an equal part of the time."""
+    """Connect to the first address that accepts; each one left gets an equal part of the remaining time."""
     errors: list[OSError] = []
     limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s

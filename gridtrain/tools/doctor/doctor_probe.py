@@ -47,8 +47,9 @@ class LinkMeasurement:
     """The measurements of one link; None for a value that was not measured.
 
     Attributes:
-        up_Bps, down_Bps: the rates of a burst of 256 KiB, which underestimates a fast link with high
-            latency.
+        rtt_s: the shortest round-trip time of several pings, in seconds.
+        up_Bps, down_Bps: the rates at which 256 KiB were sent and received; they are too low for a fast link
+            with high latency.
     """
 
     rtt_s: float | None = None
@@ -58,7 +59,17 @@ class LinkMeasurement:
 
 @dataclass(slots=True)
 class ProbeResponses:
-    """Messages received so far."""
+    """What the coordinator and the members have sent so far.
+
+    Attributes:
+        connected: the processes with which there is a connection.
+        is_denied: whether the coordinator refused the key in the handshake.
+        violation: how the coordinator violated the protocol; "" if it did not.
+        reached_address: the address at which the coordinator reached this machine, "" if it reached none;
+            None until it reports.
+        pongs, burst_acks: the time at which each answer arrived, by nonce.
+        bursts: the times at which the messages of each requested burst arrived, by nonce.
+    """
 
     connected: set[m.PeerId] = field(default_factory=set)
     is_denied: bool = False
@@ -72,10 +83,10 @@ class ProbeResponses:
 
 
 class DoctorProbe:
-    """A check over two transports: to the coordinator, and to members; the caller must close it.
+    """Connects to the coordinator over one transport and to members over another; must be closed.
 
     Args:
-        identity: the key pair of the invitation, or this machine's own.
+        identity: the key pair for the coordinator: the invitation's, or one of this machine's workers.
     """
 
     def __init__(self, invitation: Invitation, identity: Identity) -> None:
@@ -117,8 +128,11 @@ class DoctorProbe:
         return here in self.responses.connected
 
     def request_checkup(self, until_s: float) -> dict[str, Any] | None:
-        """Return the run's status; None if the coordinator does not answer, or refuses
-        (`responses.refused`)."""
+        """Ask the coordinator to check whether it can reach this machine; return the run's status.
+
+        Returns None if the coordinator does not answer, answers without a valid status, or refuses
+        (`responses.refused`).
+        """
         try:
             self.address = self._peer_transport.listen(default_listen_address(self._invitation.address))
         except TransportError:
@@ -152,7 +166,7 @@ class DoctorProbe:
         return self._measure(self._coordinator_transport, self._invitation.coordinator, until_s)
 
     def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
-        """Measure the links to the members that expect this machine.
+        """Measure the links to the members that the coordinator has named.
 
         They are measured one after the other, because they share this machine's link.
         """

@@ -52,7 +52,7 @@ class Examination:
             missing.
         total_s: the time limit of the whole examination.
         wall: returns the wall-clock time in seconds.
-        upload_limit: the limit that a worker on this machine would have; measurements are not limited.
+        upload_limit: the limit of a worker on this machine; doctor's own measurements ignore it.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Examination:
             yield from _line(f"member {number + 1}", limited, self._effective_limit(limited))
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
-        """Return the rates at which a worker on this machine would use a link."""
+        """Return the measurement with its upload rate reduced to the user's limit."""
         limit, up_Bps = self._upload_limit, measured.up_Bps
         if limit is None or up_Bps is None:
             return measured

@@ -63,8 +63,8 @@ print(json.dumps(found))
 """
 """The program that the other process runs.
 
-It prints its progress and then its results, one JSON object per line; "flops" is the rate of a float32
-product.
+It prints its progress and then its results, one JSON object per line; "flops" is the speed of the device in
+float32 operations per second.
 """
 
 INSTALL_HINT = f"{install_command('torch')} (but first install the torch build for your GPU, see pytorch.org)"
@@ -85,7 +85,7 @@ def _cores() -> int:
 
 
 class TorchProbe:
-    """A process that imports torch and measures its speed; start it early, because it takes the longest.
+    """A process that imports torch and measures the device's speed.  Start it early: it takes the longest.
 
     Args:
         command: the command of the process, which tests replace.
@@ -124,8 +124,8 @@ class TorchProbe:
 def _late(said: bytes | str | None, took_s: float) -> Finding:
     """Return the finding about a process that has not finished in time.
 
-    The finding is a warning, because a busy machine imports torch slowly, or a failure if a GPU driver does
-    not answer, because training would also hang.
+    It is a failure if torch is not installed, or if a GPU driver does not answer, because training would also
+    hang.  Otherwise it is a warning, because importing torch takes long on a busy machine.
     """
     text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
     at = ""
@@ -251,7 +251,11 @@ def check_disk(run: str) -> Finding:
 
 
 def check_tcp_restart(control: str | None = None) -> Finding:
-    """Check whether TCP is slow after pauses; tests pass what `slow_restart` returns."""
+    """Check whether TCP is slow after pauses.
+
+    Args:
+        control: the result of `slow_restart`, which tests replace; None to call it.
+    """
     control = slow_restart() if control is None else control
     if control:
         fix = "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0 (and in /etc/sysctl.d, to keep it)"
@@ -261,14 +265,18 @@ def check_tcp_restart(control: str | None = None) -> Finding:
 
 
 def check_packages(bundle: object) -> list[Finding]:
-    """Check for the packages that the bundle in a run's status requires; no finding if it requires none."""
+    """Check whether the packages that a run's bundle requires are installed; return [] if it requires none.
+
+    Args:
+        bundle: the entry about the bundle in the run's status.
+    """
     try:
         required = read_requires(Path("the run's status"), bundle if isinstance(bundle, dict) else {})
         require_packages(required, "the run's script")
     except ConfigError as error:
         return [failure("packages", error.reason, error.remedy)]
     names = ", ".join(f"{name} {version(name)}" for name, _ in required)
-    return [ok("packages", f"the run's script needs {names}")] if names else []
+    return [ok("packages", f"installed for the run's script: {names}")] if names else []
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:

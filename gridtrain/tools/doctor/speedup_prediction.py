@@ -32,10 +32,11 @@ class RunStatus:
 
     Attributes:
         network: the network between members; None if fewer than two are training.
-        compute_s: the compute time per step, by rank, for each member that reports it.
-        shares: the number of samples in a step, by rank.
-        global_batch_size: the number of samples in a step; None if each worker brings its own samples.
-        flops: the speeds that members report, measured by `device_flops`.
+        load: what each step exchanges.
+        compute_s: the compute times per step of the members that report one.
+        shares: how many samples of a step each member computes, by rank.
+        global_batch_size: the number of samples in a step; None if each worker adds samples of its own.
+        flops: the speeds that members report, as measured by `device_flops`.
     """
 
     network: NetworkModel | None
@@ -52,7 +53,9 @@ class SpeedupPrediction:
 
     Attributes:
         step_s, joined_step_s: the step time now, and with this machine.
-        gain: the relative gain of samples per second; 0.2 means 20 % more.
+        gain: the relative increase in samples per second; 0.2 means 20 % more.
+        exchange_s: the time of an exchange with this machine.
+        compute_s: the time in which this machine computes as many samples as the median member.
         assumptions: the figures that were not measured, and the values assumed.
     """
 
@@ -72,7 +75,7 @@ def predict_speedup(
     Args:
         mine: the links between this machine and members, by rank.
         coordinator: the link between this machine and the coordinator.
-        flops: the speed of this machine; None if it is unknown.
+        flops: the speed of this machine in floating-point operations per second; None if it is unknown.
     """
     assumed: list[str] = []
     usual_s = median(run.compute_s)
@@ -95,7 +98,7 @@ def predict_speedup(
 
 
 def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
-    """Return the samples of each worker, with this machine last, and the samples that it adds to a step."""
+    """Return each worker's samples per step, this machine's last, and how many more samples a step has."""
     if run.global_batch_size is None:
         mine = round(median(run.shares))
         return [*map(float, run.shares), float(mine)], mine
@@ -105,7 +108,7 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
-    """Return the compute time per step with this machine; each worker's time grows with its samples."""
+    """Return the slowest worker's compute time per step; each time is proportional to the samples."""
     known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
     times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
     mine = compute_s * shares[-1] / max(1.0, median(run.shares))

@@ -28,7 +28,7 @@ class OptionKind(StrEnum):
 
 
 OptionValue = str | int | float | bool | tuple[str, ...] | None
-"""None means that the option is not set; `Option.default_text` says what happens then."""
+"""None means that the option is not set; `Option.default_text` describes what applies then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Option:
         unset_value: the value that applies if the option has no value; None if it is not a constant.
         choices: the allowed values of a TEXT; () allows any.
         minimum: the smallest value of a COUNT or NUMBER.
-        each: the repeatable flag that adds one string to TEXTS, if it differs from the name.
-        is_comma_separated: whether TEXTS in the environment may be separated by commas as well as spaces.
-        off_word: the value of a TEXT that `--no-...` stands for.
+        each: the flag that adds one string to TEXTS each time it is given; "" if it is made from the name.
+        is_comma_separated: whether commas as well as spaces separate TEXTS in the environment.
+        off_word: the value that the flag `--no-...` sets; "" if a TEXT has no such flag.
         toml_key: "table.key" in run.toml, if it is not in the program's own table.
         is_command_line_only: whether neither the environment nor run.toml may set the option.
         has_no_flag: whether the option is not on the command line.
@@ -85,18 +85,21 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as text; "" if there is none."""
+        """The default, or what applies if the option is not set, as text; "" if there is neither."""
         if self.default in (None, "", ()):
             return self.default_description or format_value(self.unset_value)
         return format_value(self.default)
 
     def toml_location(self, program: str) -> tuple[str, str]:
-        """Return (table, key) of `program`'s run.toml."""
+        """Return the (table, key) in run.toml that sets the option of `program`."""
         table, _, key = (self.toml_key or f"{program}.{self.name}").partition(".")
         return table, key
 
     def from_text(self, text: str, where: str) -> OptionValue:
-        """Parse the value of an environment variable.  Raises a `ConfigError` that names `where`."""
+        """Parse the value of an environment variable or of an argument of `gridtrain.join`.
+
+        Raises a `ConfigError` that names `where` if the value is invalid.
+        """
         plain = text.strip()
         match self.kind:
             case OptionKind.SWITCH:
@@ -118,7 +121,10 @@ class Option:
                 return self._parse(text, where)
 
     def from_toml(self, value: object, where: str) -> OptionValue:
-        """Check the value of a TOML key.  Raises a `ConfigError` that names `where`."""
+        """Check and return the value of a TOML key.
+
+        Raises a `ConfigError` that names `where` if the value is invalid.
+        """
         if isinstance(value, bool):
             if self.kind is OptionKind.SWITCH:
                 return value
@@ -226,7 +232,7 @@ COORDINATOR: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option("bundle", SWITCH, "Serve the script of run.toml to volunteers.", default=True),
-    Option("unencrypted", SWITCH, "No encryption, for benchmarks on this machine.", default=False),
+    Option("unencrypted", SWITCH, "Do not encrypt, for benchmarks on this machine.", default=False),
     Option(
         "benchmark",
         SWITCH,
@@ -251,7 +257,12 @@ COORDINATOR: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option("backup_keep", COUNT, "Number of backups to keep.", default=3, minimum=1, metavar="N"),
-    Option("from_backup", FOLDER, "Start a new --state from its latest backup.", is_command_line_only=True),
+    Option(
+        "from_backup",
+        FOLDER,
+        "Start a new --state from FOLDER's latest backup.",
+        is_command_line_only=True,
+    ),
     _optional(
         "dashboard",
         TEXT,
@@ -289,7 +300,7 @@ WORKER: tuple[Option, ...] = (
     _optional(
         "donate_limit",
         TEXT,
-        "Limit for sending the model.",
+        "Upload limit for sending the model.",
         "",
         unset_value=_JOIN["donate_limit"],
         metavar="RATE",
@@ -299,7 +310,7 @@ WORKER: tuple[Option, ...] = (
     _optional("export_dir", FOLDER, "Folder for the final model.", "~/.local/state/..."),
     _optional("state_dir", FOLDER, "Folder of the checkpoints.", "~/.local/state/..."),
     _optional("data_dir", FOLDER, "Folder of the run's data set.", "the bundle's"),
-    _optional("cache_limit", TEXT, "Space for data that is fetched.", "", unset_value="20GB", metavar="SIZE"),
+    _optional("cache_limit", TEXT, "Disk space for fetched data.", "", unset_value="20GB", metavar="SIZE"),
     Option(
         "checkpoint_every",
         COUNT,
@@ -328,11 +339,11 @@ WORKER: tuple[Option, ...] = (
     Option(
         "wait",
         TEXT,
-        '"auto": do not wait for stalled loops.',
+        '"auto": do not wait for stalled workers.',
         unset_value=_JOIN["wait"],
         choices=WAITS,
     ),
-    Option("base", TEXT, '"any": accept other frozen values.', unset_value=_JOIN["base"], choices=BASES),
+    Option("base", TEXT, '"any": frozen values may differ.', unset_value=_JOIN["base"], choices=BASES),
     Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
     _LOG_FORMAT,

@@ -106,7 +106,8 @@ def resolve(
     """Return the values of all options of `program`.
 
     Args:
-        given: values of the command line, or of `gridtrain.join`; None for a value that is not given.
+        given: the values on the command line or in the call of `gridtrain.join`, by option name; None or ()
+            if a value is not given.
 
     Raises:
         ConfigError: a value is invalid, or a `GRIDTRAIN_` variable is unknown.
@@ -119,9 +120,9 @@ def resolve(
 def join_settings(
     given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile
 ) -> dict[str, str]:
-    """Return fields of `gridtrain.config.JoinConfig` as strings, for a script that was started manually.
+    """Return the fields of `gridtrain.config.JoinConfig` as strings, for a script that no agent has started.
 
-    Empty fields are left out.
+    Unset fields are left out.
 
     Args:
         given: the arguments of `gridtrain.join`; None for an argument that is not given.

@@ -36,14 +36,14 @@ class DatasetDescription:
     """The data set that a run's script reads: either many files, listed in an index, or one file.
 
     Attributes:
-        file: the path of the file, relative to the worker's `data_dir`, or to the run's folder; "" with
-            `index`.
-        digest: "sha256:" and 64 digits, the digest of the file's bytes.
+        file: the path of the file, relative to the worker's `data_dir` or to the bundle's folder; "" if
+            `index` is set.
+        digest: the digest of the file's bytes: "sha256:" and 64 hexadecimal digits.
         where: text for volunteers, such as the licence, or how to get the file.
-        index: the path of an index that `gridtrain data index` has written, relative to run.toml; the bundle
-            contains it.  "" with `file`.
+        index: the path, relative to run.toml, of an index that `gridtrain data index` has written; the bundle
+            contains it.  "" if `file` is set.
         url: the URL from which workers fetch the file; "" if volunteers have to get it themselves.
-        bytes: with `url`, the size of the file.
+        bytes: the size of the file if `url` is set, otherwise 0.
     """
 
     file: str = ""
@@ -91,7 +91,7 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A run.toml; without a file, no option is set."""
+    """The content of a run.toml, or of none: then `path` is None and no option is set."""
 
     path: Path | None = None
     run: RunDescription = field(default_factory=RunDescription)
@@ -102,8 +102,8 @@ class RunFile:
         """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the current
         directory).
 
-        If there is no such file, no option is set.  Raises `ConfigError` if the file cannot be read or
-        parsed.
+        If `GRIDTRAIN_CONFIG` is not set and there is no run.toml, no option is set.  Raises `ConfigError` if
+        the file cannot be read or its content is invalid.
         """
         if named := environ.get("GRIDTRAIN_CONFIG"):
             return cls.read(Path(named))
@@ -112,7 +112,7 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path) -> RunFile:
-        """Read a run.toml.  Raises `ConfigError`."""
+        """Read a run.toml.  Raises `ConfigError` if it cannot be read or its content is invalid."""
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
@@ -124,7 +124,7 @@ class RunFile:
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> RunFile:
-        """Parse a run.toml.  Raises `ConfigError`, whose text names `path`."""
+        """Parse a run.toml.  Raises a `ConfigError` that names `path` if it is too large or invalid."""
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="store large data in other files"
@@ -166,7 +166,7 @@ class RunFile:
 
 
 def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
-    """Raise `ConfigError` for the first unknown key; the remedy suggests the nearest known key."""
+    """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or lists all."""
     names = list(known)
     for key in found:
         if key not in names:
@@ -271,9 +271,10 @@ def _relative(path: Path, key: str, text: str) -> str:
 
 
 def is_safe_relative_name(name: str) -> bool:
-    """Return whether `name` is a plain relative name.
+    """Return whether `name` is a relative path that stays inside its folder and is safe in a shell.
 
-    Such a name stays inside the folder and has no hidden part and no character that is special in a shell.
+    Such a name has at most 100 letters, digits and . _ / - and no part that begins with a dot or a dash, or
+    ends with a dot.
     """
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name
@@ -292,7 +293,7 @@ def _digest(path: Path, key: str, text: str) -> str:
 def read_requires(path: Path, table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the packages of the table's `requires`, as (name, minimum version or "").
 
-    Raises a `ConfigError` that names `path`.
+    Raises a `ConfigError` that names `path` if an entry is not a package with an optional minimum version.
     """
     return tuple(_required(path, text) for text in _texts(path, table, "requires"))
 

@@ -56,7 +56,7 @@ def test_windows_cover_the_text_and_targets_are_one_byte_ahead() -> None:
         (b"def", b"efg"),
         (b"ghi", b"hij"),
     ]
-    with pytest.raises(IndexError, match="the window is 3"):
+    with pytest.raises(IndexError, match="the window's index is 3"):
         windows[3]
 
 

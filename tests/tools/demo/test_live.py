@@ -27,7 +27,7 @@ def test_a_pipe_receives_lines_without_control_characters() -> None:
     view.end()
 
     assert console.file.getvalue().splitlines() == [
-        "dense ring: 20 steps; workers import torch and join",
+        "dense ring: 20 steps; the workers are importing torch and joining",
         "dense ring: step 10/20, loss 3.250, held-out 3.500, 7.2 MB sent, 3.2 s; "
         "ms per step: 20 computing, 3 selecting, 300 communicating, 1 waiting",
         "dense ring: step 11/20, loss 3.250, held-out 3.500, 7.9 MB sent, 3.6 s; "

@@ -20,7 +20,7 @@ from gridtrain.tools.demo.small_llama import small_llama
 
 BASE = ""  # such as "Qwen/Qwen3-0.6B"; "" is the small Llama
 TEXT = Path(__file__).with_name("text.txt")
-CONTEXT, BATCH = 64, 8  # tokens of a sample; samples of a batch on each worker
+CONTEXT, BATCH = 64, 8  # tokens in a sample; samples in a batch on each worker
 LEARNING_RATE = 5e-3  # about 2e-4 for a base with billions of parameters
 EXCHANGES, LOCAL_STEPS = 30, 10  # batches per exchange on each worker: docs/local-steps.md
 

@@ -17,7 +17,7 @@ SHOWN = {10, 30, 100, 300, *range(STEPS // 10, STEPS + 1, STEPS // 10)}  # it le
 
 
 def draw_images(seed: int) -> TensorDataset:
-    """Return IMAGES noisy images of shape (1, SIZE, SIZE), and the number of the shape in each.
+    """Return IMAGES noisy images of shape (1, SIZE, SIZE), and the index of the shape in each.
 
     Only integers are drawn, so the images are the same on all kinds of processors.
     """

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TEXT = Path(__file__).with_name("text.txt")
-CONTEXT, BATCH = 64, 8  # bytes of a sample; samples of a batch on each worker
+CONTEXT, BATCH = 64, 8  # bytes in a sample; samples in a batch on each worker
 EXCHANGES, LOCAL_STEPS = 60, 10  # batches per exchange on each worker: docs/local-steps.md
 WARM_UP = 50  # batches
 
