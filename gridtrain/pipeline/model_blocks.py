@@ -232,7 +232,7 @@ class _ChainTrial:
             if len(args) != 1 or kwargs:
                 raise ConfigError(
                     f'forward calls "{name}" with {format_count(len(args) + len(kwargs), "argument")}',
-                    remedy="pass one value to each block: pack several values into a tuple, in a Sequence",
+                    remedy="pass exactly one value to each block; it may be a tuple of several values",
                 )
             self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')
 

@@ -166,8 +166,8 @@ class Pipeline:
         """Take one step of the whole group with this batch of `grid.batches`.
 
         Args:
-            inputs: the inputs, samples first.  The first stage computes with them; other stages only use
-                their shapes.
+            inputs: the inputs, samples first.  The first stage computes with them; other stages use their
+                shapes and, to find the cause of an error, their values.
             targets: the targets for the loss, which the last stage computes.
 
         Returns:

@@ -53,7 +53,7 @@ class Profile:
 
     @classmethod
     def of(cls, given: Profile | Sequence[Layer], blocks: int) -> Profile:
-        """Return a profile of `blocks` layers; raise `ConfigError` if the number of layers differs."""
+        """Return `given` as a profile; raise `ConfigError` unless it has `blocks` layers."""
         found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
         if len(found.layers) != blocks:
             raise ConfigError(

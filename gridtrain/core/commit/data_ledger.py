@@ -1,4 +1,4 @@
-"""Assigns each sample once, to one worker and step, and reassigns batches that arrive later than a limit.
+"""Assigns each sample of a pass to one worker and one step, and reassigns batches that are lost or too late.
 
 Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
 over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`
@@ -54,7 +54,7 @@ from gridtrain.quantities import format_count
 MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
 
 MAX_LATE_STEPS = 16
-"""Maximum number of committed steps after which a late batch still counts (staleness bound)."""
+"""Maximum number of steps by which a batch may be late before it is re-queued (staleness bound)."""
 
 Assignment = Mapping[PeerId, tuple[Span, ...]]
 
@@ -164,9 +164,10 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step`: (its samples, the step's samples).
+    """Return the weight of a member's contribution to step `state.step` as (its samples, all samples).
 
-    A late or pending batch is weighted by the total of the step that handed it out.
+    All samples are those of the step that handed out the batch, which is an earlier step if the batch is late
+    or pending.  The result is (0, 0) if the run has a delay and the member has no pending batch.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -187,7 +188,7 @@ def commit(
     skipped: bool,
     absent: Collection[PeerId] = (),
 ) -> LedgerState:
-    """Return the state after the commit of step `state.step`, which consumes exactly the assigned samples.
+    """Return the state after the commit of step `state.step`, which consumes the assigned samples.
 
     With a delay, the step consumes the pending batches instead, and the assigned samples become pending.
 
@@ -327,7 +328,11 @@ def _hand_out(spec: LedgerSpec, state: LedgerState, counts: Sequence[tuple[PeerI
 
 
 def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> LedgerState:
-    """Return the ledger, excluding the newly assigned positions."""
+    """Return the ledger after removing the newly assigned positions from the free, re-queued and leased ones.
+
+    Raises:
+        LocalProtocolError: a run with shards would have assigned other positions.
+    """
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
         requeued = subtract(state.requeued, taken)

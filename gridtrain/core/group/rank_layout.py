@@ -156,7 +156,7 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """Checkpoints from which this member assembles its stage: (layers, rank that has the checkpoint)."""
+        """The checkpoints from which this member assembles its stage: layers, and the rank that has them."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:

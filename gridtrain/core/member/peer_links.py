@@ -1,4 +1,4 @@
-"""Decides which peers a worker dials, knows, excludes after a violation, and disconnects.
+"""Decides which peers a worker dials, accepts messages from, excludes after a violation, and disconnects.
 
                     Dial              PeerConnected
     not dialled ----------> dialled <--------------> connected     the loop retries until Disconnect

@@ -1,4 +1,4 @@
-"""Catch-up while the members train: a newcomer copies state and updates from sources, or serves others.
+"""Catch-up while the members train: a newcomer copies state and updates from members, which serve them.
 
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport

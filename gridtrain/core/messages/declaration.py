@@ -1,4 +1,4 @@
-"""Declares messages: their codes and field types with bounds, such as the maximum length of a name or text.
+"""Defines the decorator that declares a message, and the types of message fields, with their bounds.
 
 A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
 are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
