@@ -129,7 +129,7 @@ class ModelStages:
         return module, self.blueprint.tied_in(stage, self.cuts, module.blocks)
 
     def frozen_blocks(self) -> Iterator[StageModule]:
-        """Build each block that has frozen parameters on the CPU, one at a time."""
+        """Build, on the CPU and one at a time, the blocks that have frozen parameters."""
         for index, block in enumerate(self.blueprint.blocks):
             if not all(parameter.requires_grad for parameter in block.parameters()):
                 yield self._build(index, index + 1, torch.device("cpu"))

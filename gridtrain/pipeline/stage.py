@@ -1,4 +1,4 @@
-"""Computes one stage: forward and backward of micro-batches, loss, recomputation and tied parameters.
+"""Computes one stage: forward and backward passes of micro-batches, recomputation, loss, tied parameters.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |

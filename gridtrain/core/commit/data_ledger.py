@@ -362,11 +362,11 @@ def _count_held(state: LedgerState) -> int:
 
 
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
-    """Return whether a correct member of this generation may hold `state`.
+    """Return whether a correct member of this generation can hold `state`.
 
     This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
     assigned only to members, batches are pending only in a run with a delay and leased only in one with
-    shards, and the step and the cursor are so far from overflow that no run can reach it.
+    shards, and the step and the cursor are so small that no run can make them overflow.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

@@ -12,7 +12,7 @@ from __future__ import annotations
 SKIP = 1
 
 MAX_RANKS = 62
-"""Largest world size in which a member may be absent: flags are sent as signed 64-bit integers."""
+"""Largest world size in which a member can be absent, because flags are sent as signed 64-bit integers."""
 
 
 def absent_flag(rank: int) -> int:

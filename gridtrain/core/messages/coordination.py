@@ -368,7 +368,7 @@ class RunFinished(Message):
 @message(30)
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Answer to Join; `term` fences off older coordinators (commit rule 11)."""
+    """Answer to Join; the worker ignores a coordinator whose `term` is outdated (commit rule 11)."""
 
     term: UInt
     run: Name
@@ -484,7 +484,7 @@ class MemberListPage(Message):
         if self.page < self.pages <= MAX_MEMBER_PAGES:
             return None
         return (
-            f"page {self.page} of {self.pages}; it must be below the total, which must be at most "
+            f"page {self.page} of {self.pages}; pages are numbered from 0, and there may be at most "
             f"{MAX_MEMBER_PAGES}"
         )
 

@@ -140,7 +140,9 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpec:
-    """Size of the data set, seed of its order, and end of the run.  Replicated and constant during a run.
+    """The size of the data set, the seed of its order, and the end of the run.
+
+    The specification is the same on all workers, and constant during a run.
 
     Exactly one of `epochs` and `steps` is not None; the run ends after that many epochs or steps.
 
@@ -190,7 +192,7 @@ class DeferredBatch:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Progress of the run through its data.  Replicated; only a commit or a MembershipView changes it.
+    """The progress of the run through its data, which only a commit or a MembershipView changes.
 
     Attributes:
         step: the next step to commit.
@@ -345,7 +347,7 @@ class StagedModel:
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
     """Return the problem with block `index` of `total`, or None; at most `max_blocks` blocks are allowed."""
     if not index < total <= max_blocks:
-        return f"block {index} of {total}; it must be below the total, which must be at most {max_blocks}"
+        return f"block {index} of {total}; blocks are numbered from 0, and there may be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)
 
 
