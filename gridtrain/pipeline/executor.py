@@ -201,7 +201,7 @@ class _StepExecution:
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """Handle the `error` of a forward pass: return a substitute output, or raise to end the step."""
+        """Handle an exception in a forward pass: return a substitute output, or raise one to end the step."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
         origin, found = find_fault_origin(

@@ -135,7 +135,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """The number of stages in the run's definition; a repartitioned model may have fewer."""
+        """The number of stages in the run's definition; a repartitioned model can have fewer."""
         return self._options.stages
 
     @property

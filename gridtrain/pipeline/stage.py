@@ -305,7 +305,7 @@ class Stage:
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
+        """End the mini-batch: add its gradients to any that existed before, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
                 f"a mini-batch ended before the backward pass of {len(self._kept)} of its micro-batches"

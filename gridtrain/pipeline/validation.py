@@ -32,7 +32,7 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
     """Check that every tensor of a tree has `samples` rows, and that all other values can be divided.
 
     Raises:
-        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` may be called again.
+        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` can be called again.
     """
 
     def check(value: Any) -> None:

@@ -4,7 +4,7 @@
                      ^                                                ABORT: the next attempt, same gradient
                      +-- early messages, deferred --+                 ABORT twice: the root requests a Freeze
 
-The first buckets may be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
+The first buckets can be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
 In a pipeline, the attempt opens before the first activation is sent (`submit(has_more=True)`), because the
@@ -530,7 +530,7 @@ def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, 
 
 
 def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
-    """Raise `RemoteProtocolError` if the sender may not send this message to this rank.
+    """Raise `RemoteProtocolError` if the sender must not send this message to this rank.
 
     Only the root receives votes, and only the root sends decisions.  The check takes place on arrival, before
     a message is deferred.

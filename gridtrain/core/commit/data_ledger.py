@@ -16,7 +16,7 @@ aborted step (`reassign`).  All other values are computed from the state, identi
 
     cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
 
-A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
+A member can be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
 batch.  Meanwhile, the member's share counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.

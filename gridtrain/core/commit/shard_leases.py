@@ -38,7 +38,7 @@ shard is re-queued after each step."""
 
 @lru_cache(maxsize=8)
 def shard_order(shards: tuple[int, ...], seed: int, pass_number: int) -> tuple[int, ...]:
-    """Return the indices of the shards in the order of a pass: sorted by a digest of seed, pass and index."""
+    """Return the shards' indices in the order of a pass: sorted by a digest of seed, pass and index."""
 
     def key(index: int) -> bytes:
         return hashlib.blake2b(f"{seed} {pass_number} {index}".encode(), digest_size=16).digest()
@@ -94,7 +94,7 @@ class HandOut:
     ) -> None:
         self._spec = spec
         self._leases = dict(state.leases)
-        # Split lazily, because a hostile member may report spans of any length.
+        # Split lazily, because a hostile member could report spans of any length.
         self._requeued, self._free = deque(state.requeued), deque(free)
         self._cursor = state.cursor
         self._missing = dict(counts)

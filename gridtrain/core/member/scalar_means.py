@@ -41,7 +41,7 @@ BEFORE_STEP_INDEX = 2**30
 KNOWN_INDEX = 2**29
 """Added to the index of a repeated call whose value is the average that the member has received."""
 MAX_OPEN_MEANS = 64
-"""Maximum number of values stored for each member, which has one open call and may repeat a few calls."""
+"""Maximum number of values stored for each member, which has one open call and can repeat a few calls."""
 
 
 class ScalarMeans:
@@ -99,7 +99,7 @@ class ScalarMeans:
         return self._request_from_root(key)
 
     def repeat_known(self) -> list[MemberEffect]:
-        """Send the root the averages that other members may request again.
+        """Send the root the averages that other members could request again.
 
         This member's trainer may have stalled, in which case it does not repeat its calls.  The averages are
         sent in ascending order, because the root completes an average without a member from which it already

@@ -68,7 +68,7 @@ class Join(Message):
     """Request to take part in `run`.
 
     Attributes:
-        address: the address at which peers may reach this worker.
+        address: the address at which peers can reach this worker.
         can_relay: whether this worker agrees to forward messages between other members.
         is_rejoin: whether this process has been welcomed before; False after a restart, even with a known
             key.
@@ -141,7 +141,7 @@ class LinkLatencies(Message):
 @message(26)
 @dataclass(frozen=True, slots=True)
 class LinkRates(Message):
-    """Measured rates of bulk messages: (peer, rate to the peer, rate from the peer).
+    """Measured rates of bulk messages, as triples (peer, rate to the peer, rate from the peer).
 
     The rates are in bytes per second; 0 means that a rate was not measured.  If the two ends of a link report
     different rates, the coordinator uses the lower rate.
@@ -359,7 +359,7 @@ class TemporaryLeave(Message):
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished(Message):
-    """Notice that the run has ended according to this worker's data ledger."""
+    """Notice that this worker is at the end of the run: at its last step, or because it was ended early."""
 
     applied: AppliedStep
     history: Digest
@@ -471,7 +471,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    A receiver that has the list of its current generation may be sent `MemberListChanges` instead.
+    The coordinator can send MemberListChanges instead to a receiver that has its current generation's list.
     """
 
     term: UInt

@@ -167,7 +167,7 @@ class TextField(FieldType):
 class ReasonField(TextField):
     """A sentence that explains something to the user.
 
-    `pack` shortens and cleans the text instead of raising an error, because no reason may crash its sender.
+    Instead of raising an error, `pack` shortens and cleans the text, so that no reason crashes its sender.
     """
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
