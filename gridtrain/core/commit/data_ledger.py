@@ -164,7 +164,7 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step` as (its samples, all samples).
+    """Return the weight of a member's contribution to step `state.step` as a pair (its samples, all samples).
 
     All samples are those of the step that handed out the batch, which is an earlier step if the batch is late
     or pending.  The result is (0, 0) if the run has a delay and the member has no pending batch.

@@ -35,7 +35,7 @@ class LoopStallDetector:
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Return the delay of this call after the deadline in seconds, or 0.0 up to `STALL_THRESHOLD_S`."""
+        """Return how many seconds after the deadline this call was made; 0.0 up to `STALL_THRESHOLD_S`."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0

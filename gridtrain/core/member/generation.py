@@ -306,7 +306,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Exclude the peer until the next generation; report a member, and fail the open round."""
+        """Exclude the peer until the next generation; if it is a member, report it and fail the round."""
         context, forwarding = self._context, self.incoming_state.forwarding
         was_excluded = peer in context.peer_links.excluded
         effects = context.exclude_peer(peer, reason)
@@ -529,7 +529,10 @@ class Generation:
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported the stall
-            reason = f"step {attempts.next_round.step + 1} was aborted; no Freeze came in {timeout_s:.1f} s"
+            reason = (
+                f"step {attempts.next_round.step + 1} was aborted, but no Freeze arrived within "
+                f"{timeout_s:.1f} s"
+            )
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         computed = attempts.next_round.step - self._ledger_spec.delay  # with a delay, an earlier batch

@@ -101,7 +101,7 @@ class IncomingState:
     # -- the state that this member holds ----------------------------------------------------------
 
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
-        """Send a stored checkpoint of the peer's stage, or this member's state as soon as it is synced.
+        """Send a stored checkpoint of the peer's stage or, once this member is synced, its own state.
 
         A joining member forwards the blocks of the state, as they arrive, to the next member of the chain.
         """
@@ -122,7 +122,7 @@ class IncomingState:
         return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """Answer the requests that arrived before this member was synced; discard them without stages."""
+        """Answer the requests that arrived before this member was synced; without stages, discard them."""
         requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []

@@ -236,8 +236,8 @@ class ScalarMeans:
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
         """Return whether a rank has submitted the step or contributed to a later average.
 
-        It will then not contribute to this average.  With a delay, for example, a newcomer can begin one step
-        after the step that the other members are computing.
+        Such a rank will not contribute to this average.  With a delay, for example, a newcomer can begin one
+        step after the step that the other members are computing.
         """
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key
