@@ -86,7 +86,7 @@ class Waiting(Message):
 @message(49)
 @dataclass(frozen=True, slots=True)
 class ProceedWithout(Message):
-    """Request from the root to make an empty contribution to the step, sent to a member that has not submitted.
+    """The root's request to a member that has not submitted to make an empty contribution to the step.
 
     A member whose trainer has begun to submit ignores the request.  The payload contains the optimizer
     settings with which the other members apply the step.
