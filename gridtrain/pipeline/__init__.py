@@ -1,7 +1,7 @@
 """Trains a model that is partitioned into stages on different workers (GPipe).
 
     partition(model, 4, example=x)        where to partition and why, and the step time
-    Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes one of its stages
+    Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes some of its blocks
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
     profile(model, x)                     the cost of each block on this machine
 
@@ -10,7 +10,7 @@ divide them into stages, and `blueprint` builds them.  In a run `pipeline` takes
 executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` keeps the stage in memory, and
 `stage_model_state` saves and exports it.
 
-- partition: `model_costs` (for the coordinator), `boundary_specs` (tensors at each boundary), `tensor_meter`
+- partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers), `tensor_meter`
 - stage: `stage_state`, `stage_optimizer`, `batch_norm`, `random_seeds`, `memory_usage`
 - between stages: `tensor_tree`, `wire_precision`
 - step: `micro_batch_count`, `validation`

@@ -14,9 +14,9 @@ A micro-batch with a single value per channel is normalized as `training.single_
 only if a replica has one sample in a step, because micro-batches are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
-Other buffers (a moving average, spectral norm's vectors, a counter, a norm with its own forward) change with
-each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that the
-first one used, and does not change the buffers.  A step that is not committed restores the buffers.
+Other buffers, such as a moving average, a counter, or the buffers of a norm with its own `forward`, change
+with each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that
+the first one used, and does not change the buffers.  If a step is not committed, the buffers are restored.
 
     forward pass of m   0 --> b1 --> 1 --> b2 --> 2 --> b3       repeated pass of 1: reads b1, leaves b3
 """
@@ -93,7 +93,12 @@ class MiniBatchStatistics:
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
         """Return the context manager for a micro-batch's forward pass, and for its backward pass, in which
-        activation checkpointing may repeat a forward pass.  Collects statistics only if `first_time`."""
+        activation checkpointing may repeat a forward pass.
+
+        Args:
+            first_time: whether this is the micro-batch's first forward pass; only then are statistics
+                collected.
+        """
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics

@@ -78,7 +78,7 @@ class Blueprint:
         init: a function that is called with each block and its number after `reset_parameters`, under that
             block's seed.  It may set any value in the block.
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
-        reset: whether `reset_parameters` is called at all; not needed if `init` sets every value.
+        reset: whether to call `reset_parameters`, which is unnecessary if `init` sets every value.
         pretrained: a `PretrainedLayout` as JSON, for the folder that an export of all stages writes.
         facts: properties that the parameters do not show; they must be the same on all workers.
 

@@ -1,7 +1,7 @@
-"""Infers shapes and dtypes of the tensors between stages before the first step, on torch's meta device.
+"""Infers the shapes and dtypes of the tensors between stages before the first step, on torch's meta device.
 
-The layers run on torch's meta device, where tensors have shapes and dtypes but no values, so a worker can do
-this for a model that does not fit into its memory.
+Tensors on the meta device have shapes and dtypes but no values, so a model can run there even if it does not
+fit into the worker's memory.
 
     example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, the same everywhere
 
@@ -35,11 +35,11 @@ def infer_boundary_specs(
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.
         example: an input of the model with at least one sample, samples first.
-        wire: the precision in which floating tensors and their gradients are sent.
+        wire: the precision in which floating-point tensors and their gradients are sent.
 
     Raises:
-        ConfigError: the shape of a layer's output depends on values, or anything other than its number of
-            rows depends on the number of samples.
+        ConfigError: a layer cannot run on the meta device, for example because shapes depend on values; or
+            anything in its output other than numbers of rows depends on the number of samples.
     """
     meta = torch.device("meta")
     outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]

@@ -201,7 +201,7 @@ class _StepExecution:
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """Handle the `error` of a forward pass: return a substitute output, or raise to end the step."""
+        """Handle an exception in a forward pass: return a substitute output, or raise one to end the step."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
         origin, found = find_fault_origin(
@@ -257,9 +257,9 @@ def _decode_payload(
 
 
 def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> None:
-    """Replace all copies of tied parameters with the copy of the lowest stage, bit for bit.
+    """Replace all copies of each tied parameter with the copy of the first stage that holds it, bit for bit.
 
-    This is needed if a parameter's update depends on more than its own gradient, so the stages' copies
+    This is needed if a parameter's update depends on more than its own gradient, so that the stages' copies
     would diverge: a sparse exchange selects different elements in each stage, and a ring of three or more
     replicas adds in an order that depends on the position in the flat vector.
 

@@ -1,4 +1,4 @@
-"""Builds, replaces, copies and loads the stage that this worker has in memory when its rank changes.
+"""Builds the stage of this worker's rank; replaces it when the rank changes, and saves and loads its state.
 
 rank in a snapshot or a step plan --> stage and layers --> StageState, built if another one is in memory
                                                              |  replaced: its residual is lost, unless it
@@ -135,8 +135,9 @@ class HeldStage:
             self.current.executor.stage.abort()
 
     def is_whole_after(self, step: int) -> bool:
-        """Whether the stage in memory is complete after `step`, even while the next step is open: no update
-        is partly applied, and the script has stepped all tracked objects, such as schedulers."""
+        """Return whether the stage in memory has the complete state after `step`, even while the next step is
+        open: no update is partly applied, and the script has stepped all tracked objects, such as schedulers.
+        """
         tracked = any(not name.startswith(serialization.INTERNAL_PREFIX) for name in self.trackers)
         is_applied = self.current is not None and self.current.applied == step
         return is_applied and (self.is_in_step or not tracked)

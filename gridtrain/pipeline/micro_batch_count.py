@@ -28,8 +28,8 @@ from gridtrain.runtime.host_memory import free_memory_bytes
 MAX_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
-"""The free memory must be at least this many times the memory that autograd stores, because layers need more
-while they run, and other programs may also need memory."""
+"""The free memory must be at least this many times the additional memory that autograd stores for a larger
+micro-batch, because layers need more while they run, and other programs may also need memory."""
 
 
 def parse_micro_batches(micro_batches: int | str) -> int | None:
@@ -88,7 +88,7 @@ class MicroBatchCount:
     def needs_memory_measurement(self) -> bool:
         """Whether the next step should measure how much memory autograd uses.
 
-        A larger micro-batch can only be chosen after this measurement.
+        The measurement limits the size of the micro-batches that can be chosen.
         """
         return self._chosen is None and not self._trial_timings
 

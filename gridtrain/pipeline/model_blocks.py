@@ -1,7 +1,7 @@
 """Divides a model into blocks (`split_at`, `Sequence`) for partitioning; rejects indivisible models.
 
     nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
-    Sequence                  its members, which may also be functions
+    Sequence                  its members, which can also be functions
     any other module          the parts named in `split_at`, if its `forward` does nothing but call them
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
@@ -66,7 +66,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """Yield all values that a function may use: its closure, its script's globals, and the values in them."""
+    """Yield all values that a function could use: its closure, its script's globals, and their contents."""
     known = set() if known is None else known
     if id(value) in known:
         return
@@ -232,7 +232,7 @@ class _ChainTrial:
             if len(args) != 1 or kwargs:
                 raise ConfigError(
                     f'forward calls "{name}" with {format_count(len(args) + len(kwargs), "argument")}',
-                    remedy="pass one value to each block: pack several values into a tuple, in a Sequence",
+                    remedy="pass exactly one value to each block; it may be a tuple of several values",
                 )
             self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')
 

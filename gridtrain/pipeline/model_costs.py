@@ -1,4 +1,4 @@
-"""Describes a model's layers to the coordinator: sizes, times, and how much of a worker's memory may be used.
+"""Describes to the coordinator the sizes and times of a model's layers, and the memory for training.
 
 Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
 the first worker's values; the sizes must be the same on all workers.
@@ -29,7 +29,7 @@ DEFAULT_OPTIMIZER_COPIES = 2.0
 state."""
 
 MIN_DIVIDED_SAMPLES = 4
-"""The number of micro-batches per stage with which "auto" begins, and which it may keep."""
+"""The number of micro-batches per stage with which "auto" begins, and with which costs are estimated."""
 
 USABLE_MEMORY_SHARE = 0.9
 """The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
@@ -50,7 +50,7 @@ def describe_staged_model(
         optimizer: the optimizer of the whole model, on the meta device.
         profile: the measured costs of the layers; None to assume times proportional to bytes, and no
             activations.
-        batch_size: the number of samples in a replica's step.
+        batch_size: the number of samples that a replica of the model processes in each step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
             omits the layers, so that the model is not repartitioned.
     """

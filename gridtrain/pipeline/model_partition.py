@@ -1,7 +1,7 @@
-"""`partition(model, stages)`: partitions a model into stages, and gives the reason and a chart.
+"""`partition(model, stages)`: partitions a model into stages, with a reason for the choice and a chart.
 
 The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
-of micro-batches.  The result includes the reason for the choice, and a chart.
+of micro-batches.
 
     model --profile--> layers --+
     devices, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
@@ -43,7 +43,7 @@ class Partition:
     """A partition of a model into stages.
 
     Attributes:
-        outlook: the partition, with the estimate of its step.
+        outlook: the cuts, with the estimated duration of a step.
         layers: the costs of each block.
         boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
         tied: the parameters that several blocks hold.
@@ -112,7 +112,7 @@ def partition(
         example: an input to measure with; it should have as many samples as a micro-batch.
         profile: an existing measurement, or the costs of the layers, to use instead of `example`.
         batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
-        micro_batches: the number of micro-batches in a step, or "auto" to propose one for `batch_size`.
+        micro_batches: the number of micro-batches in a step, or "auto" to choose it for `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
         rematerialise: whether stages store only inputs, and repeat the forward pass before the backward pass.
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state

@@ -1,10 +1,10 @@
-"""Divides a run's model into stages at given or even cuts, names their tensors, and builds them.
+"""Divides a run's model into stages at cuts that are given or computed, names their tensors, and builds them.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
 
-If no cuts are given, the model is partitioned so that the largest stage has as few bytes of parameters as
-possible.
+If no cuts are given, the model is partitioned so that each stage has a trainable parameter, and the largest
+stage has as few bytes of parameters as possible.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ModelStages:
         return module, self.blueprint.tied_in(stage, self.cuts, module.blocks)
 
     def frozen_blocks(self) -> Iterator[StageModule]:
-        """Build each block that has frozen parameters on the CPU, one at a time."""
+        """Build, on the CPU and one at a time, the blocks that have frozen parameters."""
         for index, block in enumerate(self.blueprint.blocks):
             if not all(parameter.requires_grad for parameter in block.parameters()):
                 yield self._build(index, index + 1, torch.device("cpu"))
@@ -150,7 +150,7 @@ class ModelStages:
 
 
 class StagePlaces:
-    """The stage and the layers of this worker's rank in a snapshot or a step plan.
+    """Determines the stage and the layers of this worker's rank from a snapshot or a step plan.
 
     Attributes:
         defined: the stages of the run's definition.

@@ -135,7 +135,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """The number of stages in the run's definition; a repartitioned model may have fewer."""
+        """The number of stages in the run's definition; a repartitioned model can have fewer."""
         return self._options.stages
 
     @property
@@ -166,8 +166,8 @@ class Pipeline:
         """Take one step of the whole group with this batch of `grid.batches`.
 
         Args:
-            inputs: the inputs, samples first.  The first stage computes with them; other stages only use
-                their shapes.
+            inputs: the inputs, samples first.  The first stage computes with them; other stages use their
+                shapes and, to find the cause of an error, their values.
             targets: the targets for the loss, which the last stage computes.
 
         Returns:

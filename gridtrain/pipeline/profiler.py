@@ -4,9 +4,9 @@
                           |
                           time(n) = overhead + n x per sample      two unknowns, two measurements
 
-Only one block is in memory at a time.  A block's time is the shortest of several runs, because other programs
-can only slow a run down.  The bytes that autograd stores exclude parameters and the block's
-input, which is counted as the output of the previous block.
+Only one block of a `Blueprint` is in memory at a time.  A block's time is the shortest of several runs,
+because other programs can only slow a run down.  The bytes that autograd stores exclude parameters and the
+block's input, which is counted as the output of the previous block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Profile:
 
     @classmethod
     def of(cls, given: Profile | Sequence[Layer], blocks: int) -> Profile:
-        """Return a profile of `blocks` layers; raise `ConfigError` if the number of layers differs."""
+        """Return `given` as a profile; raise `ConfigError` unless it has `blocks` layers."""
         found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
         if len(found.layers) != blocks:
             raise ConfigError(

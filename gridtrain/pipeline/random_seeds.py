@@ -26,10 +26,10 @@ def _hash_seed(*numbers: int) -> int:
 
 
 def derive_initial_seed(*where: object) -> int:
-    """Return the seed of initial values; `where` is the run's seed, the block's number, and optionally a part
-    of the block.
+    """Return the seed of initial values, which is in 0 .. 2**63 - 1.
 
-    The seed is in 0 .. 2**63 - 1.
+    Args:
+        where: the run's seed, the block's number and, optionally, a part of the block.
     """
     text = " ".join(map(str, ("gridtrain initial values", *where)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -44,7 +44,12 @@ def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
 
 
 def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
-    """Return the seed of the generators for a layer; `layer` is the layer's number in the whole model."""
+    """Return the seed of the generators for a layer.
+
+    Args:
+        step_seed: the result of `derive_step_seed`.
+        layer: the number of the layer in the whole model.
+    """
     return _hash_seed(step_seed, micro_batch, layer)
 
 

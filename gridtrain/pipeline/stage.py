@@ -1,4 +1,4 @@
-"""Computes one stage: forward and backward of micro-batches, loss, recomputation and tied parameters.
+"""Computes one stage: forward and backward passes of micro-batches, recomputation, loss, tied parameters.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |
@@ -112,8 +112,7 @@ class Stage:
             inputs: the inputs of the whole mini-batch; only the first stage uses them.
             targets: the targets of the whole mini-batch; only the last stage uses them.
 
-        Raises:
-            ConfigError: inputs or targets do not have sum(sizes) samples.
+        The caller must have checked inputs and targets with `validation.check_batch`.
         """
         self.abort()
         self._sizes = tuple(sizes)
@@ -143,7 +142,8 @@ class Stage:
                 be repeated.
 
         Raises:
-            ConfigError: the output does not match its spec, or a layer overwrote an input without gradient.
+            ConfigError: the output does not match its spec, a layer overwrote an input that has no gradient,
+                or the loss cannot be computed, is not a scalar, or has no gradient.
         """
         if m in self._kept:
             raise LocalProtocolError(f"`forward` of micro-batch {m} was called twice")
@@ -305,7 +305,7 @@ class Stage:
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
+        """End the mini-batch: add its gradients to any that existed before, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
                 f"a mini-batch ended before the backward pass of {len(self._kept)} of its micro-batches"

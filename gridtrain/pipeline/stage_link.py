@@ -50,8 +50,8 @@ class RoundStageLink:
     def send(self, stage: int, channel: Channel, buffers: Sequence[memoryview]) -> None:
         """Send a payload without waiting for the receiver or the network.
 
-        The buffers are contiguous and of format "B".  The caller does not change them until the link is
-        dropped, so they are not copied.  `buffers` and each buffer may be empty.
+        The buffers must be contiguous and have the format "B".  The caller must not change them until the
+        link is dropped, because they are not copied.  `buffers` and each buffer may be empty.
 
         Raises:
             LineBroken: the attempt is over.

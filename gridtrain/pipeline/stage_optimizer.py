@@ -1,4 +1,4 @@
-"""`pipe.optimizer`: one object for schedulers, whichever stage is held, that keeps lr when the stage changes.
+"""`pipe.optimizer`: the optimizer of whichever stage is held, which keeps its settings if the stage changes.
 
 scheduler --> pipe.optimizer --.-- before the group has formed: the whole model's, on the meta device
               (one object)     |-- stage 2's, as it was built

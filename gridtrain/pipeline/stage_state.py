@@ -1,4 +1,4 @@
-"""A stage in memory with its optimizer, gradient, exchange and executor, and the options of a pipeline.
+"""The state of one stage in memory: module, optimizer, gradient and executor; the options of a pipeline.
 
 ModelStages.build --> module --> optimizer, flat gradient, exchange      when this worker's rank is known
                         +------> Stage, StageExecutor                    when a batch shows the input's shape
@@ -86,8 +86,8 @@ class PipelineOptions:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
         if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(
-                f"seed is {self.seed!r}; it must be from -2**63 to 2**63 - 1",
-                remedy="use a seed between these bounds",
+                f"seed is {self.seed!r}; it must be a whole number from -2**63 to 2**63 - 1",
+                remedy="use another seed, such as 0",
             )
 
 
@@ -142,7 +142,8 @@ class StageState:
 
     Attributes:
         has_stepped: whether an update has been applied since the stage was built or restored.
-        applied: the step whose update was applied last; None if there is none or one is being applied.
+        applied: the last committed step, whose update was applied or skipped; None if there is none, or while
+            an update is being applied.
         lone_sample_layer: a layer of the model for which a single sample is too few; "" if there is none.
         normalizes_lone_sample: whether this layer uses running statistics instead of the sample's own.
     """

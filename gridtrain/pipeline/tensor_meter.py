@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the tensors that this thread creates.
+    """Counts the bytes of the tensors that this thread creates while the mode is active.
 
     Attributes:
         live: weak references to the created storages, with their sizes.

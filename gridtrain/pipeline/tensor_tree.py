@@ -1,4 +1,4 @@
-"""Nested tensors (dicts, tuples) that cross stages, with their spec and their bytes of known size.
+"""Describes nested tensors that are sent between stages, and encodes them as buffers of known size.
 
 Structure, shapes and dtypes are fixed before the first step and equal on both sides.  Received buffers are
 checked against the spec; nothing is inferred from a peer's bytes.
@@ -7,7 +7,7 @@ checked against the spec; nothing is inferred from a peer's bytes.
           |                          |                      |
     [ 32 n bytes,               32 n bytes,              8 bytes ]        None is part of the structure
 
-A tensor's first dimension has a fixed number of rows per sample, or is fixed; all other dimensions are fixed.
+A tensor's first dimension has a fixed number of rows, or of rows per sample; all other dimensions are fixed.
 Numbers (bool, int, float) are also sent, but have no gradient.
 """
 
@@ -122,8 +122,8 @@ class TensorTreeSpec:
         """Return the spec of an example with `samples` samples.
 
         A first dimension that is a multiple of `samples` is assumed to grow with the samples; any other is
-        fixed.  Floating-point tensors have a gradient.  If a fixed first dimension happens to be a multiple
-        of `samples`, use `infer_boundary_specs`, which compares two numbers of samples.
+        fixed.  Floating-point and complex tensors have a gradient.  If a fixed first dimension happens to be
+        a multiple of `samples`, use `infer_boundary_specs`, which compares two numbers of samples.
         """
         return cls(_describe_tree(tree, "", samples, wire))
 
@@ -229,7 +229,7 @@ class TensorTreeSpec:
         return _build_tree(self.root, map(value_of, self.leaves))
 
     def encode(self, tree: Any, samples: int) -> list[memoryview]:
-        """Encode a tree as one buffer for each leaf; an EXACT tensor on the host is not copied.
+        """Encode a tree as one buffer for each leaf; a contiguous EXACT tensor in host memory is not copied.
 
         Raises:
             ConfigError: the tree does not match this spec.
@@ -268,7 +268,7 @@ _REMEDY = "cut the model between other layers, or describe the boundary with Ten
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
     """Divide a mini-batch along the first dimension; copy numbers, strings and None into every part.
 
-    `check_batch` has checked the first dimensions.
+    The caller must have checked the first dimensions with `check_batch`.
     """
     rows = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
     return [map_tensors(tree, itemgetter(part)) for part in rows]

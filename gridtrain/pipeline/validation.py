@@ -32,7 +32,7 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
     """Check that every tensor of a tree has `samples` rows, and that all other values can be divided.
 
     Raises:
-        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` may be called again.
+        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` can be called again.
     """
 
     def check(value: Any) -> None:
@@ -55,11 +55,11 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check how many messages a stage may send to a neighbour that has not begun the step.
+    """Check that no stage can send more messages than a neighbour stores before it begins the step.
 
     Args:
-        buffers: the number of buffers in a payload; each takes at least one message, and their table one
-            more.
+        buffers: the number of buffers in a payload.  A payload takes at least one message for each buffer,
+            and one for the table of its buffers.
 
     Raises:
         ConfigError: a stage could send more messages than a neighbour stores, and would therefore be
@@ -92,7 +92,8 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Find the origin of an exception in a layer or the loss and describe the values that caused it.
+    """Return the origin of an exception in a layer or the loss, and a description of the values that caused
+    it; the description is empty if this worker is the origin.
 
     Args:
         error: the exception.

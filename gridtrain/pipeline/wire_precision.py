@@ -4,9 +4,10 @@ The values of sparse and dense exchanges have encodings of their own (`network/w
 
     exact   the elements as they are in memory
     bf16    float32's range, 8 bits of precision
-    fp16    11 bits; all elements times one power of two, so that gradients do not vanish: | int32 | fp16 |
-    int8    a scale for every 256 elements, rounded to 127 steps in each direction:       | float32 | int8 |
+    fp16    11 bits of precision, after multiplication by a power of two:               | int32 | fp16 |
+    int8    a scale for every 256 elements, rounded to 127 steps in each direction:     | float32 | int8 |
 
+The power of two of fp16 is the same for all elements of a tensor; it prevents small gradients from vanishing.
 Non-finite values remain non-finite, so that an overflow of gradients is detected.
 """
 

@@ -1,18 +1,18 @@
-"""Manages the attempts at a step: retries after an abort, and early, late or stale messages, within limits.
+"""Manages a member's attempts at each step: retries after an abort, and early, late and stale messages.
 
     submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
                      ^                                                ABORT: the next attempt, same gradient
                      +-- early messages, deferred --+                 ABORT twice: the root requests a Freeze
 
-The first buckets may be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
+The first buckets can be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
-The attempt of a pipeline is open from the first activation on (`submit(has_more=True)`), because the members
-wait for each other long before there is a gradient; if a member is lost or votes NO, all stop waiting.  The
-trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
+In a pipeline, the attempt opens before the first activation is sent (`submit(has_more=True)`), because the
+members wait for each other long before there is a gradient; if one is lost or votes NO, all stop waiting.
+The trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
 (`add_collectives`) up to the last one.
 
-A message that a correct member may have sent is processed, deferred or dropped; any other message raises
+A message that a correct member could have sent is processed, deferred or dropped; any other message raises
 `RemoteProtocolError`.  Section 6 of PROTOCOL.md defines the rules.
 """
 
@@ -66,10 +66,10 @@ from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 ABORTS_BEFORE_FREEZE = 2
 
 MAX_EARLY_MESSAGES = 8192
-"""Maximum number of early messages that are deferred for one peer."""
+"""Maximum number of early messages from one peer that are deferred."""
 
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
-"""Largest total size of the early messages that are deferred for one peer.
+"""Largest total size of the early messages from one peer that are deferred.
 
 The size covers a flow control window, one message beyond the window, and small messages.
 """
@@ -99,7 +99,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EarlyViolation:
-    """A deferred message has proved to violate the protocol; handle this effect like `ProtocolViolation`."""
+    """A deferred message turned out to violate the protocol; handle this effect like `ProtocolViolation`."""
 
     peer: m.PeerId
     reason: str
@@ -127,8 +127,8 @@ class Attempts:
         open_attempt: the attempt in progress; None between two attempts.
         flags: the combined flags of the round's contributions that have arrived (`core.group.round_flags`).
         is_absent: whether this member's contribution to the open attempt is empty.
-        compute_s: the time from the previous commit to the trainer's submission, for the vote; None if the
-            trainer is absent.
+        compute_s: the trainer's delay, which the vote contains (see `m.Vote`); None in a retry, or if the
+            trainer is absent or the delay is unknown.
         abort_reason, suspects, silent_s: details of the latest abort, see `two_phase_commit.Decided`.
     """
 
@@ -180,7 +180,7 @@ class Attempts:
         return (prepared.round_id, prepared.digest, self.flags) if prepared is not None else None
 
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Return the size in bytes of a peer's deferred messages, which flow control has not acknowledged."""
+        """Return the size in bytes of the peer's deferred messages, which are not acknowledged yet."""
         return self._early[peer].nbytes if peer in self._early else 0
 
     # -- events ----------------------------------------------------------------------------------
@@ -229,7 +229,10 @@ class Attempts:
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Start additional collectives, unless their round is over or this member has voted on the round."""
+        """Start the additional collectives of the event or, if it reports a failure, vote NO.
+
+        An event is ignored if its round is over or this member has already voted.
+        """
         attempt = self.open_attempt
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
@@ -295,7 +298,11 @@ class Attempts:
         self._early.pop(peer, None)
 
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
-        """Pass an event to the open attempt; if none is open, only record the reason for a failure."""
+        """Pass an event to the open attempt.
+
+        If no attempt is open, only the reason of a `Failed` event is recorded, if `begin` has started
+        collectives; the next attempt then fails.
+        """
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
                 self._loss_reason = event.reason
@@ -324,7 +331,10 @@ class Attempts:
         return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated", None))]
 
     def peer_disconnected(self, reason: str, now_s: float) -> list[AttemptEffect]:
-        """Vote NO, because payloads of this round (or of the next, if the peer is ahead) may be lost."""
+        """Vote NO on the open round, because some of its payloads may be lost.
+
+        If no round is open, or this member has already voted, the next round fails instead.
+        """
         self._loss_reason = reason if self.open_attempt is None or self.open_attempt.vote is not None else ""
         return self.advance(Failed(reason), now_s)
 
@@ -359,7 +369,7 @@ class Attempts:
         return self.rank_assignment.members[rank].peer
 
     def _awaits(self, channel: m.Channel) -> bool:
-        """Return whether a later collective of the open round may use this channel."""
+        """Return whether a collective that is added to the open round later could use this channel."""
         if self.open_attempt is None or self.open_attempt.vote is not None:
             return False
         return self._has_more and channel not in self._collectives
@@ -407,7 +417,10 @@ class Attempts:
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
-        """Repeat the root's verdict to a voter whose connection may have broken; drop other messages."""
+        """Answer a late vote with the root's verdict again, and drop all other messages of past rounds.
+
+        The voter may have missed the verdict because its connection broke.
+        """
         there, here = message.round, self.next_round
         if not isinstance(message, m.Vote) or self.rank != ROOT:
             return []
@@ -460,7 +473,7 @@ class Attempts:
         return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
 
     def find_wrong_flag(self) -> str:
-        """Return how the complete round's flags contradict this member's state; "" if both agree."""
+        """Return how the complete round's flags contradict this member's state; "" if they do not."""
         if is_absent(self.flags, self.rank) != self.is_absent:
             return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
         if self.flags >= absent_flag(self.rank_assignment.world_size):
@@ -517,10 +530,10 @@ def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, 
 
 
 def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
-    """Raise `RemoteProtocolError` if the sender may not send this message to this rank.
+    """Raise `RemoteProtocolError` if the sender must not send this message to this rank.
 
-    Only the root receives votes, and only the root sends decisions.  A message that is deferred has also
-    been checked on arrival.
+    Only the root receives votes, and only the root sends decisions.  The check takes place on arrival, before
+    a message is deferred.
     """
     match message:
         case m.Vote():
@@ -547,7 +560,7 @@ def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
     if messages > MAX_EARLY_MESSAGES or nbytes > MAX_EARLY_BYTES:
         raise RemoteProtocolError(
             f"rank {from_rank} has sent {messages} early messages, {nbytes} bytes in all; at most "
-            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes of one member are deferred",
+            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred",
             remedy=NEVER_SENT,
         )
 
@@ -557,7 +570,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Return whether a peer sent more messages for past rounds than are tolerated.
+    """Return whether a peer has sent more messages for past rounds than a correct peer could have sent.
 
     Reading a message that is then dropped costs as much as reading any other.
     """

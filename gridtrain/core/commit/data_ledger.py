@@ -1,4 +1,4 @@
-"""Assigns each sample once, to one worker and step, and reassigns batches that arrive later than a limit.
+"""Assigns each sample of a pass to one worker and one step, and reassigns batches that are lost or too late.
 
 Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
 over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`
@@ -16,7 +16,7 @@ aborted step (`reassign`).  All other values are computed from the state, identi
 
     cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
 
-A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
+A member can be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
 batch.  Meanwhile, the member's share counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
@@ -54,7 +54,7 @@ from gridtrain.quantities import format_count
 MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
 
 MAX_LATE_STEPS = 16
-"""Maximum number of committed steps after which a late batch still counts (staleness bound)."""
+"""Maximum number of steps by which a batch may be late before it is re-queued (staleness bound)."""
 
 Assignment = Mapping[PeerId, tuple[Span, ...]]
 
@@ -164,9 +164,10 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step`: (its samples, the step's samples).
+    """Return the weight of a member's contribution to step `state.step` as a pair (its samples, all samples).
 
-    A late or pending batch is weighted by the total of the step that handed it out.
+    All samples are those of the step that handed out the batch, which is an earlier step if the batch is late
+    or pending.  The result is (0, 0) if the run has a delay and the member has no pending batch.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -187,7 +188,7 @@ def commit(
     skipped: bool,
     absent: Collection[PeerId] = (),
 ) -> LedgerState:
-    """Return the state after the commit of step `state.step`, which consumes exactly the assigned samples.
+    """Return the state after the commit of step `state.step`, which consumes the assigned samples.
 
     With a delay, the step consumes the pending batches instead, and the assigned samples become pending.
 
@@ -327,7 +328,11 @@ def _hand_out(spec: LedgerSpec, state: LedgerState, counts: Sequence[tuple[PeerI
 
 
 def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> LedgerState:
-    """Return the ledger, excluding the newly assigned positions."""
+    """Return the ledger after removing the newly assigned positions from the free, re-queued and leased ones.
+
+    Raises:
+        LocalProtocolError: a run with shards would have assigned other positions.
+    """
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
         requeued = subtract(state.requeued, taken)
@@ -357,11 +362,11 @@ def _count_held(state: LedgerState) -> int:
 
 
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
-    """Return whether a correct member of this generation may hold `state`.
+    """Return whether a correct member of this generation can hold `state`.
 
     This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
     assigned only to members, batches are pending only in a run with a delay and leased only in one with
-    shards, and the step and the cursor are so far from overflow that no run can reach it.
+    shards, and the step and the cursor are so small that no run can make them overflow.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

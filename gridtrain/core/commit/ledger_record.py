@@ -9,7 +9,7 @@ from typing import Any
 from gridtrain.core import messages as m
 
 _DEFERRED = ("late", "pending")
-"""The fields with deferred batches."""
+"""Names of the `LedgerState` fields that contain deferred batches."""
 
 
 def spec_entry(spec: m.LedgerSpec) -> dict[str, Any]:

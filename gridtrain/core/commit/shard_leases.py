@@ -38,7 +38,7 @@ shard is re-queued after each step."""
 
 @lru_cache(maxsize=8)
 def shard_order(shards: tuple[int, ...], seed: int, pass_number: int) -> tuple[int, ...]:
-    """Return the indices of the shards in the order of a pass: sorted by a digest of seed, pass and index."""
+    """Return the shards' indices in the order of a pass: sorted by a digest of seed, pass and index."""
 
     def key(index: int) -> bytes:
         return hashlib.blake2b(f"{seed} {pass_number} {index}".encode(), digest_size=16).digest()
@@ -48,8 +48,10 @@ def shard_order(shards: tuple[int, ...], seed: int, pass_number: int) -> tuple[i
 
 @lru_cache(maxsize=8)
 def shard_starts(shards: tuple[int, ...], seed: int, pass_number: int) -> tuple[int, ...]:
-    """Return where each shard of a pass begins, in the order of the pass, and the size of the pass:
-    (len(shards) + 1,), counted from the beginning of the pass."""
+    """Return the offset from the beginning of the pass at which each shard begins, in the order of the pass.
+
+    The last of the len(shards) + 1 items is the size of the pass.
+    """
     order = shard_order(shards, seed, pass_number)
     return tuple(accumulate((shards[index] for index in order), initial=0))
 
@@ -65,7 +67,7 @@ def locate(spec: LedgerSpec, position: int) -> tuple[int, int, int]:
 
 
 def split_at_shards(spec: LedgerSpec, spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the parts of the spans that lie within one shard each."""
+    """Divide the spans at the boundaries between shards, and yield the parts in order."""
     for span in spans:
         start = span.start
         while start < span.stop:
@@ -75,7 +77,7 @@ def split_at_shards(spec: LedgerSpec, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class HandOut:
-    """The positions that a step hands out, and the ledger's positions afterwards.
+    """The positions that a step hands out, and the ledger afterwards.
 
     Args:
         free: the positions of the pass that are neither assigned nor re-queued.
@@ -92,7 +94,7 @@ class HandOut:
     ) -> None:
         self._spec = spec
         self._leases = dict(state.leases)
-        # Split lazily, because a hostile member may report spans of any length.
+        # Split lazily, because a hostile member could report spans of any length.
         self._requeued, self._free = deque(state.requeued), deque(free)
         self._cursor = state.cursor
         self._missing = dict(counts)
@@ -125,7 +127,7 @@ class HandOut:
             self._leases[peer] = Span(stop, piece.stop)
 
     def _next_free(self) -> Span | None:
-        """Remove the next piece that no member has leased, and return it."""
+        """Remove and return the next piece that no member has leased; return None if there is none."""
         queue = self._requeued or self._free
         if not queue:
             return None
@@ -138,7 +140,10 @@ class HandOut:
         return piece
 
     def _split_longest(self, count: int) -> Span | None:
-        """Remove and return the second half of the longest lease, or its last `count` positions if more."""
+        """Remove and return the second half of the longest lease; return None if there are no leases.
+
+        If the second half has fewer than `count` positions, the last `count` positions are taken instead.
+        """
         if not self._leases:
             return None
         owner = max(self._leases, key=lambda peer: (_length(self._leases[peer]), peer))

@@ -1,4 +1,4 @@
-"""Operations on spans of sample positions: taking the first ones, joining and subtracting."""
+"""Takes the first positions of spans of sample positions, joins adjacent spans, and subtracts spans."""
 
 from __future__ import annotations
 

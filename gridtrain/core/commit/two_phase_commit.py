@@ -84,7 +84,8 @@ class LaterStepSeen:
 class ProgressReceived:
     """The member is alive: its trainer is computing, or is waiting inside gridtrain for the other members.
 
-    `has_moved` is True if it has also made progress, for example received a payload or computed a layer.
+    Attributes:
+        has_moved: whether the member has also made progress, for example received a payload.
     """
 
     rank: int
@@ -135,6 +136,9 @@ CommitEffect = CastVote | AnnounceDecision | Decided
 class TwoPhaseCommit:
     """One attempt, as seen by the member with rank `rank`.
 
+    Args:
+        timeout_s: the time after which the root aborts if a member is silent or no member makes progress.
+
     Attributes:
         vote: this member's vote; None until it has voted.
         digest: digest of the update for which this member voted YES; empty otherwise.
@@ -160,7 +164,7 @@ class TwoPhaseCommit:
 
     @property
     def deadline_s(self) -> float:
-        """The time at which the next timeout ends; infinite once the verdict is known."""
+        """The time at which the next timeout expires; infinite once the verdict is known."""
         if self.verdict is not None:
             return math.inf
         if self.rank != ROOT:

@@ -1,6 +1,6 @@
 """Decides from the members' reports whether a step interrupted by a membership change was committed (rule 6).
 
-    S = the members that reported, A = the highest step that any of them has applied
+    S = the members that reported, A = the highest credible step that any of them has applied
     a member at A - 1   is prepared for A, and applies it
     all of S at A       COMMIT if all are prepared for the same (round, digest) of A + 1, otherwise ABORT
 
@@ -79,8 +79,9 @@ def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
 
     A step requires a YES from all members, so correct members of a generation are at most one step apart, and
     those behind are prepared for the step that the others have applied.  A step that exceeds the median by
-    more than one is ignored, and so is a step for which most others are not prepared.  Of two members, the
-    longer-serving one is trusted.
+    more than one is ignored.  The highest remaining step is ignored if more members contradict than support
+    it: a member one step behind supports it only if it is prepared for it.  Of two members, and in a tie, the
+    longest-serving one is trusted.
     """
     applied = [report.applied for report in reports]
     median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]

@@ -1,13 +1,13 @@
-"""The text of an invitation (one line): its form and checksum, and the errors for damaged or mistyped ones.
+"""Writes an invitation as one line of text with a checksum, and parses it, detecting damaged text.
 
     gridtrain1:  base64url, no padding, of
                  flags  coordinator's key  token    n  run      address   checksum
                  1      32                 32       1  n bytes  the rest  8 bytes
 
-The token is a CURVE secret key that the run's owner generates.  The volunteer connects with its key pair, and
-the coordinator stores only a digest of the public key (`invitation_digest`).  The checksum detects accidental
-changes; it is not keyed, because anyone who can alter an invitation in transit can also read it.  The
-coordinator decides whether an invitation is still valid (`gridtrain_coordinator.access`).
+The token is a CURVE secret key that the run's owner generates.  The volunteer connects with the token's key
+pair, and the coordinator stores only a digest of the public key (`invitation_digest`).  The checksum detects
+accidental changes; it is not keyed, because anyone who can alter an invitation in transit can also read it.
+The coordinator decides whether an invitation is still valid (`gridtrain_coordinator.access`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from gridtrain.errors import ConfigError
 PREFIX = "gridtrain1:"
 MAX_TEXT_LENGTH = 400
 MAX_PASTED_LENGTH = 2000
-"""Longest text that is parsed, including the line breaks and quotation marks that mail programs add."""
+"""Maximum number of characters that are parsed; any further characters are ignored.
+
+The line breaks and quotation marks that mail programs add also count.
+"""
 
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
 MAX_ADDRESS_BYTES = 128
@@ -41,7 +44,7 @@ _COPY_AGAIN = "copy the whole line again, from gridtrain1: on, or ask the run's 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """An invitation to a run.  Raises `ConfigError` if a field is out of bounds.
+    """An invitation to a run; raises `ConfigError` if a field is not valid.
 
     Attributes:
         address: address of the coordinator.

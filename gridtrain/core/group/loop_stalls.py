@@ -1,4 +1,4 @@
-"""Detects that this process itself stalled (suspended, overloaded), so that no peer is blamed for silence.
+"""Detects stalls of this process itself, so that it does not report its peers as silent afterwards.
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
@@ -35,7 +35,7 @@ class LoopStallDetector:
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Return by how many seconds this call missed the deadline; 0.0 if at most `STALL_THRESHOLD_S`."""
+        """Return how many seconds after the deadline this call was made; 0.0 up to `STALL_THRESHOLD_S`."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0

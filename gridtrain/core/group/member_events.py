@@ -150,9 +150,11 @@ class StateLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageCheckpointsChanged:
-    """The stage checkpoints on this worker's disk have changed; `checkpoints` lists all of them.
+    """The stage checkpoints on this worker's disk have changed.
 
-    `failed_write` is the checkpoint of a `SaveCheckpoint` that could not be written, or None.
+    Attributes:
+        checkpoints: all stage checkpoints that are now on the disk.
+        failed_write: the checkpoint of a `SaveCheckpoint` that could not be written; None if there is none.
     """
 
     checkpoints: tuple[m.CheckpointInfo, ...]
@@ -174,7 +176,7 @@ class SnapshotLoading:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Catch-up has reached the state after step `applied`, which is close to the group's."""
+    """Catch-up has reached the state after step `applied`, which is close to the group's latest step."""
 
     applied: int
     history: bytes
@@ -206,7 +208,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, slots=True)
 class RequestMean:
-    """The trainer contributes `value` to the `index`-th average of this step; `DeliverMean` follows."""
+    """The trainer contributes `value` to the average with this step and index; `DeliverMean` follows."""
 
     step: int
     index: int
@@ -215,7 +217,11 @@ class RequestMean:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """The worker is leaving the run; `is_temporary` is True if the worker intends to rejoin."""
+    """The worker is leaving the run.
+
+    Attributes:
+        is_temporary: whether the worker intends to rejoin.
+    """
 
     reason: str
     is_temporary: bool = False
@@ -362,9 +368,11 @@ class ResolveRound(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DeliverMean(MemberEffect):
-    """Deliver the average that the trainer awaits; None if the generation ended before it was computed.
+    """Deliver the average that the trainer awaits.
 
-    `missing` are the names of the members that finished their part of the step without a value.
+    Attributes:
+        value: the average; None if the generation ended before it was computed.
+        missing: the names of the members that finished their part of the step without giving a value.
     """
 
     step: int
@@ -381,7 +389,7 @@ class Dial(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class Disconnect(MemberEffect):
-    """Disconnect a peer that is no longer a member, or has violated the protocol."""
+    """Disconnect a peer that is no longer known, or that has violated the protocol."""
 
     peer: m.PeerId
 
@@ -417,7 +425,8 @@ class SendState(MemberEffect):
 class ForwardState(MemberEffect):
     """Forward each block of the state, as it arrives, to another joining member.
 
-    That member already has `blocks_received` blocks.
+    Attributes:
+        blocks_received: the number of blocks that the other member already has.
     """
 
     peer: m.PeerId
@@ -450,7 +459,7 @@ class LoadCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint(MemberEffect):
-    """Write to disk the state in memory, from which stages of a new partition are assembled.
+    """Write the state in memory to disk, because stages of a new partition are assembled from it.
 
     `StageCheckpointsChanged` follows.
     """
@@ -462,7 +471,8 @@ class SaveCheckpoint(MemberEffect):
 class SendCheckpoint(MemberEffect):
     """Send this checkpoint as CheckpointBlocks to another member, which stores it on its disk.
 
-    `is_awaited` is True if the group is waiting for the checkpoint.
+    Attributes:
+        is_awaited: whether the group is waiting for the checkpoint.
     """
 
     peer: m.PeerId
@@ -566,8 +576,10 @@ class DropResidual(MemberEffect):
 class ResidualTransferEnded(MemberEffect):
     """Notify the trainer that the transfer of its residual ended.
 
-    `text` names the recipient, or gives the reason why there is none.  `is_accepted` is None if a recipient
-    may have received the whole residual, but has not replied.
+    Attributes:
+        is_accepted: whether a recipient has accepted the residual; None if a recipient may have received it,
+            but has not replied.
+        text: the name of the recipient, or the reason why no member has accepted the residual.
     """
 
     is_accepted: bool | None

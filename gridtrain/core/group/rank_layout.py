@@ -27,7 +27,7 @@ def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
     """Group `members`, which are in rank order, by stage.
 
     If the number of members is not a multiple of `stages`, return one group of all members; the coordinator
-    never makes such a generation, but a worker may report one.
+    never makes such a generation, but a worker could report one.
     """
     if not members or len(members) % stages:
         return [list(members)]
@@ -156,7 +156,7 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """Checkpoints from which this member assembles its stage: (layers, rank that has the checkpoint)."""
+        """The checkpoints from which this member assembles its stage: layers, and the rank that has them."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:

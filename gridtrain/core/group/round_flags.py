@@ -1,4 +1,4 @@
-"""Flags of a round (up to 62 ranks): the update is skipped (non-finite gradient), or a member is absent.
+"""The flags of a round, which tell whether its update is skipped and which members are absent.
 
     bit 0        the update is skipped, because a contribution is not finite
     bit 1 + r    rank r is absent: its contribution is empty, because its trainer has stalled
@@ -12,7 +12,7 @@ from __future__ import annotations
 SKIP = 1
 
 MAX_RANKS = 62
-"""Largest world size in which a member may be absent: flags are sent as signed 64-bit integers."""
+"""Largest world size in which a member can be absent, because flags are sent as signed 64-bit integers."""
 
 
 def absent_flag(rank: int) -> int:

@@ -67,7 +67,7 @@ class MemberContext:
 
     @property
     def is_declared_finished(self) -> bool:
-        """Whether the coordinator has declared the run finished, so that no other member is needed."""
+        """Whether this worker is synced and the run declared finished, so that no other member is needed."""
         is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
         return is_finished and self.trainer is not None
 

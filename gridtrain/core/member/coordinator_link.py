@@ -1,4 +1,4 @@
-"""A worker's side of the link to the coordinator: Join, Welcome, Setup, the worker's name, outdated terms.
+"""A worker's link to the coordinator: sends Join and Setup, and ignores a coordinator with an outdated term.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
                            Welcome, term t < ours    fenced: CurrentGeneration reports our term

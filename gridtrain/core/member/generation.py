@@ -1,4 +1,4 @@
-"""One member's view of a generation (Ready, rounds, reports), from its MembershipView to the next one.
+"""One member's part in a generation, from its MembershipView to the next one: Ready, rounds and reports.
 
     FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |
@@ -137,8 +137,9 @@ class Generation:
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return this member's data positions in the open step, and two numbers that weight its contribution:
-        its number of samples, and the number of all members' samples.
+        """Return this member's data positions in the open step, and two numbers that weight its contribution.
+
+        The numbers are those of `data_ledger.contribution_weight`: its samples, and all members' samples.
 
         All members of one replica of a pipeline process the same samples, so the result contains the
         positions of all of them, first stage first.
@@ -221,7 +222,7 @@ class Generation:
         return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Act on the timeout that has passed: report a stall, bypass a forwarder, or abort the attempt."""
+        """Act on a timeout that has passed, for example by reporting a stall or by aborting the attempt."""
         attempts, required = self.attempts, self.required_peers
         if self._is_forming:
             is_synced = self._context.replica_state.is_synced
@@ -230,7 +231,7 @@ class Generation:
             return bypass + required.report_late(now_s)
         step, timeout_s = self._context.replica_state.step + 1, self._context.step_pace.timeout_s
         if attempts.is_stuck and attempts.rank == ROOT:
-            reason = f"attempts at step {step} abort: {attempts.abort_reason}"
+            reason = f"attempts at step {step} were aborted: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
             names = ", ".join(peer.hex()[:8] for peer in missing)
@@ -283,7 +284,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Report to the coordinator that a connection was lost; while RUNNING, also fail the open round.
+        """Report the loss of a required connection to the coordinator; while RUNNING, fail the open round.
 
         The report is sent in every phase, so that the exit of a member during a view change is also detected.
         """
@@ -305,7 +306,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Exclude the peer until the next generation and report it to the coordinator."""
+        """Exclude the peer until the next generation; if it is a member, report it and fail the round."""
         context, forwarding = self._context, self.incoming_state.forwarding
         was_excluded = peer in context.peer_links.excluded
         effects = context.exclude_peer(peer, reason)
@@ -528,7 +529,10 @@ class Generation:
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported the stall
-            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
+            reason = (
+                f"step {attempts.next_round.step + 1} was aborted, but no Freeze arrived within "
+                f"{timeout_s:.1f} s"
+            )
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         computed = attempts.next_round.step - self._ledger_spec.delay  # with a delay, an earlier batch

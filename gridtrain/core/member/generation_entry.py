@@ -41,8 +41,8 @@ def make_rank_assignment(
     choices = trainer.neighbours_by_exchange if trainer is not None else {}
     if len(members) != view.world_size or assignment.rank_of(own_id) is None:
         raise RemoteProtocolError(
-            f"the coordinator announced {view.world_size} members; its member list has {len(members)} "
-            "entries, or does not contain this worker"
+            f"the member list from the coordinator has {len(members)} entries; it must have "
+            f"{view.world_size} entries and contain this worker"
         )
     if view.exchange and view.exchange not in choices:
         raise RemoteProtocolError(

@@ -1,4 +1,4 @@
-"""Requests and serves the state while the group waits for newcomers, and decides whom to ask or ask again.
+"""Requests and serves the state while the group waits; decides which member to ask, and when to ask again.
 
     member that joins          StateRequest --> the source, or the member that forwards the state
                                <-- StateBlock .., each stored (StoreStateBlock); at last StateLoaded
@@ -28,7 +28,7 @@ from gridtrain.core.member.state_forwarding import StateForwarding
 
 
 class IncomingState:
-    """Both sides of the transfer, for one member in one generation.
+    """Both sides of the state transfer, for one member in one generation.
 
     Args:
         chained: whether joining members forward the state to one another.
@@ -101,7 +101,10 @@ class IncomingState:
     # -- the state that this member holds ----------------------------------------------------------
 
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
-        """Send this member's state once the member is synced, or a stored checkpoint of the peer's stage."""
+        """Send a stored checkpoint of the peer's stage or, once this member is synced, its own state.
+
+        A joining member forwards the blocks of the state, as they arrive, to the next member of the chain.
+        """
         at, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = at.rank_of(peer)
         stage = at.layout.stage_of(rank) if rank is not None else 0
@@ -119,7 +122,7 @@ class IncomingState:
         return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """Answer the requests that arrived before this member was synced, if the model is in stages."""
+        """Answer the requests that arrived before this member was synced; without stages, discard them."""
         requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []

@@ -63,7 +63,7 @@ class MemberCore:
         deadlines: time limits, see `gridtrain.config.Deadlines`.
 
     Attributes:
-        coordinator_link, replica_state, residual_transfer: parts of the state, to be read only.
+        coordinator_link, replica_state, residual_transfer: parts of the state, which the caller only reads.
     """
 
     def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:

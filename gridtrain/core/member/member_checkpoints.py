@@ -1,16 +1,17 @@
-"""Decides which stage checkpoints on disk are valid or loaded, and when and to whom each of them is copied.
+"""Decides which stage checkpoints a worker saves, loads, discards, requests, and sends to other members.
 
     MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
                      StageCheckpointList    report that a checkpoint expected on this disk is missing
                      LoadCheckpoints        if all checkpoints of this member's stage are on this disk
                      CheckpointRequest -->  otherwise: request the missing checkpoints, one at a time
                      <-- CheckpointRequest  SendCheckpoint, as soon as the checkpoint is on this disk
-    a step           SendCheckpoint         send the latest to a member of the next stage: a disk may fail
+    a step           SendCheckpoint         send the latest to the next stage, in case a disk fails
     StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
-member needs which checkpoint.  The latest new checkpoint of a stage is copied once, as soon as it is listed:
-`runtime.state_transfer.checkpoint_copy` transfers and `training.checkpoint.stage_checkpoint_store` stores it.
+member needs which checkpoint.  The latest new checkpoint of a stage is copied once, as soon as it is listed;
+`runtime.state_transfer.checkpoint_copy` transfers it, and `training.checkpoint.stage_checkpoint_store` stores
+it.
 """
 
 from __future__ import annotations

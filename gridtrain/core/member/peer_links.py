@@ -1,4 +1,4 @@
-"""Decides which peers a worker dials, knows, excludes after a violation, and disconnects.
+"""Decides which peers a worker dials, accepts messages from, excludes after a violation, and disconnects.
 
                     Dial              PeerConnected
     not dialled ----------> dialled <--------------> connected     the loop retries until Disconnect
@@ -6,7 +6,7 @@
          +---- Disconnect -----+------------------------+          no longer known, or excluded
 
 A peer that violates the protocol is excluded until the next generation begins.  A peer that was announced
-(ExpectProbes, Admitted) may measure its link to this worker without being a member, until the generation
+(ExpectProbes, Admitted) can measure its link to this worker without being a member, until the generation
 after the next one.  `required_peers` determines which members a generation requires.
 """
 

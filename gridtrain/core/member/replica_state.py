@@ -1,4 +1,4 @@
-"""The state that a worker holds: step, layers and history, and whether the worker is synced after a return.
+"""The step, history and layers of the state that a worker holds, and whether a generation can use this state.
 
     MembershipView at step a, and the worker holds
         step a, its stage's layers   synced
@@ -110,7 +110,11 @@ class ReplicaState:
     def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
         """Adopt the state that the coordinator's verdict on the open step requires, or become unsynced.
 
-        Returns whether the prepared update, whose digest is `prepared`, was applied.
+        Args:
+            prepared: the digest of the prepared update; None if there is none.
+
+        Returns:
+            Whether the prepared update was applied.
         """
         if prepared is not None and view.applied == self.applied + 1:
             history = extend_history(self.history, prepared)
@@ -123,7 +127,9 @@ class ReplicaState:
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
         """Begin a generation in which this worker holds `layers`.
 
-        `may_recall` is True if the generation begins with the state in memory, so it may be used again.
+        Args:
+            may_recall: whether the state in `memory_layers` is the state with which the generation begins, so
+                that it can be used again.
         """
         if self.memory_layers is not None and may_recall:
             self.is_synced, self._layers = True, self.memory_layers  # no stage was assembled from it
@@ -133,7 +139,8 @@ class ReplicaState:
     def accept_view(self, view: m.MembershipView, layers: m.Span, *, as_built: bool) -> None:
         """Adopt the ledger of `view` and, if this worker is not synced, the position that it must reach.
 
-        `as_built` is True if the script has already built that state or loaded it from a checkpoint.
+        Args:
+            as_built: whether the script has already built that state or loaded it from a checkpoint.
         """
         self._adopt_ledger(view.ledger)
         if self.is_synced:
@@ -160,8 +167,8 @@ class ReplicaState:
     ) -> m.FreezeReport:
         """Return the answer to a Freeze (commit rule 5).
 
-        `vote` contains the prepared round, its digest and its flags; it is None if there is no
-        prepared round.
+        Args:
+            vote: the prepared round, its digest and its flags; None if no round is prepared.
         """
         prepared, digest, flags = vote if vote is not None else (None, b"", 0)
         return m.FreezeReport(

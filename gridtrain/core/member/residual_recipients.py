@@ -61,7 +61,7 @@ class _ReceivedResidual:
 
 
 class ResidualTransfer:
-    """Both sides of the transfer, for one member.
+    """Both sides of residual transfers, for one member.
 
     Attributes:
         is_leaving: whether this member is transferring its residual and takes part in no more steps.
@@ -235,7 +235,7 @@ def _make_reply(assignment: RankAssignment, peer: m.PeerId, is_accepted: bool, r
 
 
 def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> m.Member:
-    """Return the sender, a member from which this member may receive a residual."""
+    """Return the member `peer`; raise `RemoteProtocolError` if it must not send this member its residual."""
     rank = assignment.rank_of(peer)
     allowed = residual_recipients(rank, assignment.world_size, assignment.stages) if rank is not None else ()
     if rank is None or assignment.rank not in allowed:

@@ -1,4 +1,4 @@
-"""The messages of `grid.mean` and `grid.weigh`, for which rank 0 computes a mean or total over the members.
+"""The messages of `grid.mean` and `grid.weigh`, for which rank 0 computes the mean of the members' values.
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
@@ -8,16 +8,18 @@ number of the next step.  Weights have the index `WEIGHTS_INDEX`.
 
 If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
 call in the next generation.  Some members may have received the average in the earlier generation.  So that
-all members receive the same value, these members repeat their call with the average and `KNOWN_INDEX`, and
-the root sends it to the others.  If the group may continue without stalled trainers, members repeat the
-averages that they know at the start of the generation, without a call by the trainer.
+all members receive the same value, these members repeat their call with the average as its value and with
+`KNOWN_INDEX` added to its index, and the root sends the average to the others.  If the group can continue
+without stalled trainers, members repeat the averages that they know at the start of the generation, without a
+call by the trainer.
 
 The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
 step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
-without a value whether they have submitted, with a MeanReply of the index `SUBMITTED_INDEX` and their own
-rank; from then on, these ranks report each submission with a MeanRequest of this index.  A MeanReply with
-this index and another rank, before the average, names a rank that has made no call.  The root stores the
-latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
+without a value to report when they submit, with a MeanReply that has the index `SUBMITTED_INDEX` and their
+own rank as its value; from then on, these ranks report each submission with a MeanRequest of this index.  A
+MeanReply that has this index and another rank as its value precedes an average, and names a rank that has
+made no call.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can
+displace the values of another member.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ BEFORE_STEP_INDEX = 2**30
 KNOWN_INDEX = 2**29
 """Added to the index of a repeated call whose value is the average that the member has received."""
 MAX_OPEN_MEANS = 64
-"""Maximum number of values stored for each member, which has one open call and may repeat a few calls."""
+"""Maximum number of values stored for each member, which has one open call and can repeat a few calls."""
 
 
 class ScalarMeans:
@@ -97,8 +99,12 @@ class ScalarMeans:
         return self._request_from_root(key)
 
     def repeat_known(self) -> list[MemberEffect]:
-        """Report the averages that other members may request again: this member's trainer may have stalled,
-        and then repeats no call.  They are sent in order, so that the root takes none as already passed."""
+        """Send the root the averages that other members could request again.
+
+        This member's trainer may have stalled, in which case it does not repeat its calls.  The averages are
+        sent in ascending order, because the root completes an average without a member from which it already
+        has a later one.
+        """
         latest = max(self.known, default=(0, 0))[0]
         keys = sorted(key for key in self.known if key[0] >= latest - 1)
         if self._rank_assignment.rank != ROOT:
@@ -210,8 +216,10 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute and send an average; with `must_wait`, only if no rank that is still to contribute is
-        missing (`_has_passed`)."""
+        """Compute an average and send it to the members that have called.
+
+        With `must_wait`, do nothing while a rank that can still contribute has not done so (`_has_passed`).
+        """
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
         if key < (
@@ -226,9 +234,11 @@ class ScalarMeans:
         return self._send_results(key)
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
-        """Whether a rank has submitted the step or contributed to a later average, and so will not contribute
-        to this one: with a delay, a newcomer may begin one step after the step that the others are
-        computing."""
+        """Return whether a rank has submitted the step or contributed to a later average.
+
+        Such a rank will not contribute to this average.  With a delay, for example, a newcomer can begin one
+        step after the step that the other members are computing.
+        """
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key
         return has_called_later or self._has_submitted(rank, key)

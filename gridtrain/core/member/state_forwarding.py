@@ -2,7 +2,7 @@
 
     rank      0        1        2        3        4
               source   holds    joins    joins    joins
-              blocks ---------> blocks -> blocks -> blocks      about as fast for J members as for one
+              blocks ---------> blocks -> blocks -> blocks      about as fast for many members as for one
               digest ------------------> o -----> o             sent by the source itself, a few bytes
 
 A forwarded state is accepted only if it has the digest that the source sent.  If a forwarder sends nothing
@@ -22,7 +22,7 @@ BLOCK_TIMEOUT_S = 10.0
 """Time to wait for a block before asking the source.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
 
 MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
-"""Longest time to wait for the first block, which passes all joining members before this one.
+"""Longest time to wait for the first block, which passes through all joining members before this one.
 
 The time is `BLOCK_TIMEOUT_S` for each of these members, up to this limit.
 """

@@ -26,7 +26,7 @@ class StepPace:
 
     @property
     def timeout_s(self) -> float:
-        """The time for which a member may send neither its vote nor a progress message."""
+        """The time without a vote or a progress message after which a member is considered silent."""
         if self._mean_step_s is None:
             return self._deadlines.first_step_s
         return self._deadlines.patience_floor_s + self._deadlines.patience_factor * self._mean_step_s
@@ -55,7 +55,8 @@ class StepPace:
         """Return the next heartbeat for the coordinator.
 
         Args:
-            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as space permits.
+            skips: `ReplicaState.skip_metrics`, which is added to the metrics of `event`; any metrics beyond
+                `MAX_METRICS` are omitted.
         """
         self._heartbeats += 1
         metrics = *event.metrics, *((name, float(steps)) for name, steps in skips.items())

@@ -3,7 +3,7 @@
     member that waits        root                               member whose trainer has stalled
       submits, waits
       longer than usual
-      --- Waiting ------------> members with enough samples wait,
+      --- Waiting ------------> members with enough shares wait,
                                 rank 2 is later than usual
                                 --- ProceedWithout ----------------> its I/O loop contributes nothing,
                                                                      marked as absent, and votes
@@ -37,7 +37,8 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 QUORUM = 0.5
-"""Smallest share of the samples of a full step with which the step continues; with less, the group waits."""
+"""Smallest sum of the waiting members' shares, as a fraction of the sum of all shares, with which the step
+continues without late members; with less, the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -93,7 +94,7 @@ class UsualDelays:
         self.wait = UsualDelay()
 
     def forget_departed(self, members: Collection[m.PeerId]) -> None:
-        """Discard the delays of workers other than `members` if there are many of them."""
+        """If more than 2 x `MAX_RANKS` workers have delays, discard those of workers other than `members`."""
         if len(self.compute) > 2 * MAX_RANKS:
             present = {peer: delay for peer, delay in self.compute.items() if peer in members}
             self.compute = defaultdict(UsualDelay, present)
@@ -326,7 +327,10 @@ class Stragglers:
 
     @property
     def _has_quorum(self) -> bool:
-        """Whether this is the root, and the waiting members have enough samples and equal settings."""
+        """Whether the root may request late members to be absent; always False on other members.
+
+        The waiting members must have a quorum of the shares, at least one sample, and equal settings.
+        """
         if not self._waiting or len(set(self._waiting.values())) > 1:  # always empty except on the root
             return False
         counts, shares = self._count_samples(), [share for _, share in self._assignment.shares]
@@ -340,11 +344,11 @@ class Stragglers:
         return max((self._late_s(rank) for rank in ranks), default=math.inf)
 
     def _late_s(self, rank: int) -> float:
-        """The time from which this rank is late."""
+        """Return the time from which this rank is late."""
         return self._opened_s + (0.0 if rank in self.absent else self._limit_s(rank))
 
     def _request_due_s(self, rank: int) -> float:
-        """The time from which the root requests this rank to be absent.
+        """Return the time from which the root requests this rank to be absent.
 
         A member reports its delays to the root only.  A new root may not know the member's limit, but the
         member does not comply with a request before its own limit, so the root applies its own limit instead.

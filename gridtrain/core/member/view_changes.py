@@ -1,4 +1,4 @@
-"""Handles the changes of the generation that the coordinator announces, and routes messages to their parts.
+"""Follows the generations that the coordinator announces, and passes each message to its handler.
 
                      MembershipView                 synced and connected
 APART ----------------------------> FORMING ----------------------> FORMING (Ready sent)

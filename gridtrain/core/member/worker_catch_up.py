@@ -1,4 +1,4 @@
-"""Catch-up while the members train: a newcomer copies state and updates from sources, or serves others.
+"""Catch-up while the members train: a newcomer copies state and updates from members, which serve them.
 
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport
@@ -124,7 +124,7 @@ class WorkerCatchUp:
     def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
         """Return the unreachable peers once the wait for a connection is over; later calls return ().
 
-        The sources come first, then announced peers, which might serve as relays.
+        The sources come first, then announced peers, which could serve as relays.
         """
         if now_s < self.deadline_s:
             return ()

@@ -1,4 +1,4 @@
-"""Messages of operators, `gridtrain doctor`, `gridtrain status` and bundles, with their maximum size."""
+"""Messages for operators, for `gridtrain doctor` and `gridtrain status`, and for transferring bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between a worker and the coordinator: joining, heartbeats and figures, generations and leaving."""
+"""Messages between a worker and the coordinator for joining, heartbeats, generations and leaving."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Join(Message):
     """Request to take part in `run`.
 
     Attributes:
-        address: the address at which peers may reach this worker.
+        address: the address at which peers can reach this worker.
         can_relay: whether this worker agrees to forward messages between other members.
         is_rejoin: whether this process has been welcomed before; False after a restart, even with a known
             key.
@@ -86,7 +86,7 @@ class Join(Message):
 @message(11)
 @dataclass(frozen=True, slots=True)
 class Setup(Message):
-    """The model that this worker will train, its data, and the worker's capabilities.
+    """The model and the data with which this worker will train, and the worker's capabilities.
 
     Attributes:
         facts: short strings that must be equal on all workers of a run, such as
@@ -99,7 +99,7 @@ class Setup(Message):
         stage_checkpoints: for a model in stages, the checkpoints on this worker's disk.
         model: for a model in stages, its partition; None if each stage is treated as one layer.
         memory_bytes: memory that training may use; 0 if unknown.
-        flops: compute speed, used only for comparison with other workers; 0 if unknown.
+        flops: operations per second, used only for comparison with other workers; 0 if unknown.
         initial_state_digest: digest of the state that the script built on this worker, as it would be sent to
             a joining member; empty if the state has changed since, or the digest is unknown.
     """
@@ -141,7 +141,7 @@ class LinkLatencies(Message):
 @message(26)
 @dataclass(frozen=True, slots=True)
 class LinkRates(Message):
-    """Measured rates of bulk messages: (peer, rate to the peer, rate from the peer).
+    """Measured rates of bulk messages, as triples (peer, rate to the peer, rate from the peer).
 
     The rates are in bytes per second; 0 means that a rate was not measured.  If the two ends of a link report
     different rates, the coordinator uses the lower rate.
@@ -201,8 +201,11 @@ MAX_METRICS = 64
 class Heartbeat(Message):
     """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
-    `progress` grows whenever the trainer or an exchange makes progress, so that a hung trainer is detected.
-    `metrics` are values for display: loss, bytes, seconds of compute, ...
+    Attributes:
+        step: the open step, or the next one if none is open.
+        progress: a counter that increases whenever the trainer or an exchange makes progress, so that a hung
+            trainer is detected.
+        metrics: values for display, such as the loss, or the seconds spent computing.
     """
 
     sequence: UInt
@@ -240,9 +243,11 @@ class FreezeReport(Message):
 @message(23)
 @dataclass(frozen=True, slots=True)
 class CurrentGeneration(Message):
-    """The worker's generation: members and shares in rank order, and partition; sent after each Welcome.
+    """The worker's generation: its members with their shares, in rank order, and its partition.
 
-    A coordinator that was restored from a backup may not know that generation (commit rule 11).
+    A member sends it after each Welcome, because a coordinator that was restored from a backup may not know
+    the generation (commit rule 11).  If the term of the Welcome is outdated, other workers also send it, with
+    the generation 0.
     """
 
     term: UInt
@@ -266,8 +271,9 @@ class Ready(Message):
 class RoundStalled(Message):
     """Report that a round does not end because the suspects are silent, are not connected, or disagree.
 
-    `silent_s` is the time for which the suspects made no progress, or 0 if they are suspected for another
-    reason.
+    Attributes:
+        silent_s: the time for which the suspects have been silent; 0 if they are suspected for another
+            reason.
     """
 
     round: RoundId
@@ -338,7 +344,7 @@ ON_REQUEST = "on request"
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether `gridtrain worker resume` ends the pause: whether only the owner has ordered it."""
+    """Return whether only the owner has ordered a pause, so that `gridtrain worker resume` ends it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
@@ -353,7 +359,7 @@ class TemporaryLeave(Message):
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished(Message):
-    """Notice that the run has ended according to this worker's data ledger."""
+    """Notice that this worker is at the end of the run: at its last step, or because it was ended early."""
 
     applied: AppliedStep
     history: Digest
@@ -362,7 +368,7 @@ class RunFinished(Message):
 @message(30)
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Answer to Join; `term` fences off older coordinators (commit rule 11)."""
+    """Answer to Join; the worker ignores a coordinator whose `term` is outdated (commit rule 11)."""
 
     term: UInt
     run: Name
@@ -465,7 +471,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    A receiver that has the list of its current generation may be sent `MemberListChanges` instead.
+    The coordinator can send MemberListChanges instead to a receiver that has its current generation's list.
     """
 
     term: UInt
@@ -478,7 +484,7 @@ class MemberListPage(Message):
         if self.page < self.pages <= MAX_MEMBER_PAGES:
             return None
         return (
-            f"page {self.page} of {self.pages}; it must be below the total, which must be at most "
+            f"page {self.page} of {self.pages}; pages are numbered from 0, and there may be at most "
             f"{MAX_MEMBER_PAGES}"
         )
 

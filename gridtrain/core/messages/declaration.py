@@ -1,4 +1,4 @@
-"""Declares messages: their codes and field types with bounds, such as the maximum length of a name or text.
+"""Defines the decorator that declares a message, and the types of message fields, with their bounds.
 
 A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
 are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
@@ -167,7 +167,7 @@ class TextField(FieldType):
 class ReasonField(TextField):
     """A sentence that explains something to the user.
 
-    `pack` shortens and cleans the text instead of raising an error, because no reason may crash its sender.
+    Instead of raising an error, `pack` shortens and cleans the text, so that no reason crashes its sender.
     """
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")

@@ -22,8 +22,9 @@ from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 class Data(Message):
     """One payload of a collective.
 
-    `flags` combines the flags of the contributions in the payload: bit 0, the update is skipped, because a
-    contribution is not finite; bit 1 + r, the contribution of rank r is empty, because its trainer is absent.
+    `flags` combines the flags of the contributions in the payload.  Bit 0 is set if a contribution is not
+    finite, so that the update is skipped; bit 1 + r is set if the contribution of rank r is empty, because
+    its trainer is absent.
     """
 
     round: RoundId
@@ -38,8 +39,10 @@ class Data(Message):
 class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
-    `compute_s` is the time from the previous commit to the trainer's submission, from which the root
-    estimates when to expect the next submission; None if the trainer was absent.
+    Attributes:
+        compute_s: the time from the opening of the step, or of the first step that the trainer has missed, to
+            the trainer's submission, from which the root estimates when to expect the next submission; None
+            if the trainer was absent or the time is unknown, in a retry, and in a repeated vote.
     """
 
     round: RoundId
@@ -83,7 +86,7 @@ class Waiting(Message):
 @message(49)
 @dataclass(frozen=True, slots=True)
 class ProceedWithout(Message):
-    """Root's request to a member that has not submitted: submit an empty contribution to the step.
+    """The root's request to a member that has not submitted to make an empty contribution to the step.
 
     A member whose trainer has begun to submit ignores the request.  The payload contains the optimizer
     settings with which the other members apply the step.
@@ -96,7 +99,10 @@ class ProceedWithout(Message):
 @message(58)
 @dataclass(frozen=True, slots=True)
 class MeanRequest(Message):
-    """The sender's value for the `index`-th average (`grid.mean`) of this step, sent to the root."""
+    """The sender's value for the average (`grid.mean`) with this step and index, sent to the root.
+
+    `core.member.scalar_means` defines the indices, some of which have a special meaning.
+    """
 
     term: UInt
     generation: UInt
@@ -108,7 +114,10 @@ class MeanRequest(Message):
 @message(59)
 @dataclass(frozen=True, slots=True)
 class MeanReply(Message):
-    """The average over all members of the generation, sent by the root."""
+    """The root's answer to MeanRequest: the average over the members that contributed a value.
+
+    `core.member.scalar_means` defines the indices, some of which have a special meaning.
+    """
 
     term: UInt
     generation: UInt

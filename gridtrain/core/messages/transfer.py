@@ -32,7 +32,7 @@ from gridtrain.core.messages.types import (
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Credit(Message):
-    """Number of bytes of the receiver's bulk messages that the sender has processed on this connection.
+    """Number of bytes of bulk messages from the receiver that the sender has processed on this connection.
 
     Flow control permits at most `network.transport.flow_control.WINDOW_BYTES` unacknowledged bytes.
     """
@@ -91,13 +91,13 @@ class Pong(Message):
 
 
 MAX_STATE_BLOCKS = 1 << 16
-"""Maximum number of blocks of a state or checkpoint: 64 GiB.
+"""Maximum number of blocks of a state or checkpoint, which is then 64 GiB long.
 
 A receiver accepts at most the size that its own model needs (`runtime.state_transfer`).
 """
 
 MAX_RESIDUAL_BLOCKS = 16
-"""Maximum number of blocks of a residual: 16 MiB, which fits into one window of flow control."""
+"""Maximum number of blocks of a residual, which is then 16 MiB long and fits into a flow control window."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Number of messages in a burst, and bytes in each: 256 KiB in total."""
@@ -141,8 +141,8 @@ class StateRequest(Message):
     """Request from a joining member for the state.
 
     Attributes:
-        is_whole: whether the whole state is requested; otherwise only the part that may differ between
-            sources, after catch-up or if another source resumes a transfer.
+        is_whole: True to request the whole state; False to request only the part that can differ between
+            sources, which is sufficient after catch-up, or if another source resumes a transfer.
         blocks_received: number of blocks that the requester has; the source sends the blocks after these, or
             the last block again if the requester has all of them.
         digest_only: whether only the digest is requested, because another member sends the blocks.
@@ -158,7 +158,7 @@ class StateRequest(Message):
 @message(68)
 @dataclass(frozen=True, slots=True)
 class StateDigest(Message):
-    """First answer of the state source to StateRequest: the blake2b-256 of the payloads of all blocks."""
+    """First answer of the state source to StateRequest: the BLAKE2b-256 digest of all blocks' payloads."""
 
     term: UInt
     generation: UInt

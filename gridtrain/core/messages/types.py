@@ -51,7 +51,7 @@ BASE_FACT = "base"
 """Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
 
 BASE_ORIGIN = "base_origin"
-"""Text of a `WorkerInfo`: where the worker loaded its base from."""
+"""Name of the text in `WorkerInfo` that says from where the worker loaded its base."""
 
 LATER_FACTS = (BASE_FACT, "adapter")
 """Names of facts that earlier versions did not record: if one is missing in a journal or a checkpoint, its
@@ -74,7 +74,7 @@ class CollectivePhase(IntEnum):
     REDUCE = 0  # ring, reduce-scatter half
     GATHER = 1  # ring, all-gather half
     ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
-    FOLD = 3  # butterfly, ranks >= Q send their payloads down
+    FOLD = 3  # butterfly, ranks >= Q (largest power of two <= P) send down to rank - Q
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
     RESUME = 6  # ring, to the left: the messages that a retry need not send again
@@ -140,7 +140,9 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpec:
-    """Size of the data set, seed of its order, and end of the run.  Replicated and constant during a run.
+    """The size of the data set, the seed of its order, and the end of the run.
+
+    The specification is the same on all workers, and constant during a run.
 
     Exactly one of `epochs` and `steps` is not None; the run ends after that many epochs or steps.
 
@@ -190,12 +192,13 @@ class DeferredBatch:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Progress of the run through its data.  Replicated; only a commit or a MembershipView changes it.
+    """The progress of the run through its data, which only a commit or a MembershipView changes.
 
     Attributes:
         step: the next step to commit.
         cursor: the first position that has not been assigned.
-        requeued: positions whose members were lost before the step was committed; they are assigned first.
+        requeued: positions that were assigned, but taken back because their member was lost or too late;
+            they are assigned first.
         consumed: number of samples in committed steps, including steps whose update was skipped.
         skipped: number of samples in committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
@@ -271,8 +274,10 @@ class CheckpointInfo:
     """The state in a checkpoint: the step after which it was taken, its history, and its layers.
 
     A whole model is treated as one layer, and so is a stage if the run does not describe its layers.
-    `digest` is the digest of the contents (`content_digest` in `gridtrain.training.checkpoint`), or empty if
-    unknown.
+
+    Attributes:
+        digest: the digest of the contents (`content_digest` in `gridtrain.training.checkpoint`); empty if
+            unknown.
     """
 
     applied: UInt
@@ -342,7 +347,7 @@ class StagedModel:
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
     """Return the problem with block `index` of `total`, or None; at most `max_blocks` blocks are allowed."""
     if not index < total <= max_blocks:
-        return f"block {index} of {total}; it must be below the total, which must be at most {max_blocks}"
+        return f"block {index} of {total}; blocks are numbered from 0, and there may be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)
 
 
