@@ -542,6 +542,12 @@ def test_the_users_own_upload_limit_is_named(
     assert examination._effective_limit(examination._limited(slower)) is None, "slower than that"
 
 
+@pytest.mark.parametrize(("name", "uses_relay"), [("coordinator", False), ("member 1", True)])
+def test_a_relay_is_no_remedy_for_the_link_to_the_coordinator(name: str, uses_relay: bool) -> None:
+    (found,) = _line(name, LinkMeasurement(), None)
+    assert found.level is FindingLevel.WARNING and ("relay" in found.fix) == uses_relay
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
