@@ -133,7 +133,8 @@ def propose_micro_batches(
     network = network or uniform_network(len(devices), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
         raise ConfigError(
-            f"{batch} samples cannot be divided into {list(numbers) or 'any number of'} micro-batches",
+            f"{format_count(batch, 'sample')} cannot be divided into "
+            f"{list(numbers) or 'any number of'} micro-batches",
             remedy="use at least 1 micro-batch, and at least as many samples as micro-batches",
         )
     tried: list[StepEstimate] = []
