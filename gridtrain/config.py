@@ -116,7 +116,7 @@ class _Sparse:
             _check_number("warmup step", until, "> 0", lambda x: x > 0, _TRY_WARMUP, whole=True)
         if bounds != sorted(set(bounds)):
             raise ConfigError(f"warmup steps are {bounds}; they must be ascending", remedy=_TRY_WARMUP)
-        _check_number("chunk", self.chunk, "of elements", lambda x: True, "use chunk=0", whole=True)
+        _check_number("chunk", self.chunk, ">= 0", lambda x: x >= 0, "use chunk=0", whole=True)
         least = min(self.density, *(density for _, density in self.warmup), 1.0)
         selected = self.chunk * least
         if self.chunk != 0 and selected < 2.0:
@@ -305,11 +305,12 @@ def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | 
             remedy='use exchange="auto", or an exchange such as GTopK()',
         )
     if not isinstance(given, Exchange | LocalSteps | Auto):
+        is_kind = isinstance(given, type) and issubclass(given, Exchange | Auto)
         text = given.__name__ if isinstance(given, type) else repr(given)
         raise ConfigError(
             f"exchange is {text}, which is not an exchange",
             remedy=f"call it: {text}()"
-            if isinstance(given, type)
+            if is_kind
             else 'pass one, such as exchange=gridtrain.GTopK(density=0.01), or exchange="auto"',
         )
     return given

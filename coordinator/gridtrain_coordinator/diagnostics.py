@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
+from gridtrain.errors import describe_type
 from gridtrain.network.transport.interface import PeerUp, ReachResult
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access.request_rate import RequestRate
@@ -104,14 +105,16 @@ class Checkups:
                     for index in range(m.BURST_MESSAGES)
                 ]
         self.on_disconnected(peer)
-        return [io.Send(peer, TOO_MANY_CHECKUPS), io.Disconnect(peer)]
+        return [io.Send(peer, _beyond_limits(message)), io.Disconnect(peer)]
 
     def _begin(
         self, peer: m.PeerId, message: m.DiagnosticRequest, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
         host = self._hosts.get(peer, "")
         is_known = peer in self._open or any(known.key == message.peer for known in self._open.values())
-        is_full = is_known or len(self._open) >= MAX_OPEN_CHECKUPS
+        if is_known:
+            return [io.Send(peer, _beyond_limits(message))]
+        is_full = len(self._open) >= MAX_OPEN_CHECKUPS
         if is_full or not self._requests.allow(address_range(host), now_s, MAX_PER_ADDRESS_RANGE):
             return [io.Send(peer, TOO_MANY_CHECKUPS)]
         self._open[peer] = _Checkup(message.peer)
@@ -124,6 +127,15 @@ class Checkups:
             io.DialBack(message.peer, addresses) if addresses else io.Send(peer, m.Reachability(""))
         )
         return [note, *effects, reply, dial_back]
+
+
+def _beyond_limits(message: m.Message) -> m.Refused:
+    return m.Refused(
+        "check-limits",
+        f"this check sent {describe_type(message)} beyond its limits, which are one DiagnosticRequest, "
+        f"{MAX_PINGS} Pings, {m.BURST_MESSAGES} full Bursts in order, and one BurstRequest",
+        "install the coordinator's version of gridtrain and run `gridtrain doctor` again",
+    )
 
 
 def _is_full_burst(payload: object) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 from gridtrain.tools.options import OptionValues
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
         ]
     index, origins = offer.index, origins_of(offer.index)
     return [
-        f"{len(index.shards):,} files, {format_bytes(index.bytes)}, {index.samples:,} samples",
+        f"{format_count(len(index.shards), 'file')}, {format_bytes(index.bytes)}, "
+        f"{format_count(index.samples, 'sample')}",
         f"files that this worker needs will be fetched, and {cache}",
         *(f"{count} from {origin}" for origin, count in origins[:MAX_ORIGINS]),
         *([f"and from {len(origins) - MAX_ORIGINS} other places"] if len(origins) > MAX_ORIGINS else []),

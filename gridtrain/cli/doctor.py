@@ -136,5 +136,5 @@ def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
         compute_s,
         shares,
         whole if isinstance(whole, int) and whole > 0 else None,
-        member_figures(picture, "float32_flops"),
+        list(member_figures(picture, "float32_flops").values()),
     )

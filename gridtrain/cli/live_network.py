@@ -114,7 +114,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
             remedy="try again when at least two workers are training, or use --link or --network instead",
         )
     facts = facts_of(status)
-    turn_s, local = max(member_figures(status, "computing_s"), default=None), local_steps_of(facts)
+    turn_s, local = max(member_figures(status, "computing_s").values(), default=None), local_steps_of(facts)
     every = local.every if local is not None else 1
     return LiveNetwork(
         network,

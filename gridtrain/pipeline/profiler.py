@@ -29,6 +29,7 @@ from gridtrain.pipeline.model_blocks import blocks_of
 from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, tensors_in
 from gridtrain.pipeline.wire_precision import WirePrecision
+from gridtrain.quantities import format_count
 
 Clock = Callable[[], float]
 
@@ -57,7 +58,8 @@ class Profile:
         found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
         if len(found.layers) != blocks:
             raise ConfigError(
-                f"the profile has {len(found.layers)} layers, but the model has {blocks} blocks",
+                f"the profile has {format_count(len(found.layers), 'layer')}, but the model has "
+                f"{format_count(blocks, 'block')}",
                 remedy="measure this model again with gridtrain.pipeline.profile",
             )
         return found

@@ -40,7 +40,7 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
             if value.dim() == 0 or value.shape[0] != samples:
                 raise ConfigError(
                     f"the {name} contain a tensor of shape {tuple(value.shape)}, but the batch of this "
-                    f"step has {samples} samples",
+                    f"step has {format_count(samples, 'sample')}",
                     remedy="pass pipe.step the whole batch that grid.batches(...) yielded, with the "
                     "samples in the first dimension",
                 )

@@ -23,6 +23,7 @@ import torch
 from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import MAX_NAMES, list_first
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import hyperparameters
@@ -75,10 +76,11 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
     if plan.rank in staying:
         return
     mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
+    ranks, have = ("rank", "has") if len(staying) == 1 else ("ranks", "have")
+    named = f"{ranks} {list_first([str(rank) for rank in staying], MAX_NAMES)}"
     raise ConfigError(
         f"step {plan.step + 1} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
-        f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; "
-        f"they continue without rank {plan.rank}",
+        f"{plan.world_size} workers ({named}) {have} {theirs}; the run continues without rank {plan.rank}",
         remedy="change the optimizer's settings in the same way on all workers: step ReduceLROnPlateau with "
         "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
     )

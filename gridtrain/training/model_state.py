@@ -517,12 +517,14 @@ class ModelState(ABC):
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
         self._received_magnitude += magnitude if is_added else 0.0
         self._session.report_figures({"inherited_mass": self._received_magnitude})
+        keeps_residual = residual is not None and residual.size
+        cause = "the sum is too large to send" if keeps_residual else "this worker keeps no residual"
         log.warning(
             "the residual of %s, %s of magnitude %.3g, is %s",
             name,
             f"{len(entries.values)} entr{'y' if len(entries.values) == 1 else 'ies'}",
             magnitude,
-            "added to this worker's residual" if is_added else "lost, because the sum is too large to send",
+            "added to this worker's residual" if is_added else f"lost, because {cause}",
         )
 
 

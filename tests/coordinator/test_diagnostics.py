@@ -89,4 +89,13 @@ def test_requests_of_one_checkup_are_limited() -> None:
     answers = [handle(m.Burst(9, index, end)) for index in range(m.BURST_MESSAGES)]
     assert answers == [[]] * (m.BURST_MESSAGES - 1) + [[io.Send(peer, m.BurstReceived(9, b"12345678"))]]
     assert len(handle(m.BurstRequest(3))) == m.BURST_MESSAGES
-    assert io.Disconnect(peer) in handle(m.BurstRequest(4)) and not checkups.accepts(peer, m.Ping(1))
+    refused, disconnected = handle(m.BurstRequest(4))
+    assert "sent a BurstRequest beyond its limits" in refused.message.reason  # type: ignore[union-attr]
+    assert disconnected == io.Disconnect(peer) and not checkups.accepts(peer, m.Ping(1))
+
+
+def test_a_second_request_is_not_taken_for_another_machine() -> None:
+    checkups = new_checkups()
+    ask(checkups, 1, "203.0.113.5")
+    (refused,) = ask(checkups, 1, "203.0.113.5")
+    assert "a DiagnosticRequest beyond its limits" in refused.message.reason  # type: ignore[union-attr]

@@ -194,8 +194,8 @@ def test_a_worker_that_alone_changes_its_learning_rate_is_removed(outcomes: Any)
     assert isinstance(changed, ConfigError)
     with pytest.raises(
         ConfigError,
-        match=r"^step 4 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(rank \d\) have "
-        r"lr=0\.01; they continue without rank \d -> "
+        match=r"^step 4 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(ranks \d, \d\) have "
+        r"lr=0\.01; the run continues without rank \d -> "
         r"change the optimizer's settings in the same way on all workers: "
         r"step ReduceLROnPlateau with grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",
     ):
@@ -211,7 +211,7 @@ def test_a_different_learning_rate_is_found_in_a_skipped_step(outcomes: Any) -> 
         return alone_at(3, me, spoil)(grid, me) if me < 2 else alone_at(3, -1, spoil)(grid, me)
 
     first, changed, third = outcomes(train, 3)
-    assert isinstance(changed, ConfigError) and "have lr=0.01; they continue" in str(changed)
+    assert isinstance(changed, ConfigError) and "have lr=0.01; the run continues" in str(changed)
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
@@ -236,7 +236,7 @@ def test_a_newcomer_with_an_untracked_scheduler_is_refused(new_group: Any) -> No
         error = group.result(1)
         assert group.result(0) == 400
     assert isinstance(error, ConfigError)
-    assert "has lr=0.005, but 1 of 2 workers (rank 0) have lr=" in str(error)
+    assert "has lr=0.005, but 1 of 2 workers (rank 0) has lr=" in str(error)
     assert "name schedulers in grid.track(scheduler=...) for workers that join later" in str(error)
 
 

@@ -230,6 +230,7 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             Script(exchange=gridtrain.Dense),
             r"exchange is Dense, which is not an exchange -> call it: Dense\(\)",
         ),
+        (Script(exchange=int), r"exchange is int, which is not an exchange -> pass one, such as "),
         (Script(exchange=0.01), r"exchange is 0\.01, which is not an exchange -> pass one, such as "),
         (
             Script(overlap=True),

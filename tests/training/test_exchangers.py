@@ -67,7 +67,7 @@ def test_each_combination_of_options_has_its_own_description(exchange: Any, text
         (lambda: Auto(values="int2"), r"two bits are too coarse.*TopK"),
         (lambda: TopK(chunk=199), r"chunk is 199.*selects 1\.99.*chunk=200 or more, or chunk=0"),
         (lambda: TopK(chunk=4096, warmup=((5, 0.0001),)), r"density 0\.0001 selects 0\.4.*chunk=20000"),
-        (lambda: TopK(chunk=-1), r"chunk is -1"),
+        (lambda: TopK(chunk=-1), r"chunk is -1; it must be a whole number >= 0 -> use chunk=0"),
         (lambda: TopK(residual_decay=1.0), r"residual_decay is 1\.0; it must be a number >= 0 and < 1"),
         (lambda: TopK(residual_decay=float("nan")), r"residual_decay is nan"),
         (lambda: TopK(density=0.0), "density is 0.0"),

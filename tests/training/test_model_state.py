@@ -17,6 +17,7 @@ from torch import nn
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint import checkpoint_store, model_export
 from gridtrain.training.checkpoint.checkpoint_store import (
@@ -233,3 +234,21 @@ def test_a_residual_that_stays_says_why(
     assert left is not None and left.residual_N.tolist() == [1.0] * 4
     said = f"0 of the residual's magnitude 4 (0.0 %) transferred: {text}"
     assert caplog.messages == ([said] if text else []), "after the end of the run, nothing is lost"
+
+
+@pytest.mark.parametrize(
+    ("size", "cause"), [(4, "the sum is too large to send"), (0, "this worker keeps no residual")]
+)
+def test_a_residual_that_is_not_added_says_why(
+    state: Any, size: int, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state._optimizer = SimpleNamespace(
+        residual=SimpleNamespace(size=size, add=lambda entries, world_size: False)
+    )
+    state._session.snapshot, state._session.report_figures = (
+        WorkerSnapshot(world_size=2),
+        lambda figures: None,
+    )
+    state._received_magnitude = 0.0
+    state._add_residual("bert", SparseVector(np.array([1]), np.array([3.0], np.float32)))
+    assert caplog.messages == [f"the residual of bert, 1 entry of magnitude 3, is lost, because {cause}"]

@@ -412,6 +412,14 @@ def test_a_script_that_failed_is_started_again(
     assert sum("restart" in line and " in " in line for line in lines) == starts - 1
 
 
+def test_a_refused_script_is_started_again_unless_its_worker_was_removed(invitation: Invitation) -> None:
+    """A single refusal proves nothing, and a worker with a stale model begins anew."""
+    lines: list[str] = []
+    job = Job(python("raise SystemExit(4)"), invitation, restarts=1, backoff_s=0.01)
+    assert supervise(job, lines.append) == 4
+    assert any(line.startswith("restart 1 of 1") for line in lines)
+
+
 @pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
 def test_the_pause_grows_only_with_early_failures(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]

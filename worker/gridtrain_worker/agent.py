@@ -90,9 +90,10 @@ MAX_BACKOFF_S = 30.0
 BACKOFF_RESET_S = 10.0
 """If the script ran for at least this long, the pause before its restart is reset to `Job.backoff_s`."""
 
-FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
-"""Exit codes of scripts that would fail again, because their configuration is wrong or the coordinator
-refused them."""
+USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
+"""Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
+the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
+and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`)."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -661,7 +662,7 @@ def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> st
             hint = "the cause is often a lack of memory; see the system's log"
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     hint = "see its output above"
-    if suggest_restarts and code not in FINAL_EXIT_CODES:
+    if suggest_restarts and code not in USUALLY_FINAL_EXIT_CODES:
         hint += "; if it may succeed next time, --restarts N starts it again"
     return f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> {hint}"
 

@@ -185,7 +185,9 @@ class Authorization:
             or invitation_digest(peer) in self._invitations
         ):
             return AccessReply(limits.KEY_IN_USE)
-        if self._exceeds_enrolment_rate(address_range, wall_s) or len(self._members) >= limits.MAX_MEMBERS:
+        if len(self._members) >= limits.MAX_MEMBERS:
+            return AccessReply(limits.TOO_MANY_MEMBERS)
+        if self._exceeds_enrolment_rate(address_range, wall_s):
             return AccessReply(limits.TOO_MANY_ENROLMENTS)
         self._recent_enrolments.append((wall_s, address_range))
         return AccessReply(

@@ -92,9 +92,14 @@ NOT_OPERATOR = m.Refused(
 )
 TOO_MANY_ENROLMENTS = m.Refused(
     "too-many",
-    f"too many workers enrolled from your range of addresses in the last {ENROL_WINDOW_S / 60:.0f} minutes, "
-    "or too many workers have enrolled in total",
+    f"in the last {ENROL_WINDOW_S / 60:.0f} minutes {MAX_ENROLS_PER_RANGE} workers have enrolled from your "
+    f"range of addresses, or {MAX_ENROLS:,} in total, which is the maximum",
     f"try again in {ENROL_WINDOW_S / 60:.0f} minutes",
+)
+TOO_MANY_MEMBERS = m.Refused(
+    "too-many",
+    f"this run has {MAX_MEMBERS:,} members, which is the maximum",
+    "ask the run's owner to remove members that no longer train (gridtrain members, gridtrain kick)",
 )
 TOO_MANY_JOINS = m.Refused(
     "too-often",

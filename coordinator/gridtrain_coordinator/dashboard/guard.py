@@ -99,8 +99,15 @@ class Guard:
                 f"this dashboard does not serve the host name {host[:80]!r}",
                 "open the dashboard at its IP address, or allow this name with --dashboard-host",
             )
+        if "transfer-encoding" in headers:
+            return problem(
+                413,
+                "size",
+                "the body is sent in chunks, so that its length is unknown",
+                f"send a Content-Length of at most {MAX_BODY_BYTES} bytes instead of Transfer-Encoding",
+            )
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return problem(
                 413,
                 "size",

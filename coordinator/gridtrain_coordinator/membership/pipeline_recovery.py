@@ -263,8 +263,8 @@ class PipelineRecovery:
             return []
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
-            f"standby: {layout.stages} stages x {format_count(layout.replicas, 'replica')} use "
-            f"{format_count(layout.world_size, 'worker')}; this worker replaces a worker that leaves, or "
+            f"standby: {format_count(layout.stages, 'stage')} x {format_count(layout.replicas, 'replica')} "
+            f"use {format_count(layout.world_size, 'worker')}; this worker replaces a worker that leaves, or "
             f"joins another replica when {layout.stages} workers are on standby"
         )
         for peer in run.present_members:

@@ -161,7 +161,9 @@ def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     missing = stages - here
     until = "one joins" if missing == 1 else f"{missing} join"
     if not held:
-        return f"the model has {stages} stages, and {present}; training continues when {until}"
+        return (
+            f"the model has {format_count(stages, 'stage')}, and {present}; training continues when {until}"
+        )
     empty = next((stage for stage in range(stages) if stage not in held), stages - 1)
     return (
         f"stage {empty} of {stages} has no worker: {present}, but {stages} are needed; "

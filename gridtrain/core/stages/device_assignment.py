@@ -30,6 +30,7 @@ from gridtrain.core.stages.repartition import (
 )
 from gridtrain.core.stages.stage_cost import Device, StageCostModel
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_bytes
 
 SPEED_STEP = math.sqrt(2.0)
 """Ratio between neighbouring speed classes; speeds in the same class are treated as equal."""
@@ -182,7 +183,7 @@ def check_memory_fit(
         stage = rank // replicas
         if needs[stage] > devices[peer].memory_bytes:
             raise ConfigError(
-                f"stage {stage} needs {needs[stage]} bytes of memory, but the device of {name(peer)} has "
-                f"only {devices[peer].memory_bytes:.0f}",
+                f"stage {stage} needs {format_bytes(needs[stage])} of memory, but the device of {name(peer)} "
+                f"has only {format_bytes(devices[peer].memory_bytes)}",
                 remedy="wait for a worker with a larger device",
             )

@@ -67,9 +67,9 @@ def best_partition(
     trained = sum(each.trainable > 0 for each in layers)
     if 0 < trained < len(devices):
         raise ConfigError(
-            f"{len(layers)} layers, of which {trained} are trained, cannot be divided into {len(devices)} "
-            "stages: each stage must have a trainable layer",
-            remedy=f"use at most {trained} stages, or divide the model into smaller layers",
+            f"{format_count(len(layers), 'layer')}, of which {trained} are trained, cannot be divided into "
+            f"{len(devices)} stages: each stage must have a trainable layer",
+            remedy=f"use at most {format_count(trained, 'stage')}, or divide the model into smaller layers",
         )
     costs = StageCostModel(layers, devices, network, running)
     some = memory_fit.find_fitting_partition(costs)
@@ -140,7 +140,8 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     spans = list(pairwise(cuts))
     if len(spans) != len(costs.devices) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(
-            f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.devices)} stages",
+            f"cuts {tuple(cuts)} do not divide {format_count(len(costs.layers), 'layer')} into "
+            f"{format_count(len(costs.devices), 'stage')}",
             remedy="begin the cuts with 0, add the first layer of each later stage, and end with the "
             "number of layers",
         )

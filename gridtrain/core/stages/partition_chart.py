@@ -104,7 +104,8 @@ def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     stages = outlook.cut.stages
     running = outlook.settings
     subtitle = (
-        f"{running.micro_batches} micro-batches of {running.samples}, {running.order}; a step takes "
+        f"{running.micro_batches} micro-batch{'' if running.micro_batches == 1 else 'es'} of "
+        f"{running.samples}, {running.order}; a step takes "
         f"{format_seconds(outlook.step_s)} and its bubble is {outlook.bubble:.0%} (predicted)"
     )
     parts = [*_legend(LEFT, TIMES), *_legend(MEMORY_LEFT, BYTES)]

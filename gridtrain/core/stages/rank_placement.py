@@ -317,7 +317,7 @@ def _reason(
     sources: Mapping[PeerId, int],
     name: Callable[[PeerId], str],
 ) -> str:
-    text = f"{layout.stages} stages x {layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
+    text = f"{format_count(layout.stages, 'stage')} x {format_count(layout.replicas, 'replica')}"
     moves = [
         f"{name(peer)} gets stage {layout.stage_of(order.index(peer))} from {name(order[source])}"
         for peer, source in sources.items()

@@ -25,6 +25,7 @@ from enum import Enum, IntEnum
 
 from gridtrain.core.messages import Channel
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 
 
 class ActionKind(Enum):
@@ -81,7 +82,7 @@ def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
     """
     if samples < 0 or micro_batches < 1:
         raise ConfigError(
-            f"{samples} samples cannot be divided into {micro_batches} micro-batches",
+            f"{format_count(samples, 'sample')} cannot be divided into {micro_batches} micro-batches",
             remedy="use at least 1 micro-batch and at least 0 samples",
         )
     count = min(samples, micro_batches)

@@ -30,7 +30,7 @@ from gridtrain.core.stages.stage_cost import (
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import format_count, format_seconds
+from gridtrain.quantities import format_bytes, format_count, format_seconds
 
 MAX_MICRO_BATCHES = 256
 """The maximum number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
@@ -133,7 +133,8 @@ def propose_micro_batches(
     network = network or uniform_network(len(devices), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
         raise ConfigError(
-            f"{batch} samples cannot be divided into {list(numbers) or 'any number of'} micro-batches",
+            f"{format_count(batch, 'sample')} cannot be divided into "
+            f"{list(numbers) or 'any number of'} micro-batches",
             remedy="use at least 1 micro-batch, and at least as many samples as micro-batches",
         )
     tried: list[StepEstimate] = []
@@ -209,8 +210,8 @@ def _partition_for(
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.device.memory_bytes:
             raise ConfigError(
-                f"stage {index} needs {stage.memory.total} bytes, but its device has only "
-                f"{stage.device.memory_bytes:g}",
+                f"stage {index} needs {format_bytes(stage.memory.total)}, but its device has only "
+                f"{format_bytes(stage.device.memory_bytes)}",
                 remedy="use a different partition or more micro-batches",
             )
     return cut

@@ -141,8 +141,8 @@ def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
         ratio = baseline.final.seconds / hit.seconds
         sentences.append(
             f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f} times faster: "
-            f"after {hit.seconds:.1f} s and {hit.step} steps "
-            f"instead of {baseline.final.seconds:.1f} s and {baseline.final.step} steps."
+            f"after {hit.seconds:.1f} s and {format_count(hit.step, 'step')} "
+            f"instead of {baseline.final.seconds:.1f} s and {format_count(baseline.final.step, 'step')}."
         )
     return sentences
 

@@ -308,6 +308,11 @@ class Examination:
 def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> list[Finding]:
     """Return the finding about the round trip and the rates of the link to another process; `limit` is the
     user's limit, if it determines the upload."""
+    if measured.rtt_s is None and name == "coordinator":
+        text = f"not measured, because it answered no ping in time (at most {COORDINATOR_TIMEOUT_S:g} s)"
+        return [
+            warning(name, text, "close other programs that use the link, or use a faster link; try again")
+        ]
     if measured.rtt_s is None:
         fix = "nothing to do: members that cannot reach each other use a relay"
         return [warning(name, "not measured, because this machine could not connect to it", fix)]

@@ -33,7 +33,7 @@ class RunStatus:
     Attributes:
         network: the network between members; None if fewer than two are training.
         load: what each step exchanges.
-        compute_s: the compute times per step of the members that report one.
+        compute_s: the compute times per step of the members that report one, by rank.
         shares: how many samples of a step each member computes, by rank.
         global_batch_size: the number of samples in a step; None if each worker adds samples of its own.
         flops: the speeds that members report, as measured by `device_flops`.
@@ -41,7 +41,7 @@ class RunStatus:
 
     network: NetworkModel | None
     load: Workload
-    compute_s: Sequence[float]
+    compute_s: Mapping[int, float]
     shares: Sequence[int]
     global_batch_size: int | None
     flops: Sequence[float] = ()
@@ -78,7 +78,7 @@ def predict_speedup(
         flops: the speed of this machine in floating-point operations per second; None if it is unknown.
     """
     assumed: list[str] = []
-    usual_s = median(run.compute_s)
+    usual_s = median(run.compute_s.values())
     compute_s = usual_s
     if flops and run.flops:
         compute_s = usual_s * median(run.flops) / flops
@@ -87,7 +87,7 @@ def predict_speedup(
     if not any(each.up_Bps for each in mine.values()):
         assumed.append("the links to the members are like the link to the coordinator")
     shares, more = _shares(run, usual_s, compute_s)
-    now_s, with_compute_s = max(run.compute_s), _slowest(run, shares, usual_s, compute_s)
+    now_s, with_compute_s = max(run.compute_s.values()), _slowest(run, shares, usual_s, compute_s)
     size = len(run.shares)
     before = _look(run.load, run.network, now_s) if run.network is not None else None
     after = _look(run.load, _joined(run.network, size, mine, coordinator), with_compute_s)
@@ -109,8 +109,10 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
     """Return the slowest worker's compute time per step; each time is proportional to the samples."""
-    known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
-    times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
+    times = [
+        run.compute_s.get(rank, usual_s) * shares[rank] / max(1, share)
+        for rank, share in enumerate(run.shares)
+    ]
     mine = compute_s * shares[-1] / max(1.0, median(run.shares))
     return max(*times, mine)
 
@@ -152,15 +154,16 @@ def _best(rates_Bps: Sequence[float | None]) -> float:
     return max(MIN_Bps, max(known, default=12.5e6))
 
 
-def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
-    """Return the values of `figure` of all training members that report a plausible value."""
+def member_figures(picture: Mapping[str, Any], figure: str) -> dict[int, float]:
+    """Return the values of `figure` of all training members that report a plausible value, by rank."""
     members = picture.get("members", [])
-    found: list[float] = []
+    found: dict[int, float] = {}
     for member in members if isinstance(members, list) else []:
         figures = member.get("figures", {}) if isinstance(member, dict) else {}
         value = figures.get(figure) if isinstance(figures, dict) else None
-        if member.get("rank") is not None and isinstance(value, int | float) and 1e-9 < value < 1e18:
-            found.append(float(value))
+        rank = member.get("rank") if isinstance(member, dict) else None
+        if isinstance(rank, int) and isinstance(value, int | float) and 1e-9 < value < 1e18:
+            found[rank] = float(value)
     return found
 
 

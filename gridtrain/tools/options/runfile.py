@@ -194,10 +194,10 @@ def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
     run = RunDescription(
         name=_text(path, table, "name") or "default",
         about=_text(path, table, "about"),
-        script=_relative(path, "script", script) if script else "",
-        digest=_digest(path, "[run] digest", _text(path, table, "digest")),
+        script=_relative(path, "[run] script", script) if script else "",
+        digest=_digest(path, _text(path, table, "digest")),
         arguments=_texts(path, table, "arguments"),
-        files=tuple(_relative(path, "files", name) for name in _texts(path, table, "files")),
+        files=tuple(_relative(path, "[run] files", name) for name in _texts(path, table, "files")),
         requires=read_requires(path, table),
         image=_text(path, table, "image"),
         data=_data(path, table["data"]) if "data" in table else None,
@@ -214,19 +214,22 @@ def _data(path: Path, table: object) -> DatasetDescription:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [run] data is {table!r}", remedy="write a table: [run.data]")
     check_keys(path, table, DATA_KEYS, "run.data")
-    where, url, nbytes = _text(path, table, "where"), _text(path, table, "url"), table.get("bytes", 0)
-    if index := _text(path, table, "index"):
+    where, url, index, given, digest = (
+        _text(path, table, key, "run.data") for key in ("where", "url", "index", "file", "digest")
+    )
+    nbytes = table.get("bytes", 0)
+    if index:
         if table.keys() - {"index", "where"}:
             raise ConfigError(
                 f"{path}: [run.data] has index and {', '.join(sorted(table.keys() - {'index', 'where'}))}",
                 remedy="keep index and where: the index has the URLs, sizes and digests of its files",
             )
-        return DatasetDescription(index=_relative(path, "data.index", index), where=where)
-    file = _relative(path, "data.file", _text(path, table, "file"))
-    digest = _digest(path, "[run.data] digest", _text(path, table, "digest"))
-    if not digest:
+        return DatasetDescription(index=_relative(path, "[run.data] index", index), where=where)
+    file = _relative(path, "[run.data] file", given)
+    if not _DIGEST.fullmatch(digest):
         raise ConfigError(
-            f"{path}: [run.data] has no digest", remedy=f'write digest = "sha256:...", from: sha256sum {file}'
+            f"{path}: [run.data] {f'digest is {digest!r}' if digest else 'has no digest'}",
+            remedy=f'write digest = "sha256:..." with 64 digits, from: sha256sum {file}',
         )
     is_size = type(nbytes) is int and nbytes >= 0
     is_remote = "://" in url and not url.startswith("file:")
@@ -238,16 +241,15 @@ def _data(path: Path, table: object) -> DatasetDescription:
     return DatasetDescription(file, digest, where, "", url, nbytes)
 
 
-def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
-    value = table.get(key, "")
-    return _plain(path, key, value)
+def _text(path: Path, table: Mapping[str, Any], key: str, name: str = "run") -> str:
+    return _plain(path, f"[{name}] {key}", table.get(key, ""))
 
 
 def _plain(path: Path, key: str, value: object) -> str:
     if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
         return value
     raise ConfigError(
-        f"{path}: [run] {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} characters"
+        f"{path}: {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} characters"
     )
 
 
@@ -257,13 +259,13 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
         raise ConfigError(
             f"{path}: [run] {key} is {values!r:.200}", remedy=f"write a list of at most {MAX_ITEMS} strings"
         )
-    return tuple(_plain(path, key, value) for value in values)
+    return tuple(_plain(path, f"[run] {key}", value) for value in values)
 
 
 def _relative(path: Path, key: str, text: str) -> str:
     if not is_safe_relative_name(text):
         raise ConfigError(
-            f"{path}: [run] {key} refers to {text!r}",
+            f"{path}: {key} refers to {text!r}",
             remedy="specify a file in the folder of run.toml or below it, using only letters, digits "
             "and . _ -",
         )
@@ -281,10 +283,10 @@ def is_safe_relative_name(name: str) -> bool:
     return plain and all(part[0] not in ".-/" and not part.endswith(".") for part in parts)
 
 
-def _digest(path: Path, key: str, text: str) -> str:
+def _digest(path: Path, text: str) -> str:
     if text and not _DIGEST.fullmatch(text):
         raise ConfigError(
-            f"{path}: {key} is {text!r}",
+            f"{path}: [run] digest is {text!r}",
             remedy='write "sha256:" and 64 digits, as sha256sum prints them, or remove the key',
         )
     return text

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError, describe_type
+from gridtrain.quantities import format_count
 from gridtrain.training.data import sampler
 from gridtrain.training.data.shards import ShardedDataset
 
@@ -216,7 +217,8 @@ class _DatasetPass:
         got = self.offset + skipped + len(taken)
         if got < offset + count:
             raise ConfigError(
-                f"the data set ended after {got} samples of pass {self.number}, but a pass has {self._size}",
+                f"the data set ended after {format_count(got, 'sample')} of pass {self.number}, but a pass "
+                f"has {self._size}",
                 remedy="pass the correct length= to grid.batches, with the same value on all workers",
             )
         self.offset = offset + count

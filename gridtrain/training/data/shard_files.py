@@ -369,8 +369,12 @@ class ShardCache:
                     waits_s, furthest = iter(self._retry_after_s), done
                 wait_s = next(waits_s, None)
                 cause = f"{type(error).__name__}: {error}"
-                permanent = FileNotFoundError | PermissionError | ImportError | ValueError
-                if wait_s is None or isinstance(error, permanent):
+                if isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
+                    raise DataError(
+                        f"{place} cannot be read after {done} bytes: {cause}",
+                        remedy="check the URL and the access to it: another attempt would also fail",
+                    ) from None
+                if wait_s is None:
                     raise DataError(
                         f"{place} cannot be read after {done} bytes: {cause}"
                         f" (at most {len(self._retry_after_s) + 1} attempts)",

@@ -405,6 +405,16 @@ def test_one_address_range_cannot_use_up_an_invitation_for_many() -> None:
     assert access.enrol(peer=BERT, host="192.0.2.1") == "Enrolled"
 
 
+def test_waiting_is_not_advised_when_the_list_of_members_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = Access(ANNA, BERT)
+    access.invite()
+    monkeypatch.setattr(rules, "MAX_MEMBERS", 2)
+    refused = access.rules.enrol(KEY, CARL, address_range("192.0.2.7"), access.now_s).reply
+    assert isinstance(refused, m.Refused) and "gridtrain kick" in refused.remedy
+    access.expel(ANNA)
+    assert access.enrol(peer=CARL) == "Enrolled"
+
+
 def test_a_clock_that_is_set_back_refuses_nobody() -> None:
     access = Access()
     access.invite(uses=1000)

@@ -103,7 +103,8 @@ def test_bodies_are_bounded_and_checked(desk: Desks, body: bytes) -> None:
 def test_a_body_of_unknown_length_is_refused(desk: Desks) -> None:
     here = desk()
     where = f"/api/v1/workers/{here.board.workers()[0]['peer']}/kick"
-    assert here.client.post(where, headers=here.owner, content=iter([b"{}"])).status_code == 413
+    answer = here.client.post(where, headers=here.owner, content=iter([b"{}"]))
+    assert answer.status_code == 413 and "its length is unknown" in answer.json()["reason"]
 
 
 @pytest.mark.parametrize(

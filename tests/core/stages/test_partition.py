@@ -327,6 +327,10 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
             lambda: best_partition(even_layers(3), [Device()] * 2, uniform_network(3, 0, 1)),
             "2 devices, but the network has 3",
         ),
+        (
+            lambda: partition_at(StageCostModel(even_layers(1), [Device()], None, ExecutionSettings()), (0,)),
+            "do not divide 1 layer into 1 stage ->",
+        ),
         (lambda: Device(speed=0), "a device has speed 0"),
         (lambda: Device(memory_bytes=0), "and 0 bytes"),
         (lambda: layer(-1.0), 'costs of layer "x" are'),

@@ -187,6 +187,15 @@ def test_no_memory_is_exceeded_and_replicas_have_equal_stages() -> None:
         device_assignment.assign_devices(run, [A, C], {A: devices[A], C: devices[C]})
 
 
+def test_the_memory_that_a_worker_lacks_is_shown_with_units() -> None:
+    words = r"^stage 1 needs 4 GB of memory, but the device of b has only 1\.5 GB -> wait"
+    devices = {A: Device(memory_bytes=1e10), B: Device(memory_bytes=1.5e9)}
+    with pytest.raises(ConfigError, match=words):
+        device_assignment.check_memory_fit(
+            setup([10**9] * 4, 0, 2, 4), (0, 2, 4), [A, B], devices, lambda peer: peer.decode()[0]
+        )
+
+
 def test_the_coordinator_partitions_for_the_joined_cards() -> None:
     """8 layers of 2 bytes each; by definition two stages have 3 of them."""
     model = setup([1] * 8, 0, 3, 6, 8).model

@@ -43,7 +43,7 @@ from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import POLL_S, DoctorProbe, LinkMeasurement, download_rate_Bps
 from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination, _line
 from gridtrain.tools.doctor.findings import Finding, FindingLevel
-from gridtrain.tools.doctor.speedup_prediction import RunStatus, predict_speedup
+from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, predict_speedup
 from gridtrain.tools.options.runfile import RunDescription
 from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_worker.saved_settings import SavedSettings
@@ -424,7 +424,7 @@ def run_of(
     size: int, *, rate_Bps: float = 12.5e6, flops: float = 1e12, whole: int | None = None
 ) -> RunStatus:
     network = uniform_network(size, 0.01, rate_Bps) if size > 1 else None
-    return RunStatus(network, LOAD, [10.0] * size, [32] * size, whole, [flops] * size)
+    return RunStatus(network, LOAD, dict.fromkeys(range(size), 10.0), [32] * size, whole, [flops] * size)
 
 
 def test_a_fourth_equal_machine_has_the_predicted_gain() -> None:
@@ -435,6 +435,20 @@ def test_a_fourth_equal_machine_has_the_predicted_gain() -> None:
     assert (
         said.gain == pytest.approx(4 / 3 * said.step_s / said.joined_step_s - 1) and 0.2 < said.gain < 1 / 3
     )
+
+
+def test_the_compute_time_of_a_member_belongs_to_its_rank() -> None:
+    """Rank 0 has not reported, and rank 1 computes 90 samples in 9 s: by speed, it is not slow."""
+    members = [
+        {"rank": 2, "share": 10, "figures": {"computing_s": 1.0}},
+        {"rank": 1, "share": 90, "figures": {"computing_s": 9.0}},
+        {"rank": 0, "share": 10, "figures": {}},
+    ]
+    reported = member_figures({"members": members}, "computing_s")
+    assert reported == {2: 1.0, 1: 9.0}
+    run = RunStatus(uniform_network(3, 0.01, 12.5e6), LOAD, reported, [10, 90, 10], None)
+    said = predict_speedup(run, dict.fromkeys(range(3), LINK), LINK, None)
+    assert said.joined_step_s - said.exchange_s == pytest.approx(9.0, rel=0.01)
 
 
 def test_a_slow_link_delays_the_others() -> None:
@@ -526,6 +540,12 @@ def test_the_users_own_upload_limit_is_named(
     assert line.fix == f"raise the upload limit ({where}); with links this slow a run needs LocalSteps"
     slower = LinkMeasurement(0.02, 0.1e6, 12.5e6)
     assert examination._effective_limit(examination._limited(slower)) is None, "slower than that"
+
+
+@pytest.mark.parametrize(("name", "uses_relay"), [("coordinator", False), ("member 1", True)])
+def test_a_relay_is_no_remedy_for_the_link_to_the_coordinator(name: str, uses_relay: bool) -> None:
+    (found,) = _line(name, LinkMeasurement(), None)
+    assert found.level is FindingLevel.WARNING and ("relay" in found.fix) == uses_relay
 
 
 @pytest.mark.parametrize(

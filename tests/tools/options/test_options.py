@@ -140,7 +140,9 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         ("[run.data]\nfile = 'x'\n", "has no digest"),
         ("[run]\ndata = 3\n", "data is 3"),
         ("[run.data]\nindex = 'a'\nurl = 'b'\n", r"has index and url"),
-        ("[run.data]\nindex = '../a'\n", r"data.index refers to '../a'"),
+        ("[run.data]\nindex = '../a'\n", r"\[run.data\] index refers to '../a'"),
+        ("[run.data]\nfile = 3\n", r"\[run.data\] file is 3"),
+        ("[run.data]\nfile = '/a'\n", r"\[run.data\] file refers to '/a'"),
         (f"{_FILE}url = 'https://h/x'\n", "has url = 'https://h/x' and bytes = 0"),
         (f"{_FILE}bytes = 3\n", "has url = '' and bytes = 3"),
         (f"{_FILE}url = 'h/x'\nbytes = 3\n", "has url = 'h/x'"),
@@ -155,6 +157,12 @@ def test_invalid_values_in_run_toml_are_refused(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         resolve("coordinator", {}, {}, run_toml(toml))
     assert caught.value.remedy
+
+
+def test_a_wrong_digest_of_a_data_file_is_not_to_be_removed() -> None:
+    with pytest.raises(ConfigError, match=r"\[run.data\] digest is 'abc'") as caught:
+        run_toml("[run.data]\nfile = 'x'\ndigest = 'abc'\n")
+    assert "remove" not in caught.value.remedy and "sha256sum x" in caught.value.remedy
 
 
 def test_the_file_is_found_and_its_folders_are_relative_to_it(tmp_path: Path) -> None:

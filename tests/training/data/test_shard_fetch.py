@@ -66,6 +66,7 @@ def test_a_file_that_cannot_be_fetched_is_refused_and_counted(
     with pytest.raises(DataError, match=re.escape(f"{fault}/{name} ")) as caught:
         cache.open(f"{server.url}/{fault}/{name}", expected)
     assert re.search(words, caught.value.reason) and caught.value.remedy
+    assert ("another attempt would also fail" in caught.value.remedy) == (fault == "missing")
     asked = [asked for _, asked in server.stop()]
     assert cache.failed_reads == len(asked) and asked == (ranges or asked)
     assert not (cache.folder / expected.sha256).exists()
