@@ -1,5 +1,4 @@
-"""Decides when a worker gives up waiting for a coordinator that is unreachable or denies it access, and when
-it rejoins after it was removed because its training loop stalled.
+"""Decides when a worker gives up waiting for the coordinator, and when it rejoins after its loop has stalled.
 
 After any other disconnection, the transport reconnects automatically.
 """
