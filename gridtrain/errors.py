@@ -78,6 +78,10 @@ DISMISSED = "dismissed"
 """The code of `JoinRefused` for a worker that the coordinator has removed because it delayed the group or was
 lost."""
 
+STALLED = "stalled"
+"""The code of a worker that was removed because its training loop made no progress while the other members
+waited; the worker rejoins when its loop continues, so that no `JoinRefused` with this code is raised."""
+
 
 class JoinRefused(GridtrainError):
     """The coordinator refused this worker; programs should evaluate `code`, because the text may change.

@@ -9,8 +9,8 @@ from typing import Any
 log = logging.getLogger("gridtrain")
 
 LEFT_BEHIND_TEXT = (
-    "this worker was disconnected for too long, and the group continued without it; it has reconnected "
-    "and will receive the group's state after step %d"
+    "the group continued without this worker, which has rejoined and will receive the group's state after "
+    "step %d"
 )
 UNREACHABLE_TEXT = (
     "other workers cannot connect to this worker because of a router or a firewall; this worker connects to "
@@ -22,6 +22,8 @@ EVENT_TEXTS = {
     "(possible cause: a script changed the weights of one worker only, for example with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "dismissed": "the group continues without this worker: it %(reason)s",
+    "left_out": "the group continues without this worker, which %(reason)s; it will rejoin when its training "
+    "loop continues",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",

@@ -35,6 +35,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import (
+    STALLED,
     BudgetSpent,
     CoordinatorUnreachable,
     GridtrainError,
@@ -321,6 +322,8 @@ class IoLoop:
         if self._core.phase is io.MemberPhase.RUNNING:
             self.state_sender.clear()
             self.state_receiver.forwarder.clear()
+        if self._reconnect_policy.should_rejoin(now_s, trainer_waiting=self.mailbox.is_trainer_waiting):
+            self._transport.dial(self._coordinator, self._config.coordinator)
         self._reconnect_policy.handle_pause(self._core.pause_reason, now_s)
 
     def _contribute_if_absent(self) -> None:
@@ -484,12 +487,23 @@ class IoLoop:
             case io.ProbePeers():
                 self._link_probe.begin(effect, time.monotonic())
             case io.Stop(error):
-                raise error
+                is_stalled = isinstance(error, JoinRefused) and error.code == STALLED
+                if self.mailbox.is_trainer_waiting or not is_stalled:
+                    raise error
+                return self._await_trainer()
             case io.LogEvent(event, fields):
                 log_event(event, fields)
             case _:
                 return self._execute_transfer(effect)
         return []
+
+    def _await_trainer(self) -> list[io.MemberEffect]:
+        """Close the connection to the coordinator, which has removed this worker because its training loop
+        stalled, until the loop continues; return the effects that follow."""
+        self._transport.hang_up(self._coordinator)
+        self._reconnect_policy.trainer_stalled()
+        effects = self._core.handle(io.PeerDisconnected(self._coordinator, "stalled"), time.monotonic())
+        return [effect for effect in effects if not isinstance(effect, io.LogEvent)]
 
     def _execute_transfer(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
         """Execute an effect that concerns state transfer; return the effects that result from it."""

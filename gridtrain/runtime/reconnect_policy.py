@@ -1,11 +1,12 @@
-"""Decides when a worker gives up waiting for a coordinator that is unreachable or denies it access.
+"""Decides when a worker gives up waiting for the coordinator, and when it rejoins after its loop has stalled.
 
-The transport reconnects automatically.
+After any other disconnection, the transport reconnects automatically.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 
 from gridtrain.errors import JoinRefused, RunPaused
 
@@ -14,9 +15,13 @@ log = logging.getLogger("gridtrain")
 DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
+REJOIN_INTERVAL_S = 30.0
+"""The shortest time between two returns of a worker whose training loop stalls, because others wait for it
+each time."""
+
 
 class ReconnectPolicy:
-    """Decides when this worker gives up.  Only the I/O thread uses it.
+    """Decides when this worker gives up or rejoins.  Only the I/O thread uses it.
 
     Args:
         address: the coordinator's address, which is shown in messages.
@@ -27,6 +32,23 @@ class ReconnectPolicy:
         self._address, self._paused_s = address, paused_s
         self._paused_since_s: float | None = None
         self._denied_since_s: float | None = None
+        self._has_stalled = False
+        self._rejoined_s = -math.inf
+
+    def trainer_stalled(self) -> None:
+        """Record that this worker was removed because its training loop stalled."""
+        self._has_stalled = True
+
+    def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
+        """Whether to connect to the coordinator again, because the stalled loop has continued.
+
+        Args:
+            trainer_waiting: whether the training loop is waiting for this worker's group.
+        """
+        if not (self._has_stalled and trainer_waiting and now_s >= self._rejoined_s + REJOIN_INTERVAL_S):
+            return False
+        self._has_stalled, self._rejoined_s = False, now_s
+        return True
 
     def connected(self) -> None:
         """Record that this worker is connected to the coordinator."""
@@ -63,7 +85,7 @@ class ReconnectPolicy:
 
         Raises `RunPaused` if the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
         """
-        if not reason:
+        if not reason or self._has_stalled:
             if self._paused_since_s is not None:
                 log.warning("the run is no longer paused")
             self._paused_since_s = None

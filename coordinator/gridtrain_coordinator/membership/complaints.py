@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from gridtrain.core import messages as m
+from gridtrain.errors import DISMISSED, STALLED
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -108,8 +109,8 @@ class Complaints:
         times = self._stalled_step.record(step, stalled, worker.peer)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
-        for peer, why in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
-            effects += self._departures.dismiss(peer, why)
+        for peer, (code, why) in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
+            effects += self._departures.dismiss(peer, why, code=code)
         run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
 
@@ -173,27 +174,29 @@ class StalledStep:
             self._accusers[peer].append(reporter)
         return self._stall_count
 
-    def find_at_fault(self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> dict[m.PeerId, str]:
-        """Return the members to dismiss because of this stall, with the reasons."""
+    def find_at_fault(
+        self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
+    ) -> dict[m.PeerId, tuple[str, str]]:
+        """Return the members to dismiss because of this stall, each with the code and the reason that it is
+        told."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
         present, root = self._run.present_members, self._run.member_order[0]
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:
             times = self._stall_count
             text = f"is the newest member, and step {step} failed in {times} generations: {reason}"
-            return {max(present, key=workers.seniority): text}
+            return {max(present, key=workers.seniority): (DISMISSED, text)}
         patience_s = max(stalled.silent_s, self._run.limits.patience_floor_s)
-        found: dict[m.PeerId, str] = {}
+        found: dict[m.PeerId, tuple[str, str]] = {}
         for peer in stalled.suspects:
             if peer not in workers:
                 continue
             accusers, may_know = self._accusers[peer], root in (reporter, peer)
             if may_know and stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
-                found[peer] = "made no progress while other members waited"
+                found[peer] = STALLED, "made no progress while other members waited"
             elif len(accusers) >= STALLS_BEFORE_REMOVAL and (may_know or set(accusers) != {reporter}):
-                found[peer] = f"delayed step {step} {len(accusers)} times: {reason}"
+                found[peer] = DISMISSED, f"delayed step {step} {len(accusers)} times: {reason}"
             elif len(accusers) >= STALLS_BEFORE_REMOVAL:
                 name = workers.display_name(peer)
-                found[reporter] = (
-                    f"alone reported {len(accusers)} times that {name} delays step {step}: {reason}"
-                )
+                text = f"alone reported {len(accusers)} times that {name} delays step {step}: {reason}"
+                found[reporter] = DISMISSED, text
         return found

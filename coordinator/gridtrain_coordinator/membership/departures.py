@@ -73,12 +73,19 @@ class Departures:
         return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
     def dismiss(
-        self, peer: m.PeerId, reason: str, event: str = "lost", *, notify: bool = True
+        self,
+        peer: m.PeerId,
+        reason: str,
+        event: str = "lost",
+        *,
+        code: str = DISMISSED,
+        notify: bool = True,
     ) -> list[Effect]:
         """Remove and disconnect a worker.
 
         Args:
             event: the event's name in the log, "lost" or "removed".
+            code: the code of the `Refused` for the worker.
             notify: whether to send `reason` to the worker; False if it has already been sent.
         """
         worker = self._run.workers.get(peer)
@@ -86,7 +93,7 @@ class Departures:
             return [Disconnect(peer)]
         effects = self._remove(worker, reason, event)
         if notify and not self._run.is_finished:
-            effects.append(Send(peer, m.Refused(DISMISSED, reason, RESTART)))
+            effects.append(Send(peer, m.Refused(code, reason, RESTART)))
         return [*effects, Disconnect(peer)]
 
     def replace_process(self, peer: m.PeerId, name: str) -> list[Effect]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, Stop, TrainerJoined
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import DISMISSED, JoinRefused
+from gridtrain.errors import DISMISSED, STALLED, JoinRefused
 
 _CARRIES_TERM = (
     m.Welcome,
@@ -97,7 +97,8 @@ class CoordinatorLink:
         """Handle a message that concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
-                told = [LogEvent("dismissed", {"reason": reason})] if code == DISMISSED else []
+                event = {DISMISSED: "dismissed", STALLED: "left_out"}.get(code)
+                told = [LogEvent(event, {"reason": reason})] if event is not None else []
                 reason = f"this worker {reason}" if reason.startswith("was ") else reason
                 return [*told, Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reachability(address):

@@ -937,7 +937,7 @@ def test_a_suspect_that_has_left_is_not_dismissed() -> None:
     stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
     for number in range(1, 4):
         assert step.record(7, stalled, A) == number
-    assert step.find_at_fault(stalled, A, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
+    assert step.find_at_fault(stalled, A, run.now_s) == {B: ("dismissed", "delayed step 7 3 times: voted NO")}
     assert step.record(8, stalled, A) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
     without_answer = replace(stalled, suspects=(left,), silent_s=5.0)
     assert step.find_at_fault(without_answer, A, run.now_s + 1000.0) == {}
