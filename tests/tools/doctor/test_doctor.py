@@ -113,7 +113,7 @@ def test_packages_that_the_script_lacks_are_a_failure(coordinator: LiveCoordinat
     finally:
         coordinator.daemon._bundle_server = BundleServer()
     assert found["packages"].level is FindingLevel.FAILURE
-    assert found["packages"].text.endswith("not installed: no-such-package-of-ours>=2")
+    assert found["packages"].text.endswith("missing or too old: no-such-package-of-ours>=2")
     assert found["packages"].fix == f"run {sys.executable} -m pip install 'no-such-package-of-ours>=2'"
     assert found["run"].level is FindingLevel.OK
 
