@@ -391,7 +391,7 @@ def test_a_step_with_different_learning_rates_never_commits(network):
         for step in range(EVERY):
             train_step(model, optimizer, step)
 
-    with pytest.raises(ConfigError, match=r"rank 1 has lr=0\.2, but 1 of 2 workers \(rank 0\) have lr=0\.1"):
+    with pytest.raises(ConfigError, match=r"rank 1 has lr=0\.2, but 1 of 2 workers \(rank 0\) has lr=0\.1"):
         network(2).train(worker)
 
 
