@@ -19,6 +19,9 @@ REJOIN_INTERVAL_S = 30.0
 """The shortest time between two returns of a worker whose training loop stalls, because others wait for it
 each time."""
 
+CONNECTING_S = 2.0
+"""How long a worker that rejoins may take to reach the coordinator before it reports that the run is paused."""
+
 
 class ReconnectPolicy:
     """Decides when this worker gives up or rejoins.  Only the I/O thread uses it.
@@ -85,7 +88,7 @@ class ReconnectPolicy:
 
         Raises `RunPaused` if the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
         """
-        if not reason or self._has_stalled:
+        if not reason or self._has_stalled or now_s < self._rejoined_s + CONNECTING_S:
             if self._paused_since_s is not None:
                 log.warning("the run is no longer paused")
             self._paused_since_s = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gridtrain.runtime.reconnect_policy import REJOIN_INTERVAL_S, ReconnectPolicy
+import pytest
+
+from gridtrain.errors import RunPaused
+from gridtrain.runtime.reconnect_policy import CONNECTING_S, REJOIN_INTERVAL_S, ReconnectPolicy
 
 
 def test_a_stalled_worker_rejoins_once_its_loop_waits_for_the_group() -> None:
@@ -24,9 +27,13 @@ def test_a_worker_that_stalls_again_rejoins_after_an_interval() -> None:
     assert not policy.should_rejoin(rejoined_s + REJOIN_INTERVAL_S - 0.1, trainer_waiting=True)
 
 
-def test_a_stalled_worker_does_not_give_up_while_its_loop_stalls() -> None:
+def test_a_worker_gives_up_only_after_its_loop_has_continued() -> None:
     """It has closed the connection itself, so the run is not paused for lack of a coordinator."""
     policy = ReconnectPolicy("tcp://127.0.0.1:7700", 60.0)
     policy.trainer_stalled()
     for now_s in (0.0, 1000.0):
         policy.handle_pause("1 peer is gone", now_s)
+    assert policy.should_rejoin(1000.0, trainer_waiting=True)
+    policy.handle_pause("1 peer is gone", 1000.0 + CONNECTING_S)
+    with pytest.raises(RunPaused):
+        policy.handle_pause("1 peer is gone", 1060.0 + CONNECTING_S)
