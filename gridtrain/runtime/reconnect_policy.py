@@ -20,7 +20,7 @@ REJOIN_INTERVAL_S = 30.0
 each time."""
 
 CONNECTING_S = 2.0
-"""How long a worker that rejoins may take to reach the coordinator before it reports that the run is paused."""
+"""How long a worker that rejoins may take to connect before it reports that the run is paused."""
 
 
 class ReconnectPolicy:
