@@ -8,10 +8,6 @@ from typing import Any
 
 log = logging.getLogger("gridtrain")
 
-LEFT_BEHIND_TEXT = (
-    "the group continued without this worker, which has rejoined and will receive the group's state after "
-    "step %d"
-)
 UNREACHABLE_TEXT = (
     "other workers cannot connect to this worker because of a router or a firewall; this worker connects to "
     "them directly or through a relay, so it can still train"
@@ -24,6 +20,8 @@ EVENT_TEXTS = {
     "dismissed": "the group continues without this worker: it %(reason)s",
     "left_out": "the group continues without this worker, which %(reason)s; it will rejoin when its training "
     "loop continues",
+    "left_behind": "the group continued without this worker after step %(step)s; this worker has rejoined "
+    "and is receiving the group's state",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",
@@ -51,8 +49,6 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
         case "run_state":
             level = logging.INFO if fields["state"] in ("training", "finished") else logging.WARNING
             log.log(level, "%s", describe_run_state(fields["state"], fields["reason"]))
-        case "left_behind":
-            log.warning(LEFT_BEHIND_TEXT, fields["step"] + 1)
         case "rejoin":
             log.warning("the coordinator removed this worker while it was disconnected; it is rejoining")
         case _ if event in EVENT_TEXTS:

@@ -380,14 +380,19 @@ class Generation:
         If the member then does not hold the state of `view`, it is marked as not synced.
         """
         attempts, prepared = self.attempts, self.attempts.prepared_attempt
-        cancelled = self._means.cancel()
         digest = prepared.digest if prepared is not None else None
         is_applied = self._context.replica_state.apply_verdict(view, digest)
         if is_applied and prepared is not None:
-            return [ResolveRound(prepared.round_id, True, attempts.flags, view.reason), *cancelled]
-        if attempts.open_attempt is None:
+            resolved = ResolveRound(prepared.round_id, True, attempts.flags, view.reason)
+            return [resolved, *self._means.cancel()]
+        return self.abandon(view.reason)
+
+    def abandon(self, reason: str) -> list[MemberEffect]:
+        """End the open round without applying its update."""
+        cancelled, attempt = self._means.cancel(), self.attempts.open_attempt
+        if attempt is None:
             return cancelled
-        return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
+        return [ResolveRound(attempt.round_id, False, 0, reason), *cancelled]
 
     def close(self, first_step: int) -> None:
         """Close the open step after the run's last step, so that the trainer learns that the run is over."""

@@ -134,7 +134,7 @@ def enter_generation(
     fields = {"generation": view.generation, "rank": rank, "of": world_size, "reason": view.reason}
     effects.append(LogEvent("view", fields))
     if is_left_behind:
-        effects.append(LogEvent("left_behind", {"step": view.applied}))
+        effects.append(LogEvent("left_behind", {"step": position[0] + 1}))
     links.begin_generation(assignment)
     if state.is_synced:
         catch_up.already_synced()

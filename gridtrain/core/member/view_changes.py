@@ -147,12 +147,15 @@ class ViewChanges:
     def _begin_catch_up(
         self, term: int, sources: Sequence[tuple[m.PeerId, str]], now_s: float
     ) -> list[MemberEffect]:
-        """Start catch-up from these sources; if this worker is a member, only report its position."""
+        """Start catch-up from these sources; leave the generation, if any, which the group has left."""
         if term < self._coordinator_link.term:
             return []
-        if self.generation is not None:  # the next MembershipView replaces its state
-            return [Send(self._coordinator, m.CatchUpReport(*self._context.replica_state.position))]
-        return self._context.catch_up.start(sources, now_s)
+        effects: list[MemberEffect] = []
+        if self.generation is not None:
+            told = LogEvent("left_behind", {"step": self._context.replica_state.step})
+            effects = [told, *self.generation.abandon("the group continued")]
+            self._leave_generation()
+        return effects + self._context.catch_up.start(sources, now_s)
 
     def _serve_catch_up(self, term: int, step: int, receivers: tuple[m.PeerId, ...]) -> list[MemberEffect]:
         if term < self._coordinator_link.term or self.generation is None:
@@ -250,8 +253,13 @@ class ViewChanges:
             if context.is_at_end:
                 before.close(notice.applied + 1)
                 return effects + context.report_finished()
-            self.generation = None
-            context.replica_state.mark_unsynced()
-            context.checkpoints.leave_generation()
-            context.peer_links.readmit_all()
+            self._leave_generation()
         return effects + context.disconnect_strangers(self.rank_assignment)
+
+    def _leave_generation(self) -> None:
+        """Leave the generation; this worker is then in the same situation as one that has just joined."""
+        context = self._context
+        self.generation = None
+        context.replica_state.mark_unsynced()
+        context.checkpoints.leave_generation()
+        context.peer_links.readmit_all()
