@@ -177,7 +177,8 @@ class SnapshotLoading:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Catch-up has reached the state after step `applied`, and the worker can now become a member."""
+    """Catch-up has reached the state after step `applied`, which is close to the group's latest step, so that
+    the worker can become a member."""
 
     applied: int
     history: bytes

@@ -44,7 +44,7 @@ class Credit(Message):
 @message(25)
 @dataclass(frozen=True, slots=True)
 class CatchUpReport(Message):
-    """Report to the coordinator that the sender, which is catching up, holds the state after step `applied`.
+    """Report to the coordinator, in answer to CatchUpFrom, that the sender holds the state after step `applied`.
 
     If catch-up has failed, `applied` is -1 and `history` is empty.
     """

@@ -54,8 +54,8 @@ BASE_ORIGIN = "base_origin"
 """Name of the text in `WorkerInfo` that says from where the worker loaded its base."""
 
 LATER_FACTS = (BASE_FACT, "adapter")
-"""Names of facts that earlier versions did not record.  If one is missing in a journal or a checkpoint, its
-value is therefore not known to be absent.  A version that adds a fact to existing runs must list it here."""
+"""Names of facts that earlier versions did not record.  If one is missing in a journal or a checkpoint, the
+run may have it nevertheless.  A version that adds a fact to existing runs must list it here."""
 
 
 RELAY_PREFIX = "relay:"
