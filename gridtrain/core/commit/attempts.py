@@ -8,8 +8,8 @@ The first buckets can be exchanged while the trainer is still computing the last
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
 In a pipeline, the members wait for each other's activations long before there is a gradient.  The attempt
-therefore opens before the first activation is sent (`submit(has_more=True)`), so that all members stop waiting
-if one of them is lost or votes NO.
+therefore opens before the first activation is sent (`submit(has_more=True)`), so that all members stop
+waiting if one of them is lost or votes NO.
 The trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
 (`add_collectives`) up to the last one.
 
@@ -315,8 +315,8 @@ class Attempts:
         """Pass an event to the open attempt.
 
         If no attempt is open, the event is ignored, with one exception: if `begin` has started collectives, a
-        `Failed` event makes the next attempt fail.  A `Prepared` event is treated as `Failed` if the flags are
-        wrong (`find_wrong_flag`).
+        `Failed` event makes the next attempt fail.  A `Prepared` event is treated as `Failed` if the flags
+        are wrong (`find_wrong_flag`).
         """
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
@@ -339,7 +339,7 @@ class Attempts:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """Repeat the vote if the root has reconnected, because the vote or the decision may have been lost."""
+        """If the root has reconnected, repeat the vote: it or the decision may have been lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
@@ -536,9 +536,9 @@ class Attempts:
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Return whether each ring in `now` resumes its channel's ring in `before`, or starts anew if there is none.
+    """Return whether each ring in `now` resumes its channel's ring in `before` or, without one, starts anew.
 
-    Each argument contains the collectives of one attempt, by channel.  A ring can be resumed only if all
+    Both arguments contain the collectives of one attempt, by channel.  A ring can be resumed only if all
     members resume it.
     """
     for channel, collective in now.items():

@@ -36,8 +36,8 @@ samples from two passes unless some samples are re-queued.  A short step is spli
 (largest remainder, ties to the lower rank).  Filling the ranks one after another would leave the last
 ranks idle while the first have full batches, and a step takes as long as its slowest worker.
 
-If `LedgerSpec.shards` is not empty, each member gets as many samples in a step as without shards, but different
-positions: those of the shard that it has leased (`shard_leases`).
+If `LedgerSpec.shards` is not empty, each member gets as many samples in a step as without shards, but at
+different positions: those of the shard that it has leased (`shard_leases`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Assignment = Mapping[PeerId, tuple[Span, ...]]
 
 
 def validate(spec: LedgerSpec) -> None:
-    """Raise `ConfigError` unless the data set is not empty, the run is finite, and the seed is within bounds."""
+    """Raise `ConfigError` if the data set is empty, the run is not finite, or a number is out of bounds."""
     if spec.size < 1:
         raise ConfigError(
             f"the data set has {spec.size} samples; it must have at least 1",
@@ -354,7 +354,7 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
 
 
 def is_balanced(state: LedgerState) -> bool:
-    """Return whether the cursor equals the number of positions that are consumed, re-queued or held by members."""
+    """Return whether the cursor equals the number of positions consumed, re-queued or held by members."""
     return state.cursor == state.consumed + count_samples(state.requeued) + _count_held(state)
 
 

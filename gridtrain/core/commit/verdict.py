@@ -80,9 +80,9 @@ def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
 
     A step requires a YES from all members, so correct members of a generation are at most one step apart, and
     those behind are prepared for the step that the others have applied.  A step that exceeds the median by
-    more than one is ignored.  The highest remaining step is ignored if more members contradict it than support
-    it: a member one step behind supports it only if it is prepared for it.  If there are only two members, or
-    in a tie, the longest-serving one is trusted.
+    more than one is ignored.  The highest remaining step is ignored if more members contradict it than
+    support it: a member one step behind supports it only if it is prepared for it.  If there are only two
+    members, or in a tie, the longest-serving one is trusted.
     """
     applied = [report.applied for report in reports]
     median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]

@@ -164,7 +164,7 @@ class StageCheckpointsChanged:
 
 @dataclass(frozen=True, slots=True)
 class CompareReplicas:
-    """The trainer has computed `digest` of its state after `step`, to be compared with those of other replicas."""
+    """The trainer has computed the digest of its state after `step`, for comparison with other replicas."""
 
     step: int
     digest: bytes

@@ -160,10 +160,10 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """The checkpoints from which this member assembles its stage, as pairs (layers, rank that stores them)."""
+        """The checkpoints from which this member assembles its stage, as pairs (layers, storing rank)."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:
-        """Return the digest, from the member list, of the checkpoint of `layers` on `rank`; empty if unknown."""
+        """Return the digest of the checkpoint of `layers` that `rank` stores; empty if unknown."""
         own = self.members[self.rank]
         return dict(zip(own.pieces, own.piece_digests, strict=False)).get((layers, rank), b"")

@@ -1,4 +1,4 @@
-"""Values of a machine's sensors (battery, GPU, idle time, temperature), and the reasons why some are missing."""
+"""Values of a machine's sensors (battery, GPU, idle time, temperature), and reasons why some are missing."""
 
 from __future__ import annotations
 

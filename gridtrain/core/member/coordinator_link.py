@@ -149,7 +149,7 @@ class CoordinatorLink:
         return [Send(self.coordinator, message) for message in messages]
 
     def report_generation(self, assignment: RankAssignment | None) -> list[MemberEffect]:
-        """Send this worker's generation to the coordinator, whose journal may not contain it (commit rule 11).
+        """Send this worker's generation to the coordinator, whose journal may lack it (commit rule 11).
 
         Nothing is sent if this worker does not know any term.
         """

@@ -110,9 +110,9 @@ class Generation:
 
     @property
     def absent_round(self) -> tuple[m.RoundId, bytes] | None:
-        """The round to which the I/O loop must now make an empty contribution, and the optimizer settings for it.
+        """The round that now needs an empty contribution, and the optimizer settings with which to apply it.
 
-        None if no empty contribution is needed.  `SubmitRound` or `StayPresent` follows.
+        None if there is no such round.  `SubmitRound` or `StayPresent` follows.
         """
         round_id, absence = self._next_round, self.stragglers.absence
         if round_id is None or absence is None or self._context.residual_transfer.is_refusing:
@@ -130,15 +130,15 @@ class Generation:
 
     @property
     def doomed_round(self) -> m.RoundId | None:
-        """The open round if it can no longer commit, because this member has voted NO, or had not voted before
-        the Freeze; otherwise None."""
+        """The open round if it can no longer commit, because this member has voted NO, or had not voted
+        before the Freeze; otherwise None."""
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is True:
             return None
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return this member's data positions in the open step, and the two numbers that weight its contribution.
+        """Return this member's data positions in the open step, and two numbers that weight its contribution.
 
         The numbers are those of `data_ledger.contribution_weight`: the samples in this member's contribution,
         and those of all members.  In a pipeline, all members of one replica process the same samples, so the
@@ -225,8 +225,7 @@ class Generation:
         return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Act on the timeouts that have passed: report a stall, abort the attempt, or bypass a forwarder, for
-        example."""
+        """Act on a timeout that has passed: for example, report a stall or abort the attempt."""
         attempts, required = self.attempts, self.required_peers
         if self._is_forming:
             is_synced = self._context.replica_state.is_synced
@@ -291,7 +290,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """If the connection was required, report its loss to the coordinator; while RUNNING, fail the open round.
+        """Report the loss of a required connection to the coordinator; while RUNNING, fail the open round.
 
         The report is sent in every phase, so that the exit of a member between two generations is also
         detected.  While FORMING, the member is dialled again.
@@ -398,7 +397,7 @@ class Generation:
         return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """Discard the open attempt after the run's last step, so that the trainer learns that the run is over.
+        """Discard the open attempt after the run's last step; the trainer then learns that the run is over.
 
         Args:
             first_step: the step after the last one.
@@ -651,7 +650,7 @@ class Generation:
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
         """Start to transfer the residual of a trainer that is leaving.
 
-        The transfer fails unless this member is RUNNING and no round is open, or it has voted NO on that round.
+        The transfer fails unless this member is RUNNING, and no round is open or it has voted NO on it.
         """
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
@@ -675,8 +674,8 @@ class Generation:
     def _update_round(
         self, act: Callable[[Attempts], list[AttemptEffect]], now_s: float
     ) -> list[MemberEffect]:
-        """Call `act` and process its effects, but only while RUNNING: a frozen member neither votes nor commits
-        (rule 5)."""
+        """Call `act` and process its effects, but only while RUNNING: a frozen member neither votes nor
+        commits (rule 5)."""
         return self._process_effects(act(self.attempts), now_s) if self._is_running else []
 
     def _process_effects(self, effects: list[AttemptEffect], now_s: float) -> list[MemberEffect]:

@@ -184,11 +184,11 @@ def _stale_model_error() -> JoinRefused:
 def own_name_events(
     requested: str, before: Sequence[m.Member], members: Sequence[m.Member], rank: int
 ) -> list[LogEvent]:
-    """Return log events about a changed name of this member, and about newcomers that requested the same name.
+    """Return log events about a new name of this member, and about newcomers that requested the same name.
 
     Args:
-        requested: the name that this member requested or, if the coordinator has already named it, its current
-            name.
+        requested: the name that this member requested or, if the coordinator has already named it, its
+            current name.
         before: the members of the previous generation.
         members: the members of this generation, in which this member has rank `rank`.
     """

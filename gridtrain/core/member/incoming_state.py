@@ -107,9 +107,9 @@ class IncomingState:
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
         """Answer another member's request for the state.
 
-        If the peer holds another stage than this member, a stored checkpoint of its stage is sent.  Otherwise,
-        this member sends its own state if it is synced, or stores the request.  A joining member instead
-        forwards the blocks of the state, as they arrive, to the next member of the chain.
+        If the peer holds another stage than this member, a stored checkpoint of its stage is sent.
+        Otherwise, this member sends its own state if it is synced, or stores the request.  A joining member
+        instead forwards the blocks of the state, as they arrive, to the next member of the chain.
         """
         at, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = at.rank_of(peer)

@@ -6,8 +6,9 @@
          +---- Disconnect -----+------------------------+          the peer is excluded, or no longer known
 
 A peer that violates the protocol is excluded until the next generation begins.  A peer that was announced
-(ExpectProbes, Admitted) can measure its link to this worker without being a member.  It stays known during the
-next generation, but not afterwards, unless it becomes a member.  `required_peers` determines which members a generation requires.
+(ExpectProbes, Admitted) can measure its link to this worker without being a member.  It stays known during
+the next generation, but not afterwards, unless it becomes a member.  `required_peers` determines which
+members a generation requires.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class PeerLinks:
     def disconnect_strangers(self, known: Collection[PeerId]) -> list[MemberEffect]:
         """Disconnect all dialled peers that are not in `known`, the peers whose messages are accepted.
 
-        A connection that the other peer dialled stays open until that peer closes it or sends a message, which
-        the transport's access control then refuses.  If this worker closed the connection, the other peer
-        would still consider it open, and would not dial again when it returned to the group.
+        A connection that the other peer dialled stays open until that peer closes it or sends a message,
+        which the transport's access control then refuses.  If this worker closed the connection, the other
+        peer would still consider it open, and would not dial again when it returned to the group.
         """
         strangers = set(self._dialled_addresses).difference(known)
         self._dialled_addresses = {
@@ -92,7 +93,7 @@ class PeerLinks:
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Accept messages from announced peers, which need not be members, so that their links can be measured.
+        """Accept messages from announced peers, which need not be members, to measure the links to them.
 
         The peers, given as (peer, address) pairs, are dialled if they have an address.  Only the latest
         `MAX_EXPECTED` announcements are remembered.

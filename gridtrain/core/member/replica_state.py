@@ -2,10 +2,10 @@
 
 If a MembershipView begins after step a, a worker whose memory contains
 
-    the layers of its stage after step a   is synced
-    other layers after step a              is not synced, but keeps these layers (`memory_layers`): other stages
-                                           are assembled from them, or the previous partition is restored
-    the state of another step              is not synced: the state is received, or loaded from disk
+    its stage's layers after step a   is synced
+    other layers after step a         is not synced, but keeps these layers (`memory_layers`): stages are
+                                      assembled from them, or the previous partition is restored
+    the state of another step         is not synced: it receives the state, or loads it from disk
 
 While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
 the tensors, and `member_checkpoints` manages the checkpoints on disk.

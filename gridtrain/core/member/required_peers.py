@@ -131,7 +131,7 @@ class RequiredPeers:
         return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
 
     def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report those of the missing peers that this member dials; the coordinator may know other addresses."""
+        """Report the peers in `missing` that this member dials; the coordinator may know other addresses."""
         self._forming_since_s = math.inf
         assignment = self._rank_assignment
         dialled = tuple(peer for peer in missing if self._addresses[peer])
@@ -161,7 +161,7 @@ class RequiredPeers:
         self._disconnected_since_s = now_s
 
     def report_relayed(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report those of the missing peers whose address names a relay; the coordinator may know other relays."""
+        """Report the peers in `missing` that are dialled by way of a relay; there may be another relay."""
         relayed = [peer for peer in missing if m.relay_of(self._addresses[peer]) is not None]
         return self.report(relayed) if relayed else []
 

@@ -102,7 +102,7 @@ class ResidualTransfer:
         connected: Collection[m.PeerId],
         position: tuple[int, bytes],
     ) -> list[MemberEffect]:
-        """Handle the recipient's reply: if it accepted, end the transfer; otherwise ask the next recipient."""
+        """Handle the recipient's reply: end the transfer or, if it declined, ask the next recipient."""
         recipient = self._recipient
         if recipient is None or peer != recipient.peer:
             return []
@@ -127,7 +127,11 @@ class ResidualTransfer:
         history: bytes,
         reason: str,
     ) -> list[MemberEffect]:
-        """Send the residual to the next connected recipient; if there is none, end the transfer with `reason`."""
+        """Send the residual to the next recipient that is connected; end the transfer if there is none.
+
+        Args:
+            reason: the reason to state if the transfer ends.
+        """
         if assignment is None:
             return [ResidualTransferEnded(False, reason)]
         ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
@@ -207,7 +211,7 @@ class ResidualTransfer:
     def begin_generation(
         self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
     ) -> list[MemberEffect]:
-        """Add the residuals of members that have left; drop residuals that are incomplete or of another step."""
+        """Add the complete residuals of members that have left; drop incomplete and outdated residuals."""
         effects: list[MemberEffect] = []
         for peer, received in list(self._received.items()):
             fits = (received.applied, received.history) == (applied, history)
@@ -222,7 +226,7 @@ class ResidualTransfer:
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
-        """Drop residuals of steps before `applied`, because their senders have nevertheless voted on that step."""
+        """Drop residuals of steps before `applied`, because their senders have voted on that step."""
         effects: list[MemberEffect] = []
         for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]

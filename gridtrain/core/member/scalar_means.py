@@ -2,9 +2,9 @@
 
     member r: MeanRequest(step, index, x_r) --> rank 0: mean of x_0 .. x_(P-1), if complete --> MeanReply
 
-The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  A call before
-a step's `optimizer.step()` has the index `BEFORE_STEP_INDEX` + i; a call after it has the index i and the
-number of the next step.  A call of `grid.weigh` has the index `WEIGHTS_INDEX`.  Step and index together
+The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  A call
+before a step's `optimizer.step()` has the index `BEFORE_STEP_INDEX` + i; a call after it has the index i and
+the number of the next step.  A call of `grid.weigh` has the index `WEIGHTS_INDEX`.  Step and index together
 identify an average; the code calls them its key.
 
 If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
@@ -19,8 +19,8 @@ to the step.  Nor does it wait for joining members if the calls were made after 
 generation.  The root asks the ranks without a value to report when they submit: it sends each of them a
 MeanReply with the index `SUBMITTED_INDEX` and the rank as its value.  From then on, these ranks report each
 submission with a MeanRequest of this index.  A MeanReply of this index whose value is another rank announces
-that this rank has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS` values of
-each member, so that no member can displace the values of another member.
+that this rank has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS` values
+of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class ScalarMeans:
         self._value = 0.0  # this member's value in the awaited average
 
     def set_absent(self, ranks: frozenset[int]) -> None:
-        """Set the ranks that are absent because their trainers have stalled; averages do not wait for them."""
+        """Set the ranks whose trainers have stalled; averages do not wait for them."""
         self._absent = ranks
 
     @property
     def awaited_ranks(self) -> frozenset[int]:
-        """On the root, the ranks without a value in at least one open average; empty if no average is open."""
+        """On the root, the ranks without a value in at least one of the open averages."""
         ranks = range(self._rank_assignment.world_size)
         return frozenset(rank for key in self._open_keys for rank in ranks if rank not in self._values[key])
 
@@ -151,7 +151,7 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
-        """Repeat the request if the root has reconnected, because the request or the reply may have been lost.
+        """If the root has reconnected, repeat the request: it or the reply may have been lost.
 
         If another member has reconnected, the root may ask it again to report its submissions.
         """
@@ -171,7 +171,7 @@ class ScalarMeans:
         """Process a value or the root's reply; ignore messages from non-members and other generations.
 
         Raises:
-            RemoteProtocolError: a request was sent to a member other than the root, or a reply was sent by one.
+            RemoteProtocolError: a member other than the root received a request or sent a reply.
         """
         at = self._rank_assignment
         rank = at.rank_of(peer)

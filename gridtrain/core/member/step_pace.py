@@ -2,7 +2,8 @@
 
 A step lasts from the previous commit, or from its start if there was none in this generation, to its commit,
 and so includes the time for computing.  After each step, mean = 0.9 mean + 0.1 duration.  The timeout is
-`Deadlines.first_step_s` until a step has been measured, and then `patience_floor_s` + `patience_factor` * mean.
+`Deadlines.first_step_s` until a step has been measured; then it is `patience_floor_s` plus `patience_factor`
+times the mean.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 QUORUM = 0.5
-"""The waiting members must have at least this fraction of the sum of all shares for the step to continue without
-late members; otherwise the group waits."""
+"""The waiting members must have at least this fraction of the sum of all shares for the step to continue
+without late members; otherwise the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -48,8 +48,8 @@ DEVIATIONS = 6.0
 """Number of median absolute deviations above the median at which a delay is unusual."""
 
 MIN_MARGIN_S, MIN_MARGIN_SHARE = 0.05, 0.25
-"""Smallest distance of the limit from the median, in seconds and as a fraction of the median; the larger of the
-two applies."""
+"""Smallest distance of the limit from the median, in seconds and as a fraction of the median; the larger of
+the two applies."""
 
 MAX_ABSENT_S = 300.0
 """Longest absence of a member; afterwards the group waits for it, and the usual timeouts apply."""
@@ -170,7 +170,7 @@ class Stragglers:
         self.absence, self._takes_part = None, True
 
     def accepts(self, *, is_absent: bool) -> bool:
-        """Return whether to accept a submission: the trainer's or, with `is_absent`, the I/O loop's empty one.
+        """Return whether to accept the trainer's submission or, with `is_absent`, the I/O loop's empty one.
 
         If both occur in one step, the one that is handled first is accepted.
         """
@@ -184,9 +184,9 @@ class Stragglers:
     def submitted(self, round_id: m.RoundId, settings: bytes, now_s: float) -> float | None:
         """Record the trainer's submission, and return its delay in seconds for the vote.
 
-        The result is None in a retry, or if it is unknown when the step was opened.  The delay of a late batch
-        begins when the first missed step was opened, so that the limit adapts to a worker that has become
-        slower.
+        The result is None in a retry, or if it is unknown when the step was opened.  The delay of a late
+        batch begins when the first missed step was opened, so that the limit adapts to a worker that has
+        become slower.
         """
         self._submission, self._step = (round_id, now_s, settings), round_id.step
         since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
@@ -324,8 +324,8 @@ class Stragglers:
 
     @property
     def _candidates(self) -> list[int]:
-        """The ranks that the root could ask to be absent: they have neither reported that they are waiting, nor
-        been asked already."""
+        """The ranks that the root could ask to be absent: they have neither reported that they are waiting,
+        nor been asked already."""
         known = self._waiting.keys() | self._requested
         if self._submission is not None:
             known |= {self._assignment.rank}
@@ -383,7 +383,7 @@ def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWith
     if is_wrong or size > MAX_SETTINGS_BYTES:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
-            f"only rank {ROOT} receives Waiting and sends ProceedWithout, and at most {MAX_SETTINGS_BYTES} bytes "
-            "of settings are allowed",
+            f"only rank {ROOT} receives Waiting and sends ProceedWithout, and the settings must have at most "
+            f"{MAX_SETTINGS_BYTES} bytes",
             remedy=NEVER_SENT,
         )

@@ -1,7 +1,7 @@
 """Catch-up while the members train: a newcomer copies the state and later updates from some of the members.
 
-    newcomer   CatchUpFrom(sources) --> BeginCatchUp, Dial, SourceConnected ..; the sources' blocks and updates
-                 |                      are delivered to the I/O loop; at last CaughtUp --> CatchUpReport
+    newcomer   CatchUpFrom(sources) --> BeginCatchUp, Dial, SourceConnected ..; then the sources' messages are
+                 |                      delivered to the I/O loop until CaughtUp --> CatchUpReport
                  +-- no source connected for `route_s` --> PeersUnreachable --> CatchUpFrom, other addresses
     member     ServeCatchUp(receivers) --> TakeSnapshot; the receivers' requests are delivered to the I/O loop
 
@@ -122,9 +122,10 @@ class WorkerCatchUp:
         return self._unreachable_since_s + self._route_s
 
     def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
-        """Return the peers to report as unreachable once the wait for a connection is over; () before and after.
+        """Return the peers to report as unreachable when the wait for a connection is over; otherwise ().
 
-        These are the sources, followed by announced peers that are not connected and could serve as relays.
+        They are the sources, and then announced peers, which could serve as relays, except those that are
+        connected.  They are returned only once.
         """
         if now_s < self.deadline_s:
             return ()

@@ -24,7 +24,7 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 @message(84)
 @dataclass(frozen=True, slots=True)
 class DiagnosticRequest(Message):
-    """Request from `gridtrain doctor` for the run's status, for members to probe, and for a connection attempt.
+    """Request from `gridtrain doctor` for the run's status, members to probe, and an attempt to dial it.
 
     The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
     empty, it also dials `peer` at that address and sends the result as Reachability.
@@ -77,7 +77,7 @@ class EndRun(Message):
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Message):
-    """Request from `gridtrain status` for a StatusReply.  It changes nothing; the sender need not be a member."""
+    """Request from `gridtrain status` for a StatusReply.  The sender need not be a member."""
 
 
 @message(87)

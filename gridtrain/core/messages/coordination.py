@@ -57,7 +57,7 @@ class Hello(Message):
 @message(5)
 @dataclass(frozen=True, slots=True)
 class Enrol(Message):
-    """Request to admit `peer`, the sender's own public key, over a connection that uses an invitation's key."""
+    """Request to admit the sender's own key, `peer`, on a connection that uses an invitation's key."""
 
     peer: PeerId
 
@@ -189,8 +189,8 @@ FAILED_UPLOADS = "failed_uploads"
 """Heartbeat metric: number of consecutive failed attempts, up to the latest, to upload a checkpoint."""
 
 EXPORT_ATTEMPTS = "export_attempts"
-"""Heartbeat metric: number of attempts by this worker to write the final model, including the one in progress;
-0 once the model is written."""
+"""Heartbeat metric: number of attempts by this worker to write the final model, including the one in
+progress; 0 once the model is written."""
 
 
 MAX_METRICS = 64
@@ -344,8 +344,8 @@ ON_REQUEST = "on request"
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether a pause with this reason was only ordered by the owner, so that `gridtrain worker resume`
-    ends it."""
+    """Return whether a pause with this reason was only ordered by the owner, so that `gridtrain worker
+    resume` ends it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
@@ -360,7 +360,7 @@ class TemporaryLeave(Message):
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished(Message):
-    """Notice that the run is over for this worker: it has applied the last step, or the run was ended early."""
+    """Notice that the sender has reached the end of the run, which may have been ended early."""
 
     applied: AppliedStep
     history: Digest
@@ -465,7 +465,7 @@ class Freeze(Message):
 
 
 MAX_MEMBERS_PER_PAGE = 384
-"""Number of members that fit into a message header even if all names and addresses have their maximum length."""
+"""Number of members that fit into a message's header even if names and addresses have their full length."""
 
 MAX_MEMBER_PAGES = 256
 
@@ -475,7 +475,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    If the receiver has the list of its current generation, the coordinator can send MemberListChanges instead.
+    The coordinator can send MemberListChanges instead if the receiver has the list of its generation.
     """
 
     term: UInt

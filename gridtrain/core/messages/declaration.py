@@ -167,8 +167,8 @@ class TextField(FieldType):
 class ReasonField(TextField):
     """A text that explains something to the user.
 
-    `pack` shortens a text that is too long and replaces control characters instead of raising `FieldError`, so
-    that no reason crashes its sender.
+    `pack` shortens a text that is too long and replaces control characters instead of raising `FieldError`,
+    so that no reason crashes its sender.
     """
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -194,7 +194,7 @@ class WordField(FieldType):
 
 
 class PayloadField(FieldType):
-    """The payload, which is the last field of its message.  It is not in the header, but is frame 1 itself."""
+    """A payload, which is the last field of its message; it is not in the header, but forms frame 1."""
 
     name = "frame 1"
     bounds = "0 .. 64 MiB, opaque here"

@@ -1,4 +1,4 @@
-"""Messages between workers in a round: payloads, votes, decisions, progress, stalled trainers and averages."""
+"""Messages between workers in a round: payloads, votes, decisions, progress, stalled trainers, averages."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
     Attributes:
-        compute_s: the time from the opening of the step to the trainer's submission or, after an absence, from
-            the opening of the first step that the trainer missed.  The root estimates from it when to expect
-            the next submission.  None if the trainer is absent, if the time is unknown, in a retry, and in a
-            repeated vote.
+        compute_s: the time from the opening of the step to the trainer's submission or, after an absence,
+            from the opening of the first step that the trainer missed.  The root estimates from it when to
+            expect the next submission.  None if the trainer is absent, if the time is unknown, in a retry,
+            and in a repeated vote.
     """
 
     round: RoundId
@@ -66,7 +66,7 @@ class Decision(Message):
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
-    """Report that the sender is alive and working on this round; the receiver extends the sender's deadline."""
+    """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
 
     round: RoundId
     progress: UInt

@@ -32,8 +32,7 @@ from gridtrain.core.messages.types import (
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Credit(Message):
-    """Total number of bytes of bulk messages that the sender of this message has received on this connection and
-    processed.
+    """Number of bytes of bulk messages that the sender has received on this connection and processed.
 
     Flow control permits at most `network.transport.flow_control.WINDOW_BYTES` unacknowledged bytes.
     """
@@ -44,7 +43,7 @@ class Credit(Message):
 @message(25)
 @dataclass(frozen=True, slots=True)
 class CatchUpReport(Message):
-    """Report to the coordinator, in answer to CatchUpFrom, that the sender holds the state after step `applied`.
+    """Answer to CatchUpFrom: the sender holds the state after step `applied`.
 
     If catch-up has failed, `applied` is -1 and `history` is empty.
     """

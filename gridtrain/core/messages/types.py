@@ -348,7 +348,7 @@ class StagedModel:
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
     """Return the problem with block `index` of `total`, or None if it is valid.
 
-    A block is valid if `index` < `total` <= `max_blocks`, and its payload has at most `MAX_BLOCK_BYTES` bytes.
+    It is valid if `index` < `total` <= `max_blocks`, and `payload` has at most `MAX_BLOCK_BYTES` bytes.
     """
     if not index < total <= max_blocks:
         return f"block {index} of {total}; blocks are numbered from 0, and there may be at most {max_blocks}"
