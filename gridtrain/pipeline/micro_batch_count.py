@@ -1,6 +1,6 @@
 """The number of micro-batches of the next step, configured or chosen from trials and the free memory.
 
-If it is not configured, each of the first steps is a trial with a different number.  The summaries of all
+If it is not configured, the first steps are trials with different numbers.  The summaries of all
 members contain their timings of the step; after the last trial, the run's number is chosen from these.  The
 timings and the choice are part of the state that a newcomer receives, and of checkpoints.
 

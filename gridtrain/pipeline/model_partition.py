@@ -119,7 +119,7 @@ def partition(
             pass.
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
-        extra_copies: additional memory as a multiple of the parameters, such as for a residual or send buffers.
+        extra_copies: additional memory as a multiple of the parameters, such as for a residual.
         memory_bytes: the memory of each device, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
             links; if None, transfers are assumed to take no time.

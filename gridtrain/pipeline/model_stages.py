@@ -1,4 +1,4 @@
-"""Divides a run's model into stages at given or computed cuts, names the stages' tensors, and builds the stages.
+"""Divides a run's model into stages at given or computed cuts, names their tensors, and builds them.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
@@ -65,8 +65,8 @@ class ModelStages:
         has_explicit_cuts: whether the caller gave the cuts.
 
     Raises:
-        ConfigError: the cuts do not divide the model into S stages, the model cannot be divided into S stages,
-            or a stage has no trainable parameter.
+        ConfigError: the cuts do not divide the model into S stages, a stage has no trainable parameter, or no
+            cuts were given and the model cannot be divided into S stages.
     """
 
     def __init__(

@@ -182,9 +182,9 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch; nothing was sent, and `step` can be called
-                again with the right batch.  Or the optimizer settings on this worker differ from those of most
-                replicas of its stage.
+            ConfigError: inputs or targets are not this step's batch; in this case, nothing was sent, and
+                `step` can be called again with the right batch.  Or the optimizer settings on this worker
+                differ from those on most replicas of its stage.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
