@@ -48,8 +48,8 @@ def describe_staged_model(
 
     Args:
         optimizer: the optimizer of the whole model, on the meta device.
-        profile: the measured costs of the layers.  If None, the description contains no times and activations,
-            and the coordinator assumes that times are proportional to the bytes of parameters.
+        profile: the measured costs of the layers.  If None, the description contains no times and
+            activations, and the coordinator assumes that times are proportional to the bytes of parameters.
         batch_size: the number of samples that a replica of the model processes in each step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
             omits the layers, so that the model is not repartitioned.

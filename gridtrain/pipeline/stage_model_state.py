@@ -1,9 +1,9 @@
 """Manages a stage between two steps: checkpoints, pauses, departure, residual and export (see `ModelState`).
 
-If another worker has the same stage when this worker leaves or pauses, the largest entries of the residual are
-sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers wait with
-the state after the same step in memory, and continue when this worker returns.  When it returns, the saved
-part of the residual is added if no step was committed in the meantime.
+If another worker has the same stage when this worker leaves or pauses, the largest entries of the residual
+are sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers wait
+with the state after the same step in memory, and continue when this worker returns.  When it returns, the
+saved part of the residual is added if no step was committed in the meantime.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class StageModelState(ModelState):
 
     @property
     def exports(self) -> bool:
-        """Whether this worker, as the first replica of its stage, writes the stage's part of the final model."""
+        """Whether this worker writes its stage's part of the final model: the first replica does."""
         snapshot = self._session.snapshot
         if not snapshot.world_size:
             return False  # a standby
@@ -149,8 +149,8 @@ class StageModelState(ModelState):
         return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
 
     def export(self, folder: Path) -> None:
-        """Write this stage's part of the final model into `folder`; with the first stage, also write the index
-        of all parts."""
+        """Write this stage's part of the final model into `folder`; with the first stage, also write the
+        index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
         snapshot, path = self._session.snapshot, folder / _part_name(held.stage, stages.stages)
         end = f"step {snapshot.applied + 1}, {snapshot.history.hex()}, stages cut at {list(stages.cuts)}"
@@ -229,8 +229,8 @@ class StageModelState(ModelState):
         """Save the stage unless another worker holds it.
 
         Args:
-            between_steps: whether no step is in progress; otherwise the state before the step is saved, if the
-                stage still has it.
+            between_steps: whether no step is in progress; otherwise the state before the step is saved, if
+                the stage still has it.
         """
         snapshot = self._session.snapshot
         layers, stage = self._held.layers, self._held.stage

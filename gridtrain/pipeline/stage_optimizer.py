@@ -1,9 +1,9 @@
 """`pipe.optimizer`: the optimizer of the stage that this worker holds, whose settings outlive a stage.
 
-A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed, this
-is the optimizer of the whole model on the meta device; afterwards, it is that of the stage in memory.  If the
-worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of that of stage
-2, until they are replaced by the state of stage 0 from a replica or a checkpoint.
+A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed,
+this is the optimizer of the whole model on the meta device; afterwards, it is that of the stage in memory.
+If the worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of that
+of stage 2, until they are replaced by the state of stage 0 from a replica or a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Describes trees of tensors that are sent between stages, and encodes them as buffers of known size.
 
-A tree consists of tensors, numbers, strings and None in nested tuples, lists and dicts.  Its structure, shapes
-and dtypes are fixed before the first step, and are equal on both sides.  Received buffers are checked against
-the spec; nothing is inferred from a peer's bytes.
+A tree consists of tensors, numbers, strings and None in nested tuples, lists and dicts.  Its structure,
+shapes and dtypes are fixed before the first step, and are equal on both sides.  Received buffers are checked
+against the spec; nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
           |                          |                      |

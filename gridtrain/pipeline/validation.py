@@ -95,7 +95,7 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Return the origin of an exception in a layer or the loss, and a description of the values that caused it.
+    """Return the origin of an exception in a forward pass, and a description of the values that caused it.
 
     The description is empty if this worker is the origin.
 
