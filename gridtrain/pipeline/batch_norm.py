@@ -1,4 +1,4 @@
-"""Updates batch norm's running statistics in a pipeline, and other buffers that a forward pass changes.
+"""Updates batch norm's running mean and variance in a pipeline; restores other buffers after aborted steps.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each

@@ -60,7 +60,7 @@ class TiedParameterName:
         return tuple(dict.fromkeys(block for block, _ in self.places))
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stages that hold a copy, ascending, for the boundaries `cuts` (S + 1,)."""
+        """Return, in ascending order, the stages that hold a copy if the model is cut at `cuts` (S + 1,)."""
         spans = enumerate(pairwise(cuts))
         return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
 
@@ -125,7 +125,7 @@ class Blueprint:
         return tuple(sum(t.nbytes for _, t in _tensors(block)) for block in self.blocks)
 
     def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
-        """Build blocks `start` to `stop` - 1 with memory and initial values on `device`.
+        """Build blocks `start` to `stop` - 1 on `device`, with their initial values.
 
         At most one additional block is in memory at any time.  Blocks that hold a tied parameter share one
         object.

@@ -208,7 +208,8 @@ class _StepExecution:
         """Handle an exception in a forward pass.
 
         If the cause is that received values are not finite, return an output of NaN, so that the step is
-        skipped.  Otherwise raise `LineBroken` if the sender is at fault, or else `error` itself.
+        skipped.  Otherwise, raise `LineBroken` if the values from the previous stage are the cause, and
+        `error` itself if they are not.
         """
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]

@@ -111,8 +111,8 @@ def partition(
         stages: the number of stages on equal devices, or the devices in the order of the stages.
         example: an input with which to measure the blocks; it should have as many samples as a micro-batch.
         profile: an existing measurement, or the costs of the layers, to use instead of `example`.
-        batch_size: the number of samples in a step; by default, the example's number of samples times
-            `micro_batches` or, if that is "auto", times 1.
+        batch_size: the number of samples in a step; by default, the number of samples in the example,
+            multiplied by `micro_batches` unless that is "auto".
         micro_batches: the number of micro-batches in a step, or "auto" to choose it for `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
         rematerialise: whether stages store only their inputs, and repeat the forward pass before the backward

@@ -1,8 +1,9 @@
 """Computes one stage: forward and backward passes of micro-batches, recomputation, loss, tied parameters.
 
     begin           starts a mini-batch
-    forward(m)      runs the forward pass of micro-batch m, and stores its input, but no activations
-    backward(m)     repeats the forward pass with the same random numbers, then runs the backward pass
+    forward(m)      runs the forward pass of micro-batch m; with `rematerialise`, stores only its input
+    backward(m)     repeats the forward pass, if necessary, with the same random numbers; then runs the
+                    backward pass
     finish          adds the mini-batch's gradients to `parameter.grad`
     commit          updates the running statistics of batch norm
 

@@ -175,8 +175,8 @@ class StageState:
     def set_position(self, staging: ModelStages, stage: int) -> None:
         """Use the layers in memory as stage `stage` of `staging`.
 
-        If its number or the cuts have changed, so may have its neighbours and the stages with copies of its
-        tied parameters.
+        If the stage's number or the cuts have changed, its executor is dropped and its tied parameters are
+        determined again.
         """
         if (stage, staging.cuts) != (self.stage, self._cuts):
             self.stage, self._cuts, self.executor = stage, staging.cuts, None

@@ -58,15 +58,14 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check that no stage can send more messages than a neighbour stores before it begins the step.
+    """Check that a stage cannot send too many messages before a neighbour begins the step and receives them.
 
     Args:
         buffers: the number of buffers in a payload.  A payload takes at least one message for each buffer,
             and one for the table of its buffers.
 
     Raises:
-        ConfigError: a stage could send more messages than a neighbour stores, and would therefore be
-            disconnected.
+        ConfigError: a stage could send more messages than a neighbour stores, which would then disconnect it.
     """
     most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # the other half is for all other messages
     kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)

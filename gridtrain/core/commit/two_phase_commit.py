@@ -3,8 +3,8 @@
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)
       |-------- Vote YES -------->|
-      |<----- Decision -----------|   COMMIT iff every member voted YES for the same digest,
-      v                           v   else ABORT; decided once
+      |<----- Decision -----------|   COMMIT if all members voted YES for the same digest,
+      v                           v   otherwise ABORT; decided once
     Decided                     Decided
 
 After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The

@@ -2,7 +2,7 @@
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
-                   <------- late --------->          (SIGSTOP, a closed laptop, a starved machine)
+                   <------- late --------->          (SIGSTOP, a closed laptop, an overloaded machine)
 
 Messages that arrived in the meantime are still unread, so the caller extends its timeouts.  Lifeguard's local
 health is a similar mechanism (arXiv 1707.00788).

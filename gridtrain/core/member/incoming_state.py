@@ -3,7 +3,7 @@
     joining member         sends StateRequest to the state source, or to the member that forwards the state
                            stores each StateBlock that it receives (StoreStateBlock)
                            sends StateRequest to the source if no block arrives in time
-    member with the state  answers StateRequest with SendState, in a pipeline as soon as it is synced
+    member with the state  answers StateRequest with SendState; in a pipeline, as soon as it is synced
 
 The member list names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).

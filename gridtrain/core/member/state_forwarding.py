@@ -2,8 +2,8 @@
 
     rank      0         1         2         3         4
               source    member    joining   joining   joining
-              blocks ------------> blocks --> blocks --> blocks   about as fast for many members as for one
-              digest ----------------------> x ------> x          sent by the source to each rank directly
+              blocks -----------> blocks -> blocks -> blocks    about as fast for many members as for one
+              digest ---------------------> digest    digest    sent to each member by the source itself
 
 A forwarded state is accepted only if it has the digest that the source sent.  If a forwarder sends nothing
 for `BLOCK_TIMEOUT_S`, or violates the protocol, it is bypassed, and the source sends the rest.  If the digest

@@ -315,7 +315,7 @@ class StagedModel:
 
     Attributes:
         cuts: (stages + 1,) first layer of each stage, then the number of layers.
-        blocks: cost of each layer; () if the model is not repartitioned.
+        blocks: the cost of each layer; () if the model must not be repartitioned.
         fill_drain: whether the pipeline schedule is fill-drain; otherwise it is 1F1B.
         fixed: whether the user chose `cuts`; if so, they are used whenever there are enough workers for all
             stages.
