@@ -181,7 +181,8 @@ class PolicyEnforcer:
             raise RuntimeError("this worker's rules are no longer enforced") from self._fault
 
     def allow_fetch(self) -> tuple[float | None, float]:
-        """Return the download limit in bytes per second, and the number of bytes left in the budget.
+        """Return the download limit in bytes per second (None if there is none), and the number of bytes left
+        in the day's budget (infinite if there is none).
 
         Raises:
             BudgetSpent: the rules do not currently allow training, or this worker is stopping.
@@ -266,7 +267,7 @@ class PolicyEnforcer:
         try:
             write()
         except ConfigError as error:
-            self._tell(f"{error.reason}: this command will not apply after a restart")
+            self._tell(f"{error.reason}; therefore this command will not apply after a restart")
 
     def _change_rules(self, settings: dict[str, str]) -> None:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
@@ -372,7 +373,7 @@ class PolicyEnforcer:
 
     def _update_name(self, name: str) -> None:
         if name != self._name:
-            self._tell(f"{self._name} is named {name} in this run: gridtrain worker show --worker {name}")
+            self._tell(f"{self._name} is named {name} in this run; use --worker {name} in commands")
             self._name = name
 
     # -- the background thread -------------------------------------------------------------------
