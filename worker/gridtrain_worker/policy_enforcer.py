@@ -1,6 +1,6 @@
-"""Applies the owner's rules to a running script: checks at intervals, sends limits, and detects disobedience.
+"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices if it does not obey.
 
-every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
+every `LOOK_S` s: sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
 moved_bytes <--------------------------- the script, four times a second --> Budget, on disk
 """
@@ -51,7 +51,7 @@ class PolicyEnforcer:
     Args:
         folder: the folder for this worker's rules, budget and socket.
         name: the worker's name, until the run assigns another one.
-        given: the rules from the command line; rules that were saved earlier also apply.
+        given: the rules from the command line, by key; rules that were saved earlier also apply.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
         sensors: the sensors to read; by default this machine's.

@@ -8,10 +8,10 @@ the remaining layers, so the best partitions of all prefixes are computed, one s
               stage 1 ends after       3 or 4 layers        stages 2 and 3 can hold at most the last 5 layers
               stage 2 ends after       5 or 6 layers        stage 3 can hold at most the last 3 layers
 
-Only these few prefixes need to be examined.  The bound only excludes stages that no partition within the bound
-contains, so if such a partition exists, the result is the same as without a bound.  `bottleneck_cuts_within`
-tries ascending bounds, beginning just above the smallest possible bound, because a search with a small bound
-is fast.
+Only these few prefixes need to be examined.  The bound only excludes stages that no partition within the
+bound contains, so if such a partition exists, the result is the same as without a bound.
+`bottleneck_cuts_within` tries ascending bounds, beginning just above the smallest possible bound, because a
+search with a small bound is fast.
 """
 
 from __future__ import annotations

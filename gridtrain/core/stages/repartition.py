@@ -1,4 +1,4 @@
-"""Divides a model again over fewer or more workers, and chooses who supplies the state of each stage.
+"""Divides a model again for fewer or more workers, and chooses the workers that supply each stage's state.
 
     3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
     bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)

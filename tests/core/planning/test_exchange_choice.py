@@ -96,7 +96,7 @@ def test_the_description_proposes_local_steps_on_slow_links() -> None:
     assert exchanging.chosen == Dense()
     assert (
         "LocalSteps(every=" in exchanging.description
-        and "sparse exchanges work with this optimizer" in exchanging.description
+        and "this optimizer can use sparse exchanges" in exchanging.description
     )
 
 
