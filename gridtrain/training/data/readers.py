@@ -112,8 +112,8 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Return the samples of a pass.  The first sample is read immediately, because a generator does not read
-    its pass number before its first sample is requested.
+    """Return an iterator over the samples of a pass.  The first sample is read immediately, because a
+    generator does not read its pass number before its first sample is requested.
 
     Each pass has its own copy of the data set with its own pass number, because an open pass may read the
     number again later.
@@ -174,7 +174,7 @@ class MapReader:
 
 
 class IterableReader:
-    """Reads an iterable data set, in its own order."""
+    """Reads an iterable data set, in its own order.  Keeps up to `MAX_OPEN_PASSES` passes open."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
