@@ -140,6 +140,6 @@ def check_weighting(
         if is_used:
             raise ConfigError(
                 f'weigh_by="tokens" was set with {name}, but weighting by '
-                "tokens needs all workers' counts for each gradient",
+                "tokens needs the counts of all workers before a gradient is sent",
                 remedy=f'remove {name}, or use weigh_by="samples"',
             )

@@ -231,7 +231,7 @@ class ModelState(ABC):
 
         Returns:
             False if the previous checkpoint is still being written after `timeout_s`, so that this one was
-            not started; otherwise True.  This is logged unless `timeout_s` is 0.
+            not started; otherwise True.  The failure is logged unless `timeout_s` is 0.
         """
         snapshot = self._session.snapshot
         if not (
@@ -811,8 +811,8 @@ def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:
 
 
 def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
-    """Map each exchange that a membership view may name to its neighbours; "" stands for a view that names no
-    exchange."""
+    """Map the name of each exchange that a membership view may contain to the neighbours in this exchange; ""
+    stands for a view that names no exchange."""
     exchange = round_exchange(wrapped.exchange_config)
     if as_direct(exchange) is not None:
         usual, directly = _with_ring(neighbours_of(exchange)), _with_ring(direct.neighbours)

@@ -51,6 +51,7 @@ class PauseController:
     """Carries out the agent's directives: between two steps or, for rate limits and the budget, at any time.
 
     Args:
+        session, owner: this worker's session in the run, and its link to the volunteer's agent.
         connect: a function that creates a transport for rejoining; None without an agent, in which case
             this worker never pauses.
         limit: a function that sets the upload and download limits in bytes per second.

@@ -1,9 +1,8 @@
 """Restores batch norm's running statistics after a batch with values that are not finite.
 
 begin_turn            the worker copies the statistics
-the batch             values that are not finite reach the statistics in the forward pass, and the
-gradient the step is skipped   the worker whose gradient caused this restores the copy; otherwise the
-values would
+the batch             values that are not finite reach the statistics (in the forward pass) and the gradient
+the step is skipped   a worker whose gradient caused this restores the copy; otherwise the values would
                       affect all later batches and the final model
 """
 

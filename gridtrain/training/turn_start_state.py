@@ -3,9 +3,9 @@
 A state that is sent in the middle of a turn contains these values, because its receiver still makes all of
 the turn's calls to `step`.  For example, a script may step a scheduler after each micro-batch or local step:
 
-    micro-batch or local step       1      2      3      4, which ends the step of the run
-    scheduler (s before the turn)   s+1    s+2    s+3    |
-    a newcomer requests the state while this worker is here and receives the scheduler's state s
+    micro-batch or local step            1     2     3     4, which ends the step of the run
+    state of the scheduler, at first s   s+1   s+2   s+3
+                                                      ^ a newcomer that requests the state here receives s
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class WorkerResidual:
         return {"decayed_mass": dropped} if dropped else {}
 
     def mark_sent(self, attempt: ExchangeAttempt) -> None:
-        """Record that the other workers may commit `attempt` from now on."""
+        """Record that `attempt` is about to be sent.  From now on, its round can be committed even if this
+        worker is interrupted."""
         self._attempt = attempt
 
     def mark_ended(self) -> None:

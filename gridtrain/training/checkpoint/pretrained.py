@@ -215,7 +215,7 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
             inner.save_pretrained(folder, state_dict=places)  # type: ignore[operator]
         except Exception as error:  # a configuration that the library cannot save must not end the training
             log.warning(
-                "checkpoints of this %s can only be exported as plain files: %s: %s",
+                "checkpoints of this %s can only be exported as .safetensors or .pt files: %s: %s",
                 *(type(inner).__name__, type(error).__name__, error),
             )
             return None
@@ -235,12 +235,15 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
         layout.check()
     except ValueError as error:
         log.warning(
-            "checkpoints of this %s can only be exported as plain files: %s", type(inner).__name__, error
+            "checkpoints of this %s can only be exported as .safetensors or .pt files: %s",
+            type(inner).__name__,
+            error,
         )
         return None
     if outside := _uncovered(model, layout):
         log.warning(
-            "the model is exported as a plain file, because %s does not have %s, such as %r",
+            "the model can only be exported as a .safetensors or .pt file, because %s does not have %s, such "
+            "as %r",
             *(type(inner).__name__, format_count(len(outside), "trained parameter"), outside[0]),
         )
         return None

@@ -268,8 +268,7 @@ def restore_state(
 
     Raises:
         RemoteProtocolError: the blobs are not a state, or the state does not match the model, the optimizer
-        or
-            the trackers.  Nothing is changed before parameters and buffers have been checked.
+            or the trackers.  Nothing is changed before parameters and buffers have been checked.
     """
     parts = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
     load_state(_parse_values(parts), model, optimizer, trackers)

@@ -78,10 +78,10 @@ class ShardFile:
     def problem(self) -> str:
         """What is wrong with an entry that was read from an index; "" if nothing is."""
         if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
-            return f"url is {self.url!r:.200}; it must be a path or a URL"
+            return f"url is {self.url!r:.200}; it must be a path or a URL of at most {MAX_URL} characters"
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
-            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0"
+            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0 and below 2**53"
         is_digest = isinstance(self.sha256, str) and len(self.sha256) == 64 and self.sha256.isalnum()
         return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 hexadecimal digits"
 
