@@ -194,8 +194,8 @@ class GridOptimizer(WrappingOptimizer):
         return self.exchange_config.describe() + buckets
 
     def set_backwards_per_step(self, count: int) -> None:
-        """Set the number of backward passes in a step; with overlap, gradients are complete after the last
-        pass."""
+        """Set the number of backward passes before one call to `step`; with overlap, gradients are complete
+        after the last of them."""
         self.backwards_per_step = count
         if self._overlapper is not None:
             self._overlapper.backwards = count

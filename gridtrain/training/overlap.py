@@ -65,7 +65,7 @@ class Overlapper:
         trial: the trial, which decides which of the two exchangers each step uses.
 
     Attributes:
-        backwards: the number of backward passes in one step (`grid.batches(accumulate=)`).
+        backwards: the number of backward passes before one call to `step` (`grid.batches(accumulate=)`).
         selecting_s: the time that the current backward pass has spent on selection, in seconds.
     """
 

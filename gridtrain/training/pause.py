@@ -106,7 +106,7 @@ class PauseController:
 
     @property
     def remaining_bytes(self) -> int:
-        """The bytes that this process may still send and receive; 2**60 without a limit."""
+        """The number of bytes that this process may still send, receive and fetch; 2**60 without a limit."""
         left = self._bound_bytes() - self.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 

@@ -398,7 +398,7 @@ def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
 
 
 def earlier_folder(place: Path, is_free: Callable[[Path], bool]) -> Path:
-    """Return the first folder `earlier-N` in `place` that is free."""
+    """Return the first of the paths `earlier-1`, `earlier-2`, ... in `place` for which `is_free` is true."""
     return next(path for n in itertools.count(1) if is_free(path := place / f"earlier-{n}"))
 
 

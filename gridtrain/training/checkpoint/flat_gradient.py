@@ -146,7 +146,8 @@ class FlatGradient:
                 start += size
 
     def check_unchanged(self) -> None:
-        """Raise `ConfigError` if the script trains parameters that are not in the vector."""
+        """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
+        optimizer other parameters."""
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",

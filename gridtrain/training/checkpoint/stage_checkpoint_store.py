@@ -175,7 +175,8 @@ class StageCheckpointStore:
         return True
 
     def _drop_unaligned(self, blocks: Span) -> None:
-        """Remove checkpoints of steps at which not all stages write checkpoints."""
+        """Remove the stage's checkpoints of steps that are not multiples of `every`, because the other stages
+        have no checkpoints of these steps."""
         if not self._every or not self._can_keep_refused():
             return
         for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)):

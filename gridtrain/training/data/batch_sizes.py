@@ -53,7 +53,8 @@ class BatchSizes:
         return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:
-        """Raise `ConfigError` for sizes that contradict each other or are not positive."""
+        """Raise `ConfigError` if sizes contradict each other or are not positive, or if a step would have
+        more than `MAX_STEP_SAMPLES` samples."""
         if (self.per_worker is None) == (self.per_step is None):
             raise ConfigError(
                 f"batch_size={self.per_worker}, global_batch_size={self.per_step}; pass exactly one of them",

@@ -49,7 +49,12 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     """Return the number of samples in one pass, and a description that is equal on workers with the same
     data.
 
-    Raises `ConfigError` for a data set that cannot be divided among workers.
+    Args:
+        length: the number of samples in a pass over an iterable data set; None if the data set has a length.
+
+    Raises:
+        ConfigError: the data set is empty or cannot be divided among workers, yields different samples when
+            it is read again, or has an index although `length` is given.
     """
     if isinstance(dataset, DataLoader):  # its batches would be mistaken for samples
         raise ConfigError(

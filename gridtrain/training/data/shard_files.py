@@ -174,7 +174,8 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
 
 
 def parse_limit(name: str, text: str) -> int:
-    """Parse a size in bytes.  Raises a `ConfigError` that names `name`."""
+    """Parse a size in bytes.  Raises `ConfigError` if `text` is not a size; the message begins with
+    `name`."""
     if limit_bytes := parse_bytes(text):
         return limit_bytes
     raise ConfigError(f"{name} is {text!r}", remedy='use a size such as "20GB"')
