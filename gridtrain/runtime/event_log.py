@@ -41,7 +41,10 @@ gets another name logs `named`, and the worker that keeps the name logs `namesak
 
 
 def describe_run_state(state: str, reason: str) -> str:
-    """Return a sentence about the run's state, such as "the run is waiting for 2 workers"."""
+    """Return a text about the run's state, such as "the run is waiting for 2 workers".
+
+    The state is left out if `reason`, the coordinator's explanation of it, begins with the state.
+    """
     return f"the run is {'' if reason.startswith(state) else f'{state}: '}{reason}"
 
 
