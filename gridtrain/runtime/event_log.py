@@ -17,7 +17,7 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
-    "drifted": "this worker's model differs from the other members' at step %(step)s; this worker is "
+    "drifted": "this worker's model differs from the other members' models at step %(step)s; this worker is "
     "receiving their model "
     "(possible cause: a script changed the weights of one worker only, for example with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",

@@ -66,8 +66,8 @@ class GroupMeans:
     def average(self, step: int, generation: int, value: float, *, is_before_step: bool) -> float:
         """Return the mean of the workers' values.
 
-        Returns `value` if the mean does not arrive within `Deadlines.first_step_s`, or if the generation has
-        ended and this call cannot be repeated in another generation.
+        Returns `value` if the mean does not arrive in time, if this worker has to leave the group, or if the
+        generation has ended and this call cannot be repeated in another generation.
 
         Args:
             step: the number of the next `optimizer.step()`.
