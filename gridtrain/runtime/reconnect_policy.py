@@ -16,8 +16,8 @@ DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
 REJOIN_INTERVAL_S = 30.0
-"""The shortest time between two returns of a worker whose training loop stalls, because others wait for it
-each time."""
+"""Minimum time between two rejoins of a worker whose training loop stalls repeatedly.  Each time it rejoins,
+the other workers have to wait for it."""
 
 CONNECTING_S = 2.0
 """How long a worker that rejoins may take to connect before it reports that the run is paused."""
@@ -43,10 +43,13 @@ class ReconnectPolicy:
         self._has_stalled = True
 
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
-        """Whether to connect to the coordinator again, because the stalled loop has continued.
+        """Return whether to connect to the coordinator again, because the stalled loop has continued.
+
+        Returns True at most once after each call of `trainer_stalled`.
 
         Args:
-            trainer_waiting: whether the training loop is waiting for this worker's group.
+            now_s: the current time.
+            trainer_waiting: whether the training loop is waiting for the group, and thus has continued.
         """
         if not (self._has_stalled and trainer_waiting and now_s >= self._rejoined_s + REJOIN_INTERVAL_S):
             return False
@@ -64,6 +67,10 @@ class ReconnectPolicy:
         network path can cause it.  A worker that is not a member yet gives up immediately, because it loses
         nothing.  A member keeps trying for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
         notifies it over the existing connection.
+
+        Args:
+            now_s: the current time.
+            member: whether this worker counts as a member, because a coordinator has welcomed it.
 
         Raises:
             JoinRefused: this worker is not a member, or has been denied access for `DENIED_TIMEOUT_S`.

@@ -94,6 +94,8 @@ class AgentLink:
         moved_bytes: a thread-safe function that returns the number of bytes that this process has sent and
             received so far.
         why_waiting: a thread-safe function that returns why no worker is training; "" if the run is training.
+
+    Raises `OSError` if no agent listens at `path`.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent's process has ended; normally the agent stops the script first."""
+        """Whether the connection to the agent is closed, because the agent's process has ended.
+
+        Normally, the agent stops the script before it ends.
+        """
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)
