@@ -98,7 +98,8 @@ def format_worker_state(state: str) -> str:
 def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
     """Return the fields of an event in readable form.
 
-    The field `verdict` of a generation is replaced by `open_step`, the outcome of the step that was open.
+    The field `verdict` of a generation is replaced by `open_step`, which says whether the step that was open
+    is "committed" or "repeated".
     """
     return dict(
         ("open_step", "committed" if value == "COMMIT" else "repeated")
@@ -109,7 +110,8 @@ def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def format_field(value: object) -> str:
-    """Return a value of an event in readable form: "yes", "no", "none", or a list separated by commas."""
+    """Return a value of an event in readable form: a bool as "yes" or "no", None as "none", a float with
+    three decimals, and a list as its items separated by commas."""
     match value:
         case bool():
             return "yes" if value else "no"

@@ -1,4 +1,4 @@
-"""Sums sparse payloads for TopK and GTopK, and truncates sums; what is dropped goes to the residuals.
+"""Sums sparse payloads for TopK and GTopK, and truncates sums to k entries; residuals keep the other entries.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of the index sets
     theirs  2 . .  1 . 1 .
@@ -42,7 +42,7 @@ class MergeResult:
     """The result of a merge.
 
     Attributes:
-        encoded: the result; encoded.sparse + truncated == mine + theirs in float32.
+        encoded: the encoded entries; together with the truncated entries, they equal the sum in float32.
         truncated_indices, truncated_values: (K,) each, the dropped values and the encoding's rounding errors.
     """
 
