@@ -474,7 +474,7 @@ def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """All timeouts and intervals, in seconds.  Progress extends the timeouts marked (+)."""
+    """All timeouts and intervals, in seconds, and one factor.  Progress extends the timeouts marked (+)."""
 
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
     silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies

@@ -61,7 +61,7 @@ class LineBroken(GridtrainError):
 
 
 class TransportError(GridtrainError):
-    """An address cannot be bound or connected to, or a bounded queue is full."""
+    """An address cannot be bound or connected to, a peer is not connected, or a bounded queue is full."""
 
 
 class AddressTaken(TransportError):

@@ -11,7 +11,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
 MAX_NAMES = 3
-"""The maximum number of workers that a message to people names; see `list_first`."""
+"""The maximum number of workers whose names a message to people lists; see `list_first`."""
 
 SKIP_REASON = "because a gradient was not finite"
 """The reason for skipping a step, as messages to people state it."""
@@ -35,7 +35,8 @@ def parse_bytes(text: str) -> int | None:
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """Return the text; if it exceeds `max_bytes` bytes of UTF-8, cut it after a word and append "..."."""
+    """Return the text; if it exceeds `max_bytes` bytes of UTF-8, cut it, if possible after a word, and append
+    "..."."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= max_bytes:
         return encoded.decode()

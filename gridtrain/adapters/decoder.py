@@ -109,7 +109,7 @@ def decoder_blueprint(
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
     Raises:
-        ConfigError: the folder contains no such model, or the model or `lora` cannot be used; see
+        ConfigError: the folder contains no pretrained model, or the model or `lora` cannot be used; see
             `decoder_blocks`.
     """
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
@@ -297,7 +297,7 @@ def _block(kind: type[_Plain], module: nn.Module) -> Any:
 
 
 def _draw_values(model: PreTrainedModel) -> Init:
-    """Return a function that gives a block the initial values that the model's class draws."""
+    """Return a function that initializes a block as the model's class does, with random values."""
 
     @torch.no_grad()
     def init(block: nn.Module, number: int) -> None:

@@ -52,14 +52,14 @@ else:
 
 
 class GridTrainerMixin(_Trainer):
-    """Lets a subclass of `transformers.Trainer` train as a worker of a run; list it before that base class.
+    """Lets a subclass of `transformers.Trainer` train as a worker of a run, if listed as a base before it.
 
     Args:
         grid: the result of `gridtrain.join()`.
         grid_options: the keyword arguments of `grid.optimizer`, such as `exchange=`.  The default exchange is
             GTopK(), with which Trainer's default optimizer, AdamW, converges poorly; use `LocalSteps(...)`
             with AdamW.
-        options: the arguments of that class.
+        options: the arguments of that subclass.
 
     Raises:
         ConfigError: an argument cannot be used in a run; the message names it.

@@ -137,7 +137,10 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation; 0 before the first batch, with a warning."""
+        """This worker's rank in the current generation.
+
+        Before the first batch it is 0, and a warning is logged once.
+        """
         if self._turns is None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -154,7 +157,7 @@ class Grid:
     @property
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
-        saving.  Before the first batch it is True on every worker, with a warning."""
+        saving.  Before the first batch it is True on every worker, and a warning is logged once."""
         return self.rank == 0 and (self._turns is None or self.world_size > 0)
 
     @property
@@ -187,7 +190,10 @@ class Grid:
         return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Return the bytes sent, received and fetched so far.  May be called from any thread."""
+        """Return the number of bytes sent, received, and fetched (data files) so far.
+
+        May be called from any thread.
+        """
         return self._pauses.moved_bytes
 
     def why_waiting(self) -> str:

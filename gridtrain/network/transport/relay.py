@@ -9,9 +9,8 @@
                               +--- the relay has disconnected ------------------------+  hang-up of the peer
 
 A call is an offer to begin an encrypted session; a gap means that packets were lost.  Packets are encrypted
-end to end (`secure_channel`).  The peer is not accused of a violation for bytes that a
-relay may have forged.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
-preferred as soon as it exists.
+end to end (`secure_channel`).  The peer is not accused of a violation for bytes that a relay may have forged.
+Both sides dial "relay:" followed by the relay's key.  A direct connection is preferred as soon as it exists.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def read_hello(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> H
 def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
     """Raise `RemoteProtocolError` if Hello names our own key, or not the key that the connection has proven.
 
-    Without encryption, the connection proves no key, and only the first check applies.
+    Without encryption, a connection proves no key, and only our own key is refused.
     """
     if not access_control.is_key_match(incoming.user_id, hello.peer.hex() if encrypted else ""):
         raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello as key {hello.peer.hex()[:8]}")

@@ -19,7 +19,7 @@ whose key is no longer admitted is closed at its next message.
 
     `Dialer`     outgoing connections            `Listener`            incoming connections
     `SendQueue`  messages to be sent             `ReceiveQueue`        messages waiting for the download cap
-    `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks of whether a peer can be dialled
+    `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks whether a peer can be dialled
 """
 
 from __future__ import annotations
