@@ -1,4 +1,4 @@
-"""Chooses the members that send newcomers the state while all train, and limits the time without progress.
+"""Chooses the members that send newcomers the state while training goes on, and detects stalled newcomers.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes

@@ -341,7 +341,8 @@ class PipelineRecovery:
     def _end_incomplete(self, last: int, reason: str) -> list[Effect]:
         """End the run on its owner's order although the connected workers cannot continue.
 
-        They are refused like workers that join too late, but are told `reason`, and keep their states.
+        These workers are refused, like workers that join too late, but the refusal contains `reason`.  They
+        keep their states.
         """
         self._run.record_step(last + 1)
         self._run.view_change.reset()
@@ -360,7 +361,7 @@ class PipelineRecovery:
         return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
-        """Finish a run that some members left at its end; notify the others without a new generation."""
+        """Finish a run that some members left at its end; notify the other members, without a generation."""
         run, reason = self._run, "the run is over"
         notice = m.StandbyNotice(
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason
