@@ -81,7 +81,7 @@ class CatchUp:
     def _update(
         self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Return the messages to newcomers and state sources for which something has changed.
+        """Return the messages to newcomers and state sources that a change concerns, and log events.
 
         Args:
             newcomers: admitted workers that have not caught up.
