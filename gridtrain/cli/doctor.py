@@ -76,7 +76,8 @@ def doctor(invitation: str, as_json: bool) -> None:
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the upload limit of the worker that `gridtrain worker` would start in this folder.
 
-    The limit is the option's value, unless a rule that is saved for this worker overrides it.  The worker
+    Returns None if there is no limit.  The limit is the option's value, unless a rule that is saved for this
+    worker overrides it.  The worker
     would use the run's first key on this machine that is not in use; keys that were admitted with this
     invitation come first.
     """

@@ -1,4 +1,6 @@
-"""`gridtrain invite`: prints an invitation, valid for limited uses and time, and explains it on stderr.
+"""`gridtrain invite`: prints a new invitation, valid for a limited number of uses and a limited time.
+
+Instructions for its use go to stderr.
 
 The secret token is generated in this process; the coordinator receives only its public key.
 """
@@ -118,7 +120,12 @@ def invite(
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
-    """Return instructions for using a new invitation; they do not contain its token."""
+    """Return instructions for using a new invitation; they do not contain its token.
+
+    Args:
+        wall_s: the current time, in seconds since the epoch.
+        has_bundle: whether the coordinator serves the script, so that the volunteer needs no command.
+    """
     from gridtrain.core.group.invitation import comparable_key
 
     workers = format_count(uses, "worker")

@@ -149,7 +149,11 @@ def _free_name(folder: Path) -> Path:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
-    """Write all files, or none if one of them exists."""
+    """Write all files, and return their names.
+
+    Raises `ConfigError`, and leaves no file behind, if one of the files exists, if the folder would be inside
+    that of another run, or if a file cannot be written.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", remedy="choose another folder, or move the file away")
     place = folder.resolve()

@@ -241,7 +241,7 @@ def plan(
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
     Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
-    gtopk, also -direct; topk, gtopk-tree, star, star-gtopk.
+    dense-direct, topk, gtopk, gtopk-direct, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload
