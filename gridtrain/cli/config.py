@@ -30,8 +30,8 @@ def show(context: click.Context) -> None:
     """Show each option's value and its source: flag, environment, run.toml or default.
 
     \b
-      gridtrain config show                               coordinator and worker
-      gridtrain config show worker --upload-limit 20Mbit  the worker with this flag
+      gridtrain config show                               both programs
+      gridtrain config show worker --upload-limit 20Mbit  with this flag
 
     Prints a table on a terminal; elsewhere one JSON object per line, with program, name, value, source and
     where.  Ends with an error if the program would refuse a value.

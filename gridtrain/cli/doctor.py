@@ -77,9 +77,8 @@ def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the upload limit of the worker that `gridtrain worker` would start in this folder.
 
     Returns None if there is no limit.  The limit is the option's value, unless a rule that is saved for this
-    worker overrides it.  The worker
-    would use the run's first key on this machine that is not in use; keys that were admitted with this
-    invitation come first.
+    worker overrides it.  The worker would use the run's first key on this machine that is not in use; keys
+    that were admitted with this invitation come first.
     """
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.identity import claim_identity

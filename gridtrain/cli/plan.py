@@ -240,8 +240,8 @@ def plan(
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
-    dense-direct, topk, gtopk, gtopk-direct, gtopk-tree, star, star-gtopk.
+    With --stages, --compute is the whole model's time.  Exchanges: dense, dense-direct, topk,
+    gtopk, gtopk-direct, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload

@@ -198,7 +198,7 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], error: str) -> 
     [
         ("", "0 layers"),
         ("[[layer]]\ncolour = 1", "unknown keys: colour"),
-        ("[[layer]]\nrepeat = 0", "is repeated 0 times"),
+        ("[[layer]]\nrepeat = 0", "has name = 'layer0' and repeat = 0"),
         ("[[layer]]\nforward = true", "has a time of True"),
         ("[[layer]]\nforward = 'soon'", "is not a time"),
         ("[[layer]]\nkept = 1.5", "has a size of 1.5"),
