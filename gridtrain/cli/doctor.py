@@ -115,7 +115,8 @@ def _show(finding: Finding, plain: bool) -> None:
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """Read the figures that the prediction needs from a status.
 
-    Raises `ConfigError` if no worker is training, or if what the run exchanges is unknown.
+    Raises `ConfigError` if no training worker has reported its share and its compute time, or if what the run
+    exchanges is unknown.
     """
     from gridtrain.cli.live_network import facts_of, network_from_status
     from gridtrain.core.planning.exchange_facts import workload_of

@@ -28,7 +28,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Parse the validity and return it in seconds; refuse 0, which would withdraw the invitation."""
+    """Parse the validity; return it in seconds.  It must not be 0, which would withdraw the invitation."""
     from gridtrain_coordinator.access.authorization_limits import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)

@@ -54,7 +54,7 @@ class LiveNetwork:
     def network(self, size: int) -> NetworkModel:
         """Return the network of `size` workers: the first members, or all members repeated evenly.
 
-        Two copies of a member have the latency between the member and its nearest neighbour.
+        The latency between two copies of a member is that between the member and its nearest neighbour.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 

@@ -126,7 +126,7 @@ def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
 
 
 def _sample_text() -> str:
-    """Return source code of Python's standard library, which every machine has."""
+    """Return at most `TEXT_BYTES` of source code of Python's standard library, so nothing is downloaded."""
     from gridtrain.tools.demo.text_corpus import load_corpus
 
     text = load_corpus().train[:TEXT_BYTES]

@@ -61,7 +61,7 @@ def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorC
 
 
 def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
-    """Prefix the coordinator's answer `told` with the member's name, if the name is known."""
+    """Return the coordinator's answer `told`, preceded by the name of the member `peer` if it is known."""
     name = known.get(peer.hex(), NO_NAME)
     return told if name == NO_NAME else f"{name}: {told}"
 

@@ -85,7 +85,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def _parse(parse: Callable[[str], Parsed], text: str) -> Parsed:
-    """Return the parsed value of an option; re-raise the parser's error with the option's name."""
+    """Return the parsed value of an option.  Raises `click.BadParameter` if `parse` raises `ConfigError`."""
     try:
         return parse(text)
     except ConfigError as error:

@@ -68,7 +68,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def pipeline_options(command: _Command) -> _Command:
-    """Add the options that apply only with --stages to a command."""
+    """Add `--stages`, the options of a model in stages, and `--optimizer` to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -112,7 +112,7 @@ class ExchangeSample:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
         cpu_s: the CPU time of each member's process from its start to its end, in seconds.
         sent_bytes: the bytes that each member sent in this time.
-        workspace_s: how many of these seconds each member spent on decoding, adding, merging, encoding and
+        workspace_s: the part of `seconds` that each member spent on decoding, adding, merging, encoding and
             hashing.
         payloads, payload_bytes: the number and total size of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.

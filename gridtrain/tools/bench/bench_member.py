@@ -120,7 +120,7 @@ def run_repeat(
         work.instrument(attempt.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-            session.set_busy(True)  # no timeout may expire while this member waits at the barrier
+            session.set_busy(True)  # so that no timeout expires while this member waits
             word = player.wait_at("ready", world_size=plan.world_size)
             session.set_busy(False)
             if word == "end":

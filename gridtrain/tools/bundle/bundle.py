@@ -27,6 +27,7 @@ class Bundle:
         digest: the digest of `archive`, "sha256:...", which a volunteer accepts.
         run: the description of the run; its `digest` is the script's.
         files: the content of each file by name, run.toml included.
+        archive: the bytes that are sent: the files as `pack` packs them.
     """
 
     digest: str

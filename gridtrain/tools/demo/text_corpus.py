@@ -1,4 +1,4 @@
-"""The demo's data, with a held-out part: the source of Python's standard library, which every machine has.
+"""The demo's data, with a held-out part: the source of Python's standard library, so nothing is downloaded.
 
     stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
                                                 -> the others      -> training

@@ -189,8 +189,10 @@ class Examination:
             yield warning("invitation", "in use by a worker on this machine", fix)
 
     def _retry_unused(self, store: InvitationStore) -> Iterator[Finding]:
-        """Yield the findings for another invitation that no worker on this machine has used, if it is valid:
-        a new key would be admitted with it."""
+        """Yield the findings if this machine has another invitation to the run that is unused and valid.
+
+        A worker would join with it under a new key.  Yields nothing if there is no such invitation.
+        """
         for other in store.unused(self._invitation):
             invited = replace(other, address=self._invitation.address)
             with closing(DoctorProbe(invited, Identity.from_secret(other.token))) as probe:
@@ -252,7 +254,7 @@ class Examination:
             yield from _line(f"member {number + 1}", limited, self._effective_limit(limited))
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
-        """Return the measurement with its upload rate reduced to the user's limit."""
+        """Return the measurement, with the upload rate reduced to the user's limit if it is higher."""
         limit, up_Bps = self._upload_limit, measured.up_Bps
         if limit is None or up_Bps is None:
             return measured

@@ -412,7 +412,7 @@ def find_option(program: str, name: str) -> Option:
 
 
 def known_variables() -> set[str]:
-    """Return the names of all `GRIDTRAIN_` variables that may be set."""
+    """Return the names of all `GRIDTRAIN_` variables that are not refused as unknown."""
     chosen = {
         one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only
     }

@@ -246,7 +246,7 @@ def _data(path: Path, table: object) -> DatasetDescription:
     is_remote = "://" in url and not url.startswith("file:")
     if bool(url) != is_remote or not is_size or bool(nbytes) != bool(url):
         raise ConfigError(
-            f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}",
+            f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}, which do not describe a download",
             remedy="write both, or neither: the URL of the file, and its size in bytes from: stat -c %s FILE",
         )
     return DatasetDescription(file, digest, where, "", url, nbytes)
