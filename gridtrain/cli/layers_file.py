@@ -125,7 +125,9 @@ def _seconds(where: str, value: Any) -> float:
         return parse_seconds(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
         return float(value)
-    raise ConfigError(f"{where} has the invalid time {value!r}", remedy='write "1.5ms", or seconds as a number')
+    raise ConfigError(
+        f"{where} has the invalid time {value!r}", remedy='write "1.5ms", or seconds as a number'
+    )
 
 
 def _bytes(where: str, value: Any) -> int:
@@ -133,4 +135,6 @@ def _bytes(where: str, value: Any) -> int:
         return parse_size(value)
     if type(value) is int and 0 <= value < 1e18:
         return value
-    raise ConfigError(f"{where} has the invalid size {value!r}", remedy='write "28MB", or bytes as an integer')
+    raise ConfigError(
+        f"{where} has the invalid size {value!r}", remedy='write "28MB", or bytes as an integer'
+    )
