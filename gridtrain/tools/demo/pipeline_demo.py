@@ -168,9 +168,9 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
         "" if limit_bytes is None else f", and the declared limit is {limit_bytes / MIB:.1f} MiB per worker"
     )
     said = [
-        f"After {format_count(len(cut.losses), 'step')} in {cut.run.stages} stages or without stages, the "
-        f"largest difference is {differs:g} in a parameter and {_apart(whole.losses, cut.losses):g} in a "
-        "loss.",
+        f"After {format_count(len(cut.losses), 'step')}, training in {cut.run.stages} stages differs from "
+        f"training without stages by at most {differs:g} in a parameter and "
+        f"{_apart(whole.losses, cut.losses):g} in a loss.",
         f"Without stages the model needs {whole.held_bytes[0] / MIB:.1f} MiB; the largest of the "
         f"{cut.run.stages} stages needs {max(cut.held_bytes) / MIB:.1f} MiB{limit}.",
         f"All {square.run.workers} workers of 2 stages x 2 replicas computed the same losses: "
