@@ -1,4 +1,4 @@
-# The coordinator: admits workers, keeps the journal, never sees a gradient.  No torch, no compiler, no pip.
+# The coordinator: admits workers, keeps the journal, receives no gradients.  No torch, no compiler, no pip.
 # From the repository's root:
 #   docker build -f docker/coordinator.Dockerfile -t gridtrain-coordinator .
 ARG PYTHON_IMAGE=python:3.11-slim

@@ -12,8 +12,7 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 
 
 def extra(name: str) -> list[str]:
-    """Return the requirements of an extra and of the extras that it includes, such as worker =
-    ["gridtrain[torch]", ...]."""
+    """Return the requirements of an extra; if it includes other extras ("gridtrain[torch]"), also theirs."""
     found = []
     for line in PROJECT["optional-dependencies"][name]:
         own = re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", line)

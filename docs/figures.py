@@ -89,9 +89,11 @@ def run_s(file: str, workload: str, contender: str) -> dict[int, float]:
     """Seconds until the held-out loss, for each seed: the fastest run in a file of `python -m accuracy`."""
     fastest_s: dict[int, float] = {}
     for each in result(file)["runs"]:
-        if (each["workload"], each["contender"]) == (workload, contender) and each["seconds"] is not None:
-            seed = each.get("seed", 0)
-            fastest_s[seed] = min(each["seconds"], fastest_s.get(seed, math.inf))
+        if (each["workload"], each["contender"]) == (workload, contender):
+            seed, found_s = each.get("seed", 0), each["seconds"] or math.inf
+            fastest_s[seed] = min(found_s, fastest_s.get(seed, math.inf))
+    if math.inf in fastest_s.values():
+        raise KeyError(f"{file}: {contender} did not reach the loss of {workload} with each seed")
     return fastest_s
 
 

@@ -5,12 +5,13 @@
     for batch in grid.batches(dataset, batch_size=32, epochs=3):
         loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-The packages, from the script down to the bytes:
+The subpackages, from the interface for scripts to the network:
 
-    sdk          `Grid`, and a whole group in one process       training   optimizers, data, checkpoints
-    pipeline     models in stages                               sparsify   top-k selection, error feedback
-    runtime      the I/O thread and its modules                 core       decisions, without I/O
-    network      message encoding, transports                  cli, tools the command line
+    sdk          `Grid`; a whole group in one process   training    optimizers, data, checkpoints
+    pipeline     models in stages                       sparsify    top-k selection, error feedback
+    runtime      the I/O thread and its modules         core        state machines that decide, without I/O
+    network      message encoding, transports           cli, tools  the command line
+    adapters     training loops of other packages       testing     fault injection
 
 Names that need torch are imported when they are first used, so importing this module or
 `gridtrain.network.wire` does not import torch.

@@ -1,4 +1,4 @@
-"""The exchange options of scripts (Dense, TopK, ...), the settings of `join`, and all timeouts.
+"""The exchanges that a script can choose (`Dense`, `TopK`, ...), the settings of `join`, and all timeouts.
 
 This module imports neither torch nor sockets.
 """
@@ -28,7 +28,7 @@ BASES = ("exact", "any")
 """The values of `base`: "exact" requires the same frozen parameters on all workers, "any" does not."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
-"""The encodings of the values in a sparse exchange; "int2" is only for exchanges that round once, namely
+"""The encodings of the values in a sparse exchange; "int2" is allowed only if values are rounded once, in
 `TopK` and `GTopK(topology="star")`."""
 
 DENSE_VALUES = ("fp32", "bf16", "int8")
@@ -42,8 +42,8 @@ class Dense:
     Attributes:
         topology: "auto", with which the coordinator selects "direct" for small models on similar links and
             "ring" otherwise; "ring" (Baidu, 2017); "direct", in which all members are connected to each other
-            and each sums one chunk, in two hops; or "star", in which all members send to rank 0, as to a
-            parameter server.
+            and each sums one chunk, so that an exchange takes two hops; or "star", in which all members send
+            to rank 0, as to a parameter server.
         values: how the elements are sent: as "fp32", or rounded to "bf16" (2 bytes) or "int8" (1 byte, plus 2
             bytes for every 256 elements).  A worker that rounds adds its rounding errors to its next
             gradient.
@@ -74,13 +74,13 @@ class _Sparse:
     """The options that both sparse exchanges share.
 
     Attributes:
-        density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.
+        density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.
         momentum: the factor of DGC momentum correction (arXiv 1712.01887, section 3.1); 0 disables it.
         values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
             added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
-        warmup: the densities of the first steps as ((until_step, density), ...), in ascending order.  They
-            depend only on the global step, so that a worker that joins late uses the same density as the
-            others.
+        warmup: the densities of the first steps as ((until_step, density), ...), in ascending order of
+            until_step; each density applies to the steps before its until_step.  The density depends only on
+            the global step, so that a worker that joins late uses the same density as the others.
         chunk: the length of the chunks from each of which the largest elements are selected (SparseLoCo,
             arXiv 2508.15706); 0 to select the largest overall.  Merges of `GTopK` keep the largest overall.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
@@ -169,10 +169,11 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True, slots=True)
 class GTopK(_Sparse):
-    """Global top-k by pairwise merges, in O(k log P) (after arXiv 1901.04359).
+    """Global top-k: merges the entries of all workers, and keeps about k of them (after arXiv 1901.04359).
 
     Attributes:
-        topology: "butterfly"; "direct", in which each member merges a part of the indices for all, in O(k);
+        topology: "butterfly", with pairwise merges, in which each member sends O(k log P) entries; "direct",
+            in which each member merges a part of the indices for all members, and sends O(k) entries;
             "tree", as in the paper; or "star", in which all members send to rank 0, which merges once.  With
             "auto" the coordinator chooses between butterfly and direct.
     """
@@ -198,7 +199,7 @@ class GTopK(_Sparse):
 Exchange = Dense | TopK | GTopK
 
 AUTO_TEXT = re.compile(r"auto\(([^()]*)\)")
-"""The text of an `Auto` as `Auto.describe` writes it; the group captures its options."""
+"""Matches the text that `Auto.describe` returns; the group captures the options in parentheses."""
 
 _LOCAL_DENSITIES = (0.1, 0.03, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
@@ -217,9 +218,9 @@ class Auto:
         values: the encoding of the sparse exchanges' values.
         sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
             with them.
-        computing: the share of their time that workers should spend computing.  Of the exchanges that reach
-            it, the densest is chosen; if none reaches it, the fastest.  A dense exchange is also chosen if
-            its steps take at most 10 % longer than those of the fastest.
+        computing: the share of their time that workers should spend computing.  Of the exchanges with which
+            they do so, the densest is chosen; if there is none, the fastest exchange.  A dense exchange is
+            also chosen if its steps take at most 10 % longer than those of the fastest exchange.
     """
 
     density: float | None = None
@@ -242,7 +243,8 @@ class Auto:
     def density_of(parameters: int) -> float:
         """Return the density for a model with this many parameters.  It is interpolated, linearly in the
         logarithms, between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
-        not learn with 0.001) and 0.001 for 25.6 million (ResNet-50 in arXiv 1901.04359)."""
+        not learn with 0.001) and 0.001 for 25.6 million (ResNet-50 in arXiv 1901.04359).  Smaller and larger
+        models get the nearer of the two densities."""
         (small, dense), (large, thin) = _LEARNS
         if parameters <= small:
             return dense
@@ -255,7 +257,7 @@ class Auto:
         """Return the exchanges that may be chosen for a model with this many parameters, densest first.
 
         Args:
-            local_steps: whether the parameter changes of `LocalSteps` are exchanged.
+            local_steps: whether parameter changes (`LocalSteps`) are exchanged instead of gradients.
         """
         densities: tuple[float, ...] = ()
         if self.sparse and self.density is not None:
@@ -291,9 +293,10 @@ class Auto:
 
 
 def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
-    """Return the exchange that the argument `exchange=` of `Grid.optimizer` stands for.
+    """Return the exchange that the argument `exchange=` of `Grid.optimizer` stands for: `GTopK()` for None,
+    `Auto()` for "auto", and otherwise the argument itself.
 
-    Raises `ConfigError` if the argument is neither an exchange, "auto" nor None.
+    Raises `ConfigError` if the argument is another string, or is not an exchange, `LocalSteps` or `Auto`.
     """
     if given is None:
         return GTopK()
@@ -322,8 +325,8 @@ class Overlap:
 
     Use the same settings on all workers.  A bucket should have at least alpha / (rho e beta) elements, where
     alpha is the latency of a message, rho the density, e the bytes per entry and beta the seconds per byte.
-    For rho = 0.001 that is about 14 M at 1 Gbit/s (alpha 0.4 ms) and 6 M at 10 Mbit/s (17 ms); for a dense
-    exchange, where rho e is 4 bytes, it is 12,000 and 5,000.
+    For rho = 0.001 that is about 14 million elements at 1 Gbit/s (alpha 0.4 ms) and 6 million at 10 Mbit/s
+    (17 ms); for a dense exchange, where rho e is 4 bytes, it is 12,000 and 5,000 elements.
 
     Attributes:
         buckets: the maximum number of buckets.
@@ -351,7 +354,7 @@ class Overlap:
         return f"{'' if self.adaptive else ' always'} in at most {self.buckets} buckets{least}"
 
     def least_of(self, exchange: Exchange) -> int:
-        """Return the minimum number of elements in a bucket."""
+        """Return the minimum number of elements in a bucket with this exchange."""
         if self.least is not None:
             return self.least
         return 1 << 16 if isinstance(exchange, Dense) else max(1 << 16, round(6000 / exchange.density))
@@ -430,7 +433,7 @@ class LocalSteps:
 
 
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
-    """Return the exchange that each round uses."""
+    """Return the exchange of each round: that of a `LocalSteps`, otherwise `exchange` itself."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
 
@@ -471,7 +474,7 @@ def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """All timeouts and intervals, in seconds.  Progress extends the timeouts marked (+)."""
+    """All timeouts and intervals, in seconds, and one factor.  Progress extends the timeouts marked (+)."""
 
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
     silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies
@@ -508,7 +511,8 @@ MAX_UPDATE_LOG_MIB = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """The settings of `gridtrain.join`; `from_environment` reads those that the agent sets.
+    """The settings of `gridtrain.join`.  `from_environment` also reads those that the agent, which is the
+    process of `gridtrain worker`, sets in the environment.
 
     Attributes:
         coordinator_key: the coordinator's public key in hexadecimal.
@@ -524,8 +528,8 @@ class JoinConfig:
         donate_limit: the upload limit for sending the state to newcomers while this worker trains.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
-        contribution: the file in which this worker reports its contribution to the agent; "" reports
-            nothing.
+        contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""
+            reports nothing.
         wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
@@ -577,7 +581,7 @@ class JoinConfig:
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, **overrides: str | None
     ) -> JoinConfig:
-        """Build the settings: arguments take precedence over `GRIDTRAIN_*` variables, which take precedence
+        """Return the settings: arguments take precedence over `GRIDTRAIN_*` variables, which take precedence
         over defaults.
 
         Raises `ConfigError` if the coordinator, its key or the identity is missing, or if the key is invalid.

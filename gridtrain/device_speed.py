@@ -1,4 +1,4 @@
-"""Measures a device's speed in floating-point operations per second, to compare a newcomer with members."""
+"""Measures a device's floating-point operations per second, so that workers can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 
 def device_flops(device: torch.device) -> float:
-    """Return the float32 operations per second of a device, measured with products of square matrices.
+    """Return a device's float32 operations per second, measured by multiplying square matrices.
 
     The measurement takes at least `MEASURE_DURATION_S` seconds, including a warm-up.
     """

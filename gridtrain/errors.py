@@ -61,7 +61,7 @@ class LineBroken(GridtrainError):
 
 
 class TransportError(GridtrainError):
-    """An address cannot be bound or connected to, or a bounded queue is full."""
+    """An address cannot be bound or connected to, a peer is not connected, or a bounded queue is full."""
 
 
 class AddressTaken(TransportError):
@@ -80,7 +80,7 @@ lost."""
 
 STALLED = "stalled"
 """The code of a worker that was removed because its training loop made no progress while the other members
-waited; the worker rejoins when its loop continues, so that no `JoinRefused` with this code is raised."""
+waited.  The worker rejoins when its loop continues; no `JoinRefused` with this code is raised."""
 
 
 class JoinRefused(GridtrainError):

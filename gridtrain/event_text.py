@@ -39,7 +39,7 @@ SENTENCES = {
     "not_following": "{name} is not receiving the state: {reason}",
     "paused": "the run is paused: {reason}",
     "readmitted": "the key {peer} has access again: {reason}",
-    "recalled": "the journal does not have generation {generation}, which has {workers}",
+    "recalled": "members reported generation {generation} of {workers}, which the journal does not contain",
     "refused": "{name} was refused: {reason}",
     "renamed": "{name} asked for the name {asked}: {reason}",
     "removed": "{name} {reason}",

@@ -11,7 +11,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
 MAX_NAMES = 3
-"""The maximum number of workers that a message to people names; see `list_first`."""
+"""The maximum number of workers whose names a message to people lists; see `list_first`."""
 
 SKIP_REASON = "because a gradient was not finite"
 """The reason for skipping a step, as messages to people state it."""
@@ -35,7 +35,8 @@ def parse_bytes(text: str) -> int | None:
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """Return the text; if it exceeds `max_bytes` bytes of UTF-8, cut it after a word and append "..."."""
+    """Return the text; if it exceeds `max_bytes` bytes of UTF-8, cut it, if possible after a word, and append
+    "..."."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= max_bytes:
         return encoded.decode()
@@ -98,7 +99,8 @@ def format_worker_state(state: str) -> str:
 def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
     """Return the fields of an event in readable form.
 
-    The field `verdict` of a generation is replaced by `open_step`, the outcome of the step that was open.
+    The field `verdict` of a generation is replaced by `open_step`, which says whether the step that was open
+    is "committed" or "repeated".
     """
     return dict(
         ("open_step", "committed" if value == "COMMIT" else "repeated")
@@ -109,7 +111,8 @@ def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def format_field(value: object) -> str:
-    """Return a value of an event in readable form: "yes", "no", "none", or a list separated by commas."""
+    """Return a value of an event in readable form: a bool as "yes" or "no", None as "none", a float with
+    three decimals, and a list as its items separated by commas."""
     match value:
         case bool():
             return "yes" if value else "no"

@@ -31,7 +31,7 @@ from gridtrain_coordinator.run import events as io
 
 
 class AccessHandler:
-    """Handles pending members, orders and violations.
+    """Handles pending members, the operator's commands, and violations.
 
     Args:
         authorization: decides who has access.
@@ -92,7 +92,7 @@ class AccessHandler:
         return [note, io.Send(peer, refusal), io.Disconnect(peer)]
 
     def handle(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[io.Effect] | None:
-        """Handle a message about access.  Return None if the membership has to handle it."""
+        """Handle a message that concerns access; return None if `Membership` has to handle the message."""
         if peer in self._pending_members:
             return self._handle_pending(peer, message)
         match message:
@@ -117,7 +117,7 @@ class AccessHandler:
         A removal records the worker's name, so that a ban can be lifted by name.
 
         Args:
-            sender: the peer that sent the order; None for the dashboard, which acts for the operator.
+            sender: the peer that sent the command; None for the dashboard, which acts for the operator.
         """
         if isinstance(order, m.EndRun):
             if sender is not None and not self.is_operator(sender):
@@ -149,11 +149,14 @@ class AccessHandler:
         return effects
 
     def tick(self, now_s: float) -> list[io.Effect]:
-        """Remove suspected accusers whose accusations were not confirmed in time; call once a second."""
+        """Remove accusers whose accusations were not confirmed in time, and members with too many violations.
+
+        Call once a second.
+        """
         return self._apply_outcome(self._authorization.tick(now_s), now_s)
 
     def status(self) -> dict[str, Any]:
-        """Return the part of the operator's status that concerns access."""
+        """Return the part of the status for the operator that concerns access."""
         status = self._authorization.status(self._wall())
         status["removed"] = [{"peer": peer.hex()} for peer in self._authorization.removed_members()]
         for row in (*status["enrolled"], *status["removed"]):

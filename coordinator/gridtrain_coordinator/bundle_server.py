@@ -1,4 +1,4 @@
-"""Sends the run's bundle to workers block by block, and limits how often each of them may download it.
+"""Sends the run's bundle to workers block by block, and limits how often each worker may download it.
 
 worker  StatusRequest --> status: bundle {digest, bytes, script, requires}
         BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused
@@ -30,7 +30,7 @@ class BundleServer:
         self._requests = RequestRate(RATE_WINDOW_S, MAX_ASKERS)
 
     def answer(self, peer: m.PeerId, request: m.BundleRequest, now_s: float) -> list[io.Effect]:
-        """Return the requested block, or a refusal."""
+        """Return the effect that sends the requested block or a refusal."""
         if self._bundle is None:
             return [
                 io.Send(
@@ -40,7 +40,7 @@ class BundleServer:
             ]
         digest = bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
         if digest != request.digest or request.index >= len(self._blocks):
-            text = f"the run's bundle is {self._bundle.digest}, which differs from the requested bundle"
+            text = f"the requested block does not belong to the run's bundle, {self._bundle.digest}"
             return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
         if not self._requests.allow(peer, now_s, MAX_BUNDLES_PER_WORKER * len(self._blocks)):
             minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"

@@ -1,10 +1,10 @@
-"""The coordinator's loop: receives messages, executes effects, and runs on for a while after the run's end.
+"""The coordinator's loop: receives messages, executes effects, and decides when to exit after the run's end.
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+
         ^                        |  ^                                                   |
         |    pending members,    |  +---- PeerDisconnected, if a send failed            |
-        |  orders, violations    +----------------------> AccessHandler ----------------+
+        |  commands, violations  +----------------------> AccessHandler ----------------+
         |                                                                               v
         +------- Send, Disconnect, DialBack ----------- JournalStore <-- JournalEntry, all of a poll at once
                                                                 |
@@ -134,7 +134,7 @@ class Coordinator:
         clock: a function that returns monotonic time in seconds.
         backups: the backups of the journal; None for no backups.
         dashboard: the dashboard, which receives the status once a second and passes on the operator's
-            orders; None if there is no dashboard.
+            commands; None if there is no dashboard.
         bundle_server: the server of the bundle that workers may fetch; None if there is no bundle.
     """
 
@@ -195,8 +195,8 @@ class Coordinator:
     ) -> Coordinator:
         """Create a coordinator with a `Membership` for the journal's next term.
 
-        Raises `JournalError` if the journal belongs to another run or to a finished one, or if an entry is
-        invalid.
+        Raises `JournalError` if the journal belongs to another run or to a finished one, if an entry is
+        invalid, or if the next term cannot be written.
         """
         recovered = _recover(store, run)
         deadlines = deadlines or Deadlines()
@@ -340,7 +340,11 @@ class Coordinator:
                 self._backups.request()
 
     def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
-        """Carry out all effects except journal entries; return the peers to which a send failed."""
+        """Carry out all effects except journal entries.
+
+        Returns a `PeerDisconnected` for each peer to which a send failed, and adds these peers to `failed`;
+        nothing more is sent to the peers in `failed`.
+        """
         losses: list[io.PeerDisconnected] = []
         batch = MessageBatch()
         for effect in effects:
@@ -362,7 +366,7 @@ class Coordinator:
         return losses
 
     def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
-        """Return the effects of recording a violation, or the effect itself if it is not a violation."""
+        """Return the effects of recording a violation, or `effect` itself if it is no `RecordViolation`."""
         return (
             self._access.record_violation(effect, now_s)
             if isinstance(effect, io.RecordViolation)

@@ -6,8 +6,9 @@
                         -- Burst 0 .. 15 ---------> BurstReceived      upload
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
-A check does not count as a use of an invitation.  The number of checks per address range and the size of each
-check are limited, and only the source address of a connection is dialled.
+A burst is 16 messages of 16 KiB, with which the machine measures its upload or download rate.  A check
+does not count as a use of an invitation.  The number of checks per address range and the size of each check
+are limited, and only the source address of a connection is dialled.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ MAX_PROBED = 3
 
 Introduce = Callable[[m.PeerId, int], tuple[list[io.Effect], tuple[tuple[m.PeerId, str], ...]]]
 TOO_MANY_CHECKUPS = m.Refused(
-    "too-many", "too many machines are being checked at the moment", "try again in a minute"
+    "too-many",
+    "too many machines are being checked now, or too many checks came from your range of addresses",
+    "try again in a minute",
 )
 
 
 @dataclass(slots=True)
 class _Checkup:
-    """A machine that is being checked."""
+    """The progress of the check of one machine, which is to use `key` as its own key in the run."""
 
     key: m.PeerId
     pings: int = 0
@@ -49,8 +52,7 @@ class Checkups:
     """The checks in progress.
 
     Attributes:
-        introduce: a function that chooses members for the machine to probe and notifies them; see
-            `Membership.introduce_pending_member`.
+        introduce: `Membership.introduce_pending_member`, which chooses members for the machine to probe.
     """
 
     introduce: Introduce
@@ -84,7 +86,11 @@ class Checkups:
     ) -> list[io.Effect]:
         """Handle a message for which `accepts` returned True.
 
-        A message beyond the limits of a check ends the check and the connection.
+        A `DiagnosticRequest` for a check that has already begun is refused.  Any other message beyond the
+        limits of a check ends the check and the connection.
+
+        Args:
+            status: a function that returns the encoded status.
         """
         if isinstance(message, m.DiagnosticRequest):
             return self._begin(peer, message, status, now_s)

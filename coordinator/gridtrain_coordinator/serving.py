@@ -1,7 +1,7 @@
 """Runs the coordinator's process: opens its parts, prints how workers join, and stops at SIGINT or SIGTERM.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
-                                                            a start that fails earlier uses up no term
+                                                            a start that fails before this uses up no term
 
 The loop itself, `daemon.Coordinator`, runs in the main thread of the process.
 """
@@ -130,7 +130,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
-        out: the stream to which the workers' address is written.
+        out: the stream for the coordinator's address and the commands with which workers join.
         err: the stream to which the log is written.
 
     Raises:

@@ -1,6 +1,6 @@
 """Builds the status for the CLI and the dashboard, including average rates of steps and bytes per second.
 
-A rate is the increase of a counter over at most the last `WINDOW_S` seconds:
+A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds:
 
     time     now - 10 s    now
     step     410           430     2 steps per second
@@ -48,8 +48,10 @@ class RateMeter:
         return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
 
     def steps_per_s(self) -> float | None:
-        """Return the steps per second within the window since training last resumed; None if the rate is
-        unknown, the run is not training, or it was rolled back."""
+        """Return the steps per second, measured since training last resumed but at most over the window.
+
+        Returns None if the rate is not known yet, the run is not training, or it was rolled back.
+        """
         known: list[tuple[float, int]] = []
         for sample in reversed(self._samples):
             if sample.step is None:
@@ -79,7 +81,7 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the losses that members report, weighted by their shares.
+    """Return the mean of the losses that members report, weighted by their shares (at least 1).
 
     Returns None if no member reports a finite loss, or if the sum overflows.
     """

@@ -220,7 +220,10 @@ class Play:
         )
 
     def trains(self, world_size: int, beyond: int, limit_s: float, generation: int = 0) -> None:
-        """Wait until a group of this size has passed step `beyond`, in a generation after `generation`."""
+        """Wait until a group of this size has reached step `beyond`, in a generation after `generation`.
+
+        Raises `Failed` after `limit_s`.
+        """
 
         def seen() -> bool:
             now = self._look()
@@ -340,7 +343,12 @@ def sizes(stack: Stack, tell: Callable[[str], None]) -> None:
 
 
 def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable[[str], None]) -> None:
-    """Report the losses.  Raises `Failed` unless the loss fell both before and after the fault."""
+    """Report the losses.  Raises `Failed` unless the loss fell both before and after a worker was killed.
+
+    Args:
+        losses: the (step, held-out loss) of the whole run.
+        at_kill: the loss before the first worker was killed.
+    """
     first, last = losses[0], losses[-1]
     shown = losses[:: max(1, len(losses) // 10)]
     tell("held-out loss " + ", ".join(f"{loss:.2f} ({step})" for step, loss in [*shown, last]))
@@ -352,7 +360,8 @@ def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable
 
 @contextmanager
 def wheels_of(folder: Path | None) -> Iterator[None]:
-    """Copy wheels into the folder where builds look for them and remove them afterwards."""
+    """Copy the wheels in `folder`, if it is given, to where builds look for them; remove the copies
+    afterwards."""
     copied: list[Path] = []
     try:
         for wheel in sorted(folder.glob("*.whl")) if folder is not None else ():

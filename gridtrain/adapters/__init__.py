@@ -1,4 +1,4 @@
-"""Adapters of gridtrain for the training loops of other packages.
+"""Connects gridtrain to the training loops, data sets and loggers of other packages.
 
 Each module depends on a package that may not be installed, so it must be imported explicitly:
 
@@ -7,11 +7,11 @@ Each module depends on a package that may not be installed, so it must be import
     adapters.datasets      streams of the package datasets, read shard by shard
     adapters.lightning     lightning.Trainer as a worker of a run
     adapters.decoder       language models from transformers as chains of blocks, for pipelines
-    adapters.loggers       figures for TensorBoard, Weights & Biases and MLflow, of the run or of each worker
+    adapters.loggers       writes figures to TensorBoard, Weights & Biases and MLflow
     adapters.site          several processes at one site as one worker
     adapters.loader        batches for loops that call `iter` and `len` themselves
     adapters.gloo_channel  messages between the processes of a torch.distributed group
 
-A training loop gets its optimizer and its batches from an adapter, which obtains them from a `Grid` and
-adapts their interface.
+The modules for training loops, except `ddp`, pass the optimizer and the batches of a `Grid` to the loop, with
+the interfaces that the loop expects.
 """

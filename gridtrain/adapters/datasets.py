@@ -9,7 +9,8 @@ When a shard is opened, its rows, `stream.shard(num_shards, index)`, are written
 with the index.  Each row is therefore read and mapped only once, and the rows can be shuffled.  A run can
 resume in the middle of a shard.
 
-Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and divides the shards itself.
+Use neither `stream.shuffle` nor `split_dataset_by_node`, because the run itself shuffles the samples and
+divides the shards among the workers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StreamShards(Shards):
         options: the other arguments of `gridtrain.Shards`.
 
     Raises:
-        ConfigError: `stream` is not a stream of the package `datasets`, or the index describes other data.
+        ConfigError: `stream` is not a stream of the package `datasets`, the index cannot be read or describes
+            other data, or an option is invalid.
     """
 
     def __init__(self, stream: Any, index: str | Path, **options: Any) -> None:
@@ -63,11 +65,12 @@ def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = Non
     """Read the whole stream and write its index.
 
     Args:
-        cache: the cache for the rows, which `StreamShards` on this machine reads; by default `ShardCache()`.
+        cache: the cache to which the rows are written, for a later `StreamShards` on this machine; by
+            default `ShardCache()`.
         options: `tokenize`, `tokenizer` and `progress` of `shard_index.build_index`.
 
     Raises:
-        ConfigError: `stream` is not a stream of the package `datasets`.
+        ConfigError: `stream` is not a stream of the package `datasets`, or a sample cannot be tokenized.
         DataError: a shard cannot be read.
     """
     places = _places(_shard_count(stream))
@@ -91,10 +94,11 @@ def _shard_count(stream: Any) -> int:
 
 
 def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
-    """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`.
+    """Write the rows of the shard `place` to the file `part`, from the beginning.
 
     The package datasets reads the files itself, so the bytes of the rows are counted instead of the bytes
     read: more rows are requested only when the download limit has allowed the bytes of the previous rows.
+    For the arguments and errors, see `gridtrain.training.data.shard_fetch.copy_rest`.
     """
     meter.check_undivided(place, limit_bytes)
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))

@@ -3,13 +3,14 @@
     state = GTopKState(gridtrain.GTopK(density=0.01, momentum=0.9))
     ddp.register_comm_hook(state, gtopk_hook)
 
-gridtrain selects, encodes and merges the values and keeps the error feedback; torch.distributed transports
-them.  There is no coordinator, no process can join, and a process that dies ends the job, as always with DDP.
+gridtrain selects, encodes and merges the values and updates the residuals; torch.distributed transports the
+payloads.  No process can join, and a process that dies ends the job, as always with DDP.
 
-    autograd's thread    bucket 0 --select--> payload    bucket 1 --select--> payload ...
-    one more thread                              [ exchange over gloo ]          [ exchange over gloo ]
-                                                  --> update of bucket 0           --> bucket 1, the last:
-                                                                                       all residuals commit
+    autograd's thread      bucket 0 --select--> payload    bucket 1 --select--> payload ...
+    a background thread                           [ exchange over gloo ]         [ exchange over gloo ]
+                                                  --> update of bucket 0         --> update of bucket 1
+
+The residuals of all buckets are committed together, after the exchange of the step's last bucket.
 
 DDP rebuilds its buckets after the first step, in the order in which gradients became ready.  Residuals
 therefore belong to parameters: when a bucket's parameters change, their residuals move with them.
@@ -69,8 +70,8 @@ class GTopKState:
     """The state of the hook.  Create it on every process before the first backward pass.
 
     Args:
-        exchange: the exchange, which must be the same on all processes; `topology` has the same meaning as in
-            a run, except that "auto" is a butterfly.
+        exchange: the exchange, which must be the same on all processes; its `topology` has the same meaning
+            as in a run, except that "auto" stands for "butterfly".
         process_group: the group that was passed to DDP; None means all processes.
         scaler: the GradScaler that scales the loss; None if the loss is not scaled.
 
@@ -180,8 +181,8 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU runs this thread's work in parallel with the backward pass, after
-        `selected`.
+        """Return a context in which a GPU runs this thread's operations after the event `selected`, on a
+        stream of its own; without an event (on a CPU), the context does nothing.
 
         On the stream of the backward pass, each copy to the device would wait for the operations already
         queued there.
@@ -264,7 +265,8 @@ class GTopKState:
         return found
 
     def residual_of(self, parameter: Tensor) -> Tensor:
-        """Return a copy of a parameter's residual on the host, as a flat float32 tensor."""
+        """Return a copy of a parameter's residual, or zeros if it has none, as a flat float32 tensor on the
+        host."""
         found = self._by_id().get(id(parameter))
         return torch.zeros(parameter.numel()) if found is None else found["residual"].clone()
 

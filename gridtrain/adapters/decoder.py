@@ -8,8 +8,8 @@
     model.rotary_emb       recomputed in each layer
     model.norm, lm_head    model.norm, lm_head               the output: logits (B, T, V)
 
-The blocks are the model's own modules under their own names, so that a state has the names of the whole
-model.  Each layer computes the mask and the rotary embeddings itself: they are not sent between stages.
+The blocks are the model's own modules under their own names, so that the names in a state are those of the
+whole model.  Each layer computes the mask and the rotary embeddings itself: they are not sent between stages.
 
 With `lora=` the base is frozen, and each worker holds the part of it that belongs to its own layers.
 Checkpoints of all stages are exported as a folder that `from_pretrained` of PEFT or transformers loads.
@@ -109,7 +109,7 @@ def decoder_blueprint(
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
     Raises:
-        ConfigError: the folder contains no such model, or the model or `lora` cannot be used; see
+        ConfigError: the folder contains no pretrained model, or the model or `lora` cannot be used; see
             `decoder_blocks`.
     """
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
@@ -158,7 +158,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
-    """Return the layout, as JSON, of the folder to which `whole`, of which `model` is a part, is exported."""
+    """Return the layout, as JSON, of the folder to which `whole`, which contains `model`, is exported; None
+    if it cannot be exported in the format of PEFT or transformers."""
     layout = pretrained.describe(whole)
     if layout is None:
         return None
@@ -188,8 +189,8 @@ class LayerPositions:
     """Computes what a layer needs besides the hidden states: the attention mask and the rotary embeddings.
 
     Args:
-        rotary: the model's module for rotary embeddings, or None.  The module's buffers are not in any
-            state, so a model on the meta device gets new ones.
+        rotary: the model's module for rotary embeddings, or None.  Its buffers are not in any state, so the
+            module is created again if they are not on the device of the hidden states.
     """
 
     def __init__(self, config: PretrainedConfig, rotary: nn.Module | None) -> None:
@@ -224,10 +225,10 @@ def _positions(hidden_BTH: Tensor, others: Mapping[str, Tensor]) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """A module that changes only the hidden states.
+    """A block that changes the hidden states, and returns the attention mask and positions unchanged.
 
-    Each block's class is derived from this class or one of the following, and from the class of the model's
-    own module.
+    The class of each block is derived from this class or from one of its subclasses below, and from the class
+    of the model's own module.
     """
 
     def forward(self, x: Any) -> Any:
@@ -296,7 +297,7 @@ def _block(kind: type[_Plain], module: nn.Module) -> Any:
 
 
 def _draw_values(model: PreTrainedModel) -> Init:
-    """Return a function that gives a block the initial values that the model's class draws."""
+    """Return a function that initializes a block as the model's class does, with random values."""
 
     @torch.no_grad()
     def init(block: nn.Module, number: int) -> None:

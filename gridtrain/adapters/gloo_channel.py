@@ -3,9 +3,9 @@
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty
 
-Messages between two processes arrive in the order in which they were sent.  When a process has exited, every
-wait for it ends, because gloo raises an error as soon as the connection breaks, or at the group's timeout.
-Nothing is pickled.
+Messages between two processes arrive in the order in which they were sent.  A process that waits for one that
+has exited gets an error from gloo as soon as the connection breaks, or at the group's timeout.  Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class GlooChannel:
             work.wait()
 
     def close(self) -> None:
-        """Destroy the group, which ends its threads, unless it was destroyed together with all other groups.
+        """Destroy the group, unless it was already destroyed together with all other groups.
 
-        A thread that releases a tensor while the interpreter exits would abort the process.  Later calls do
-        nothing.
+        This ends the group's threads; otherwise one that releases a tensor while the interpreter exits would
+        abort the process.  Later calls do nothing.
         """
         group = vars(self).pop("group", None)  # its threads end with the last reference
         if group is not None and dist.is_initialized():

@@ -12,10 +12,11 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; newcomers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
-    get_batch_samples                    its own; with weigh_by="tokens" their tokens are counted as weight
-    evaluate                             its own; meanwhile this worker is reported as busy
-    saving                               on the first worker only
-    state.global_step                    the run's, so that a worker that joins late stops with the group
+    get_batch_samples                    its own; with weigh_by="tokens" the number of tokens is the weight
+    evaluate                             its own figures; meanwhile this worker is reported as busy
+
+Only the first worker saves.  `state.global_step` is the step of the run, so that a worker that joins late
+stops with the group.
 
 `max_steps` ends the run, for all workers together.  It counts steps of the optimizer: with
 `LocalSteps(every=H)` it must be a multiple of H, because H of these steps are one step of the run.
@@ -51,14 +52,14 @@ else:
 
 
 class GridTrainerMixin(_Trainer):
-    """Lets a subclass of `transformers.Trainer` train as a worker of a run; put it before that class.
+    """Lets a subclass of `transformers.Trainer` train as a worker of a run, if listed as a base before it.
 
     Args:
         grid: the result of `gridtrain.join()`.
         grid_options: the keyword arguments of `grid.optimizer`, such as `exchange=`.  The default exchange is
             GTopK(), with which Trainer's default optimizer, AdamW, converges poorly; use `LocalSteps(...)`
             with AdamW.
-        options: the arguments of the class that follows.
+        options: the arguments of that subclass.
 
     Raises:
         ConfigError: an argument cannot be used in a run; the message names it.
@@ -142,7 +143,7 @@ class GridTrainer(GridTrainerMixin, Trainer):
 class _StepCallback(TrainerCallback):
     """Sets Trainer's step count, which starts at 0, to the step of the run (except with `LocalSteps`).
 
-    Also ends the loop with the run, restricts saving to the first worker, and reports the losses.
+    It also ends the training loop when the run ends, lets only the first worker save, and reports the losses.
     """
 
     def __init__(self, trainer: GridTrainerMixin) -> None:

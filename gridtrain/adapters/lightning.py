@@ -36,7 +36,7 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridStrategy(SingleDeviceStrategy):
-    """The strategy for `lightning.Trainer(strategy=...)`.
+    """The argument `strategy` of a `lightning.Trainer` that trains as a worker of a run.
 
     Args:
         grid: the result of `gridtrain.join()`.

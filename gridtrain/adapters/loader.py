@@ -18,7 +18,7 @@ from gridtrain.sdk.grid import Grid
 
 
 class GridLoader:
-    """This worker's batches of a run of `steps` optimizer steps, with the interface of a DataLoader.
+    """Yields this worker's batches of a run of `steps` optimizer steps; has the interface of a DataLoader.
 
     It may be created before the optimizer is wrapped; the data set is described to the group at the first
     `iter`.
@@ -38,7 +38,7 @@ class GridLoader:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of a worker that takes part in the whole run, which is the maximum."""
+        """Return the number of batches in the whole run; a worker that joins late gets fewer."""
         return self._steps * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:

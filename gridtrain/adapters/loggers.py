@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """Writes the figures of one step, by name."""
+    """An output of `Log`: `write` gets the figures of one step, by name."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -36,10 +36,11 @@ class Writer(Protocol):
 class Log:
     """A logger that every worker calls with figures; only the first worker passes them to its writers.
 
-    Values that are not finite are left out.  The logger adds the figure `sent_bytes`, the bytes that this
-    worker has sent so far.
+    Values that are not finite are left out.  The writers also get the figure `sent_bytes`, the number of
+    bytes that this worker has sent so far.
 
     Args:
+        writers: the writers to which only the first worker passes its figures.
         own: writers to which every worker passes its figures, such as a TensorBoard folder of its own.
     """
 
@@ -80,7 +81,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes figures to a run of `wandb.init(**options)`; needs the package `wandb`.
+    """Writes figures to the run that `wandb.init(**options)` returns; needs the package `wandb`.
 
     Args:
         run: `grid.run_id`, so that workers that write one after the other write to the same run.

@@ -14,9 +14,11 @@ for tensors on GPUs, gloo for everything else.
     leader       <--- the digest of the base --- every process, once
     leader       turn: the site's samples, the state -----> every process
     each process its part of the samples, backward
-    leader       <--- reduce: sum of share * gradient ------ every process   share: of the site's samples
-                 step: exchange with the run, apply
-                 ... next turn: the state with the update in it ------> every process
+    leader       <--- reduce: sum of share * gradient ------ every process
+                 step: exchange with the other workers, apply the update
+                 ... next turn: the updated state ------------> every process
+
+A process's share is its fraction of the site's samples.
 
 The leader sends all trained parameters and buffers, which are as large as a dense update.  Every change of
 the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
@@ -174,6 +176,12 @@ class Site:
             batch_size: the number of samples per process; the site's batch is `world_size` times as large.
             global_batch_size: the number of samples in a step over all workers of the run.
             max_batch_size: the maximum number of samples per process.
+
+        The other arguments are those of `Grid.batches`.
+
+        Raises:
+            ConfigError: an argument is invalid, or `step` was not called for a batch.
+            SiteFailed: another process of the site has failed or exited.
         """
         if self._optimizer is None:
             raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")
@@ -293,8 +301,11 @@ class Site:
         return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """Receive a message from `rank`.  If a SIGTERM arrives in the meantime, exit only after the message,
-        so that a failure is reported before torchrun stops all processes because of it."""
+        """Receive a message from `rank`; raise `SiteFailed` if that process has exited.
+
+        If SIGTERM arrives in the meantime, this process exits after the message, unless the message reports a
+        failure: torchrun stops all processes when one has failed, and the failure is then still reported.
+        """
         self._listening = True
         try:
             head, payload = self._channel.receive(rank, most_bytes)
@@ -358,7 +369,7 @@ class Site:
 
 
 class SiteOptimizer(WrappingOptimizer):
-    """The result of `site.optimizer`: `step` sums the site's gradients; on the leader it then takes the step.
+    """The result of `site.optimizer`: `step` sums the site's gradients, and on the leader takes the step.
 
     Attributes:
         inner: the group's optimizer on the leader; on other processes the user's optimizer, without state.

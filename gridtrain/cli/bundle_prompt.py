@@ -45,7 +45,11 @@ def ask_consent(settings: OptionValues, job: Job, offer: BundleOffer) -> bool:
 
 
 def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> None:
-    """Show the result of a dry run."""
+    """Show the result of a dry run: text on a terminal, otherwise one JSON object.
+
+    Args:
+        offer: None if the command line, not a bundle, says what to run.
+    """
     from gridtrain_worker.bundle_consent import is_accepted
 
     if not sys.stdout.isatty():
@@ -154,7 +158,7 @@ def _limits(settings: OptionValues, job: Job, offer: BundleOffer | None = None) 
 
 
 def _shown_limits(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, str]:
-    """Return the text of each limit by option; with an offer, the rules saved on this machine apply, too."""
+    """Return the limits as texts, by option name; with an offer, this machine's saved rules also apply."""
     from gridtrain.cli.worker_commands import NO_RULE
     from gridtrain_worker.saved_settings import SavedSettings
     from gridtrain_worker.training_policy import OFF, Rules
@@ -203,6 +207,9 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
 
 
 def origins_of(index: ShardIndex) -> list[tuple[str, int]]:
-    """Return each folder that has files of the data set, with their number; largest numbers first."""
+    """Return the folders (URLs) that contain the data set's files, each with the number of its files.
+
+    The folder with the most files comes first.
+    """
     folders = (shard.url.rpartition("/")[0] for shard in index.shards)
     return Counter(folder or "the folder of --data-dir" for folder in folders).most_common()

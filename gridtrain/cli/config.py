@@ -30,8 +30,8 @@ def show(context: click.Context) -> None:
     """Show each option's value and its source: flag, environment, run.toml or default.
 
     \b
-      gridtrain config show                               of both programs
-      gridtrain config show worker --upload-limit 20Mbit  with these flags
+      gridtrain config show                               both programs
+      gridtrain config show worker --upload-limit 20Mbit  with this flag
 
     Prints a table on a terminal; elsewhere one JSON object per line, with program, name, value, source and
     where.  Ends with an error if the program would refuse a value.
@@ -41,7 +41,8 @@ def show(context: click.Context) -> None:
 
 
 def _resolve(program: str, given: dict[str, Any]) -> OptionValues:
-    """Resolve all options; if `state` is not set, its value is the folder that the coordinator would use."""
+    """Return the values of all options.  If the coordinator's `state` is not set, its value is the folder
+    that the coordinator would use."""
     from gridtrain.runtime.client.worker_defaults import state_directory
 
     found = resolve_settings(program, given)
@@ -95,7 +96,7 @@ def _check(settings: OptionValues) -> None:
 
 
 def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
-    """Return a JSON object for each option; secret values are replaced."""
+    """Return a JSON object for each option that is not hidden; a placeholder replaces secret values."""
     return [
         {
             "program": settings.program,

@@ -76,9 +76,9 @@ def doctor(invitation: str, as_json: bool) -> None:
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     """Return the upload limit of the worker that `gridtrain worker` would start in this folder.
 
-    The limit is the option's value, unless a rule that is saved for this worker overrides it.  The worker
-    would use the run's first key on this machine that is not in use; keys that were admitted with this
-    invitation come first.
+    Returns None if there is no limit.  The limit is the option's value, unless a rule that is saved for this
+    worker overrides it.  The worker would use the run's first key on this machine that is not in use; keys
+    that were admitted with this invitation come first.
     """
     from gridtrain.cli.option_flags import resolve_settings
     from gridtrain.network.transport.identity import claim_identity
@@ -115,7 +115,8 @@ def _show(finding: Finding, plain: bool) -> None:
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """Read the figures that the prediction needs from a status.
 
-    Raises `ConfigError` if no worker is training, or if what the run exchanges is unknown.
+    Raises `ConfigError` if no training worker has reported its share and its compute time, or if what the run
+    exchanges is unknown.
     """
     from gridtrain.cli.live_network import facts_of, network_from_status
     from gridtrain.core.planning.exchange_facts import workload_of

@@ -1,4 +1,6 @@
-"""`gridtrain invite`: prints an invitation, valid for limited uses and time, and explains it on stderr.
+"""`gridtrain invite`: prints a new invitation, valid for a limited number of uses and a limited time.
+
+Instructions for its use go to stderr.
 
 The secret token is generated in this process; the coordinator receives only its public key.
 """
@@ -26,7 +28,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Parse the validity and return it in seconds; refuse 0, which would withdraw the invitation."""
+    """Parse the validity; return it in seconds.  It must not be 0, which would withdraw the invitation."""
     from gridtrain_coordinator.access.authorization_limits import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)
@@ -118,7 +120,12 @@ def invite(
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
-    """Return instructions for using a new invitation; they do not contain its token."""
+    """Return instructions for using a new invitation; they do not contain its token.
+
+    Args:
+        wall_s: the current time, in seconds since the epoch.
+        has_bundle: whether the coordinator serves the script, so that the volunteer needs no command.
+    """
     from gridtrain.core.group.invitation import comparable_key
 
     workers = format_count(uses, "worker")

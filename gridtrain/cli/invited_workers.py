@@ -1,8 +1,8 @@
 """`gridtrain invite --until-joined`: waits until all invited workers are members, and reports each of them.
 
-Asks the coordinator twice a second, and keeps waiting while the coordinator restarts.
-
-    invited --Enrol--> admitted --Join, set-up, measured--> a member
+Asks the coordinator twice a second, and keeps waiting while the coordinator restarts.  A worker is admitted
+when it enrols its key with the invitation, and becomes a member when it has joined and its setup was
+accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ class JoinTimeout(GridtrainError):
 
 @dataclass
 class JoinProgress:
-    """The workers that joined with one invitation; `update` reports changes."""
+    """The workers that joined with one invitation.
+
+    Attributes:
+        id: the first 8 digits of the invitation's digest, by which a status refers to it.
+        wanted: the number of workers to wait for.
+        print_event: called with each event: its name, a text and the fields of the JSON line.
+        admitted: the keys of the workers that were admitted.
+        members: the names of those that have become members, by key.
+    """
 
     id: str
     wanted: int
@@ -51,6 +59,7 @@ class JoinProgress:
         return len(self.members) >= self.wanted
 
     def update(self, status: Mapping[str, Any]) -> None:
+        """Record and report the workers that were admitted or have become members since the last call."""
         for line in rows(status.get("door"), "enrolled"):
             peer = str(line.get("peer"))
             if line.get("invitation") == self.id and peer not in self.admitted:
@@ -87,7 +96,7 @@ def await_members(
     """Wait until `uses` workers that joined with the invitation are members.
 
     Raises:
-        JoinTimeout: fewer workers are members after `patience_s`, or the run has finished.
+        JoinTimeout: fewer workers are members after `patience_s`, or when the run finishes.
         CoordinatorUnreachable: the coordinator does not answer when the time runs out.
     """
     from gridtrain.core.group.invitation import invitation_digest
@@ -121,7 +130,7 @@ def await_members(
             raise JoinTimeout(f"{arrivals.text()}, and the run has finished", remedy="start a new run")
         if clock() >= until_s:
             raise JoinTimeout(
-                f"{arrivals.text()} after {format_duration(patience_s)}",
+                f"{arrivals.text()} within {format_duration(patience_s)}",
                 remedy="run `gridtrain doctor INVITATION` on the volunteer's machine to find the reason, and "
                 "`gridtrain members` to see who has joined; the invitation stays valid",
             )

@@ -13,7 +13,8 @@ backward = "2ms"           # twice forward if left out
 overhead = "50us"          # of each forward and backward pass of a micro-batch of any size
 output = "64kB"            # per sample, to the next layer; `gradient`: the bytes sent back, if fewer
 kept = "1MB"               # per sample, kept in the layer for the backward pass
-work = "400kB"             # per sample, also held while the layer runs; `fixed_work`: for any batch
+work = "400kB"             # per sample, also held while the layer runs
+fixed_work = "1MB"         # the same, for a micro-batch of any size
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
 
 
 def parse_size(text: str) -> int:
-    """Parse a size into bytes.  Raises `ConfigError` if it is not one, such as "28MB"."""
+    """Parse a size such as "28MB"; return it in bytes.  Raises `ConfigError` if `text` is not a size."""
     found = parse_bytes(text)
     if found is None:
         raise ConfigError(
@@ -79,7 +80,7 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
     unknown = set(document) - {"input", "layer"}
     if unknown or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(
-            f"{path} has the invalid entry {sorted(unknown) or 'layer'}",
+            f"{path} has invalid entries: {', '.join(sorted(unknown)) or 'layer'}",
             remedy="use only input and [[layer]]",
         )
     layers = [layer for number, entry in enumerate(entries) for layer in _layers(path, number, entry)]
@@ -97,7 +98,8 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MAX_LAYERS:
         raise ConfigError(
-            f"{where} is repeated {repeat!r} times", remedy=f"set repeat to a number from 1 to {MAX_LAYERS}"
+            f"{where} has name = {name!r} and repeat = {repeat!r}",
+            remedy=f"write the name as a string, and repeat as a whole number from 1 to {MAX_LAYERS}",
         )
     forward_s = _seconds(where, entry.get("forward", 0))
     named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")
@@ -123,7 +125,9 @@ def _seconds(where: str, value: Any) -> float:
         return parse_seconds(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
         return float(value)
-    raise ConfigError(f"{where} has a time of {value!r}", remedy='write "1.5ms", or seconds as a number')
+    raise ConfigError(
+        f"{where} has the invalid time {value!r}", remedy='write "1.5ms", or seconds as a number'
+    )
 
 
 def _bytes(where: str, value: Any) -> int:
@@ -131,4 +135,6 @@ def _bytes(where: str, value: Any) -> int:
         return parse_size(value)
     if type(value) is int and 0 <= value < 1e18:
         return value
-    raise ConfigError(f"{where} has a size of {value!r}", remedy='write "28MB", or bytes as an integer')
+    raise ConfigError(
+        f"{where} has the invalid size {value!r}", remedy='write "28MB", or bytes as an integer'
+    )

@@ -54,7 +54,7 @@ class LiveNetwork:
     def network(self, size: int) -> NetworkModel:
         """Return the network of `size` workers: the first members, or all members repeated evenly.
 
-        Two copies of a member have the latency between the member and its nearest neighbour.
+        The latency between two copies of a member is that between the member and its nearest neighbour.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
@@ -85,7 +85,8 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
     """Build the network that a status describes.
 
     Raises:
-        ConfigError: fewer than two workers are training, or no link between them has been measured.
+        ConfigError: fewer than two workers are training, no link between them has been measured, or the
+            status contains an invalid link.
     """
     from gridtrain.core.planning.exchange_facts import local_steps_of, workload_of
     from gridtrain.core.planning.rank_order import LinkMeasurements
@@ -133,8 +134,10 @@ def facts_of(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _optimizer(described: str) -> str:
-    """Return the key in `OPTIMIZER_STATE_COPIES` of an optimizer such as "SGD(lr=0.1, momentum=0.9)"; "" if
-    it has none."""
+    """Return the key in `OPTIMIZER_STATE_COPIES` of an optimizer such as "SGD(lr=0.1, momentum=0.9)".
+
+    Returns "" if the optimizer is not in the table.
+    """
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     name = described.partition("(")[0].lower()

@@ -1,4 +1,4 @@
-"""The root of the command line: lists all commands and reports errors as exit codes, without tracebacks."""
+"""The root of the command line: lists all commands, and reports an error as a message and an exit code."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def render(status: Mapping[str, Any]) -> Group:
 
 
 def members_table(status: Mapping[str, Any]) -> Table:
-    """Return a table that lists the joined workers by rank, and then the members that are not connected."""
+    """Return a table that lists the connected members by rank, and then the members that are away."""
     from rich.table import Table
     from rich.text import Text
 

@@ -3,7 +3,7 @@
 [[site]]
 name = "office"
 workers = 8                # scaled in proportion if another total number of workers is planned
-link = "1Gbit"             # of each worker, in both directions; or up = and down =
+link = "1Gbit"             # of each worker, in both directions; or `up` and `down` separately
 latency = "0.2ms"          # one way, between two workers of this site
 
 [[between]]
@@ -136,7 +136,12 @@ def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkMode
 
 
 def single_site(link: str, latency: str) -> DescribedNetwork:
-    """Return one site of equal workers; `link` is "RATE", or "DOWN/UP" as providers write it."""
+    """Return one site of equal workers.  Raises `ConfigError` if an argument is invalid.
+
+    Args:
+        link: a worker's rate, "RATE", or "DOWN/UP" as providers write it.
+        latency: the one-way latency between two workers, such as "10ms".
+    """
     down_Bps, up_Bps = _rates(link)
     return DescribedNetwork((NetworkSite("all", 1, up_Bps, down_Bps, parse_seconds(latency)),), {})
 
@@ -212,7 +217,8 @@ def _pair(
 
 
 def _rates(text: str) -> tuple[float, float]:
-    """Parse "RATE" or "DOWN/UP"; return (down, up) in bytes per second."""
+    """Parse "RATE" or "DOWN/UP"; return (down, up) in bytes per second.  Raises `ConfigError`, see
+    `parse_rate`."""
     from gridtrain.network.transport.rate_limiter import parse_rate
 
     down, slash, up = text.partition("/") if not text.endswith("/s") else (text, "", "")

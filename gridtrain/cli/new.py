@@ -126,7 +126,7 @@ def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
 
 
 def _sample_text() -> str:
-    """Return source code of Python's standard library, which every machine has."""
+    """Return at most `TEXT_BYTES` of source code of Python's standard library, so nothing is downloaded."""
     from gridtrain.tools.demo.text_corpus import load_corpus
 
     text = load_corpus().train[:TEXT_BYTES]
@@ -149,7 +149,11 @@ def _free_name(folder: Path) -> Path:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
-    """Write all files, or none if one of them exists."""
+    """Write all files, and return their names.
+
+    Raises `ConfigError`, and leaves no file behind, if one of the files exists, if the folder would be inside
+    that of another run, or if a file cannot be written.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", remedy="choose another folder, or move the file away")
     place = folder.resolve()

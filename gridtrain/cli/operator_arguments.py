@@ -1,6 +1,7 @@
 """Finds the worker that an operator's command means, by its name or key, and parses durations.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
+ban WHO      the same, or the complete key of an unknown worker
 unban WHO    a banned member's name, or the first 6 or more digits of its key
 """
 
@@ -37,7 +38,7 @@ def parse_duration(context: click.Context, parameter: click.Parameter, text: str
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its two largest units: "6 d 23 h"."""
+    """Format a duration in its two largest units, without zeros, such as "6 d 23 h" or "7 d"."""
     minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -47,7 +48,10 @@ def format_duration(seconds: float) -> str:
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
-    """Return a client of this machine's coordinator.  Raises the errors of `CoordinatorEndpoint.find`."""
+    """Return an operator's client of the coordinator of `run` on this machine.
+
+    Waits up to `wait_s` for a coordinator that is starting.  Raises the errors of `CoordinatorEndpoint.find`.
+    """
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     def say(text: str) -> None:
@@ -57,7 +61,7 @@ def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorC
 
 
 def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
-    """Prefix the coordinator's answer `told` with the member's name, if the name is known."""
+    """Return the coordinator's answer `told`, preceded by the name of the member `peer` if it is known."""
     name = known.get(peer.hex(), NO_NAME)
     return told if name == NO_NAME else f"{name}: {told}"
 
@@ -82,7 +86,10 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
 
 
 def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
-    """Return the names of all members, including removed ones, or of all banned ones, by key (64 digits)."""
+    """Return the names of all members, including removed ones, by key (64 hexadecimal digits).
+
+    With `banned`, return those of the banned workers instead.
+    """
     access = status.get("door")
     known: dict[str, str] = {}
     admitted = [*rows(access, "removed"), *rows(access, "enrolled"), *rows(status, "members")]
@@ -109,6 +116,7 @@ def resolve_member(
     """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
+        known: the names of the members to search, by key.
         present: the keys of connected members; they take precedence over members that left and have the same
             name.
         any_key: whether `who` may be a complete key that is not in `known`.

@@ -95,7 +95,11 @@ def _type(one: Option) -> click.ParamType[Any]:
 
 
 def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
-    """Return the values of all options, from flags, environment and run.toml.  Raises `ConfigError`."""
+    """Return the values of all options, from flags, environment and run.toml.
+
+    Raises `ConfigError` as `resolve` and `RunFile.find` do, and `click.UsageError` if an option was given
+    together with its `--no-...` flag.
+    """
     for one in PROGRAMS[program]:
         if one.off_word and given.pop(f"no_{one.name}", False):
             if given.get(one.name) is not None:

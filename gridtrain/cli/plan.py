@@ -85,7 +85,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def _parse(parse: Callable[[str], Parsed], text: str) -> Parsed:
-    """Return the parsed value of an option; re-raise the parser's error with the option's name."""
+    """Return the parsed value of an option.  Raises `click.BadParameter` if `parse` raises `ConfigError`."""
     try:
         return parse(text)
     except ConfigError as error:
@@ -240,8 +240,8 @@ def plan(
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
-    gtopk, also -direct; topk, gtopk-tree, star, star-gtopk.
+    With --stages, --compute is the whole model's time.  Exchanges: dense, dense-direct, topk,
+    gtopk, gtopk-direct, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload

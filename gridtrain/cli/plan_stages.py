@@ -68,7 +68,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def pipeline_options(command: _Command) -> _Command:
-    """Add the options that apply only with --stages to a command."""
+    """Add `--stages`, the options of a model in stages, and `--optimizer` to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -192,7 +192,8 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
-    """Return a table with a row for each stage: its layers, times, memory, and bytes to and from the next."""
+    """Return a table with a row for each stage: its layers, times and memory, and the bytes to and from the
+    next stage."""
     from rich.table import Table
 
     from gridtrain.quantities import format_seconds

@@ -78,7 +78,8 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 def client_for(
     invitation: str | None, run: str, state: Path | None
 ) -> Iterator[CoordinatorClient | OperatorClient]:
-    """Connect as the operator of this machine's coordinator, or with an invitation."""
+    """Yield a client of the coordinator that `invitation` names; if it is None, an operator's client of this
+    machine's coordinator."""
     from gridtrain.cli.worker import read_invitation
     from gridtrain.runtime.client.enrollment import enroll
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient

@@ -2,7 +2,7 @@
 
 The commands are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer`
 executes them and answers with the worker's new state.  Exit code 2 means that no such worker is running, that
-a rule cannot be enforced, or that an option is invalid.
+it does not answer, that a rule cannot be enforced, or that an option is invalid.
 """
 
 from __future__ import annotations

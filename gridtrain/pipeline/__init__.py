@@ -1,21 +1,21 @@
 """Trains a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)        where to partition and why, and the step time
+    partition(model, 4, example=x)        divides the model into 4 stages, and estimates the step time
     Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes some of its blocks
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
-    profile(model, x)                     the cost of each block on this machine
+    profile(model, x)                     measures the cost of each block on this machine
 
-Before a run `model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages`
-divide them into stages, and `blueprint` builds them.  In a run `pipeline` takes the steps, `executor`
+Before a run, `model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages`
+divide them into stages, and `blueprint` builds them.  During a run, `pipeline` takes the steps, `executor`
 executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` keeps the stage in memory, and
-`stage_model_state` saves and exports it.
+`stage_model_state` saves and exports it.  The other modules belong to these tasks:
 
 - partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers), `tensor_meter`
 - stage: `stage_state`, `stage_optimizer`, `batch_norm`, `random_seeds`, `memory_usage`
-- between stages: `tensor_tree`, `wire_precision`
+- transfer between stages: `tensor_tree`, `wire_precision`
 - step: `micro_batch_count`, `validation`
 
-Importing this package does not import torch: names are looked up when they are first used.
+Importing this package does not import torch; each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides when a pipeline changes batch norm's running mean and variance, and buffers set in a forward pass.
+"""Updates batch norm's running mean and variance in a pipeline; restores other buffers after aborted steps.
 
 Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
@@ -11,14 +11,14 @@ from each other; the variance is unbiased, as in torch.  The running statistics 
 so an aborted step has no effect.
 
 A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  It occurs
-only if a replica has one sample in a step, because micro-batches are otherwise larger
+only if a replica has one sample in a step, because micro-batches of such a model are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
 Other buffers, such as a moving average, a counter, or the buffers of a norm with its own `forward`, change
 with each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that
 the first one used, and does not change the buffers.  If a step is not committed, the buffers are restored.
-
-    forward pass of m   0 --> b1 --> 1 --> b2 --> 2 --> b3       repeated pass of 1: reads b1, leaves b3
+For example, let b1, b2 and b3 be a buffer's values after the forward passes of micro-batches 0, 1 and 2: a
+repeated pass of micro-batch 1 reads b1, and afterwards the buffer still has the value b3.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ _COLLECTED = "collected_moments"
 
 @dataclass
 class _Moments:
-    """Statistics of one layer: the number of values per channel, their (C,) means and sums of squared
-    deviations."""
+    """Statistics of one layer.
+
+    Attributes:
+        count: the number of values per channel.
+        mean_C, deviations_C: (C,) the means and the sums of squared deviations of each channel.
+    """
 
     count: int
     mean_C: Tensor
@@ -72,7 +76,10 @@ class MiniBatchStatistics:
     """Collects the statistics of all batch norms in `layers` for each mini-batch.
 
     Attributes:
-        lone: a batch norm that had a single value per channel; None if there was none.
+        lone: a batch norm whose input had a single value per channel; None if there was none.
+
+    Raises:
+        ConfigError: a layer contains a SyncBatchNorm.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -92,8 +99,9 @@ class MiniBatchStatistics:
 
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
-        """Return the context manager for a micro-batch's forward pass, and for its backward pass, in which
-        activation checkpointing may repeat a forward pass.
+        """Return the context manager for a micro-batch's forward pass or backward pass.
+
+        A backward pass needs it because activation checkpointing may repeat a forward pass.
 
         Args:
             first_time: whether this is the micro-batch's first forward pass; only then are statistics
@@ -123,7 +131,7 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics with the collected mini-batch."""
+        """Update the running statistics with the statistics of the mini-batch."""
         for norm, sums in self._sums.items():
             assert norm.running_mean is not None and norm.running_var is not None
             factor = norm.momentum
@@ -143,7 +151,7 @@ _BufferLocation = tuple[nn.Module, str]
 
 
 class MutatedBuffers:
-    """Saves and restores the buffers of `layers` that a forward pass changes, except in torch's batch norms.
+    """Saves and restores the buffers that a forward pass changes, except those of torch's batch norms.
 
     When a layer runs for the first time, all of its buffers are copied to determine which ones change; later
     only those are copied.
@@ -165,8 +173,10 @@ class MutatedBuffers:
         self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
 
     def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
-        """Return the context manager for a layer's first forward pass with micro-batch m; it saves the
-        layer's buffers."""
+        """Return the context manager for a layer's first forward pass with micro-batch m.
+
+        It saves the layer's buffers.
+        """
         return self._observed(layer, m) if self._locations[layer] else nullcontext()
 
     @contextmanager
@@ -190,8 +200,10 @@ class MutatedBuffers:
             self._observed_layers[layer] = True
 
     def restore_during(self, m: int) -> AbstractContextManager[None]:
-        """Return the context manager for a repeated forward pass of micro-batch m; it leaves the buffers
-        unchanged."""
+        """Return the context manager for a repeated forward pass of micro-batch m.
+
+        In it, the buffers have the values from before m's first forward pass; afterwards they are unchanged.
+        """
         return self._restored(m) if self._mutated else nullcontext()
 
     @contextmanager

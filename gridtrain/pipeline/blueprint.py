@@ -1,10 +1,10 @@
 """Builds a model stage by stage, with initial values from the seed, so that no worker holds the whole model.
 
-    with torch.device("meta"):  model          only shapes: no memory
+    with torch.device("meta"): model = ...     the tensors have shapes, but use no memory
                 |
-    Blueprint(model, seed=0)                   blocks, tied parameters
+    blueprint = Blueprint(model, seed=0)       finds the blocks and the tied parameters
                 |
-    build(start, stop)                         only these blocks, with memory and values
+    blueprint.build(start, stop)               allocates and initializes only these blocks
 
 A block's values depend only on the run's seed and the block's number, so the initial model is the same for
 every partition, bit for bit.  Values are drawn on the CPU, whose generator gives the same numbers on all
@@ -12,8 +12,8 @@ machines, and then moved to the device.  A tied parameter gets its value from th
 
 Values that a constructor writes on the meta device are lost, so initial values come from each module's
 `reset_parameters` and from `init`.  Tensors are filled with NaN first; a tensor that still has no value
-afterwards is an error, and so is a constructor that writes to a parameter more often than `reset_parameters`
-does.
+afterwards is an error.  Without `init`, it is also an error if a constructor writes to a parameter more often
+than `reset_parameters` does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TiedParameterName:
         return tuple(dict.fromkeys(block for block, _ in self.places))
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stages that hold a copy, ascending, for the boundaries `cuts` (S + 1,)."""
+        """Return, in ascending order, the stages that hold a copy if the model is cut at `cuts` (S + 1,)."""
         spans = enumerate(pairwise(cuts))
         return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
 
@@ -79,8 +79,8 @@ class Blueprint:
             block's seed.  It may set any value in the block.
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
         reset: whether to call `reset_parameters`, which is unnecessary if `init` sets every value.
-        pretrained: a `PretrainedLayout` as JSON, for the folder that an export of all stages writes.
-        facts: properties that the parameters do not show; they must be the same on all workers.
+        pretrained: a `PretrainedLayout` as JSON; it describes the folder that `gridtrain export` writes.
+        facts: properties that the parameters do not reveal, and that must be the same on all workers.
 
     Raises:
         ConfigError: the model's tensors are not on the meta device, the model is not a chain of blocks, or
@@ -118,12 +118,14 @@ class Blueprint:
 
     @property
     def parameter_bytes(self) -> tuple[int, ...]:
-        """(blocks,) the bytes of each block's parameters and buffers; a tied parameter counts in every block
-        that holds it."""
+        """(blocks,) the size in bytes of each block's parameters and buffers.
+
+        A tied parameter is counted in every block that holds it.
+        """
         return tuple(sum(t.nbytes for _, t in _tensors(block)) for block in self.blocks)
 
     def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
-        """Build blocks `start` to `stop` - 1 with memory and initial values on `device`.
+        """Build blocks `start` to `stop` - 1 on `device`, with their initial values.
 
         At most one additional block is in memory at any time.  Blocks that hold a tied parameter share one
         object.
@@ -167,9 +169,9 @@ class Blueprint:
         return found
 
     def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
-        """Return the values of tied parameters whose first block is before `start`, by index.
+        """Return, by index, the tied parameters of these blocks whose first block is before `start`.
 
-        Builds these first blocks one at a time.
+        Their first blocks are built, one at a time, for their values.
         """
         owners: dict[int, list[TiedParameterName]] = {}
         for tied in self.tied:
@@ -231,8 +233,10 @@ class Blueprint:
                         )
 
     def _refuse_lost_values(self, index: int) -> None:
-        """Raise `ConfigError` if the constructor has written to a parameter more often than
-        `reset_parameters` does."""
+        """Raise `ConfigError` if the constructor of a block has written values that would be lost.
+
+        This is assumed if it has written to a parameter more often than `reset_parameters` does.
+        """
         fresh = copy.deepcopy(self.blocks[index])
         before = {name: parameter._version for name, parameter in fresh.named_parameters()}
         _reset_parameters(fresh)
@@ -287,7 +291,10 @@ def _abbreviate_names(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _materialise(block: nn.Module) -> None:
-    """Allocate all tensors on the CPU, filled with NaN; unlike `to_empty`, keep shared tensors shared."""
+    """Allocate all tensors of a block on the CPU; fill floating-point and complex tensors with NaN.
+
+    Unlike `to_empty`, this keeps shared tensors shared.
+    """
     made: dict[int, Any] = {}
     for module in block.modules():
         for held in (module._parameters, module._buffers):
@@ -310,9 +317,9 @@ def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @torch.no_grad()
 def _reset_parameters(module: nn.Module) -> None:
-    """Call `reset_parameters` on all modules, children first and in order, as constructors do.
+    """Call `reset_parameters` of all modules with tensors, children first and in order, as constructors do.
 
-    `nn.MultiheadAttention` names this method `_reset_parameters`.
+    `nn.MultiheadAttention` calls this method `_reset_parameters`.
     """
     for child in module.children():
         _reset_parameters(child)
@@ -327,8 +334,11 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
-    """Return whether a tensor has no value: a floating-point tensor contains NaN, any other tensor has never
-    been written to."""
+    """Return whether a tensor has no value yet.
+
+    A floating-point or complex tensor has none if it contains NaN.  Any other tensor has none if it is still
+    the object `before` and has not been written to since its version was `version`.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor is before and tensor._version == version and tensor.numel() > 0

@@ -3,9 +3,10 @@
 Tensors on the meta device have shapes and dtypes but no values, so a model can run there even if it does not
 fit into the worker's memory.
 
-    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, the same everywhere
+    example input --> layer 0 --> spec 0 --> layer 1 --> spec 1 --> layer 2 --> spec 2
 
-Each layer runs with two numbers of samples; the difference between its outputs is due to one sample.
+Each spec is a `TensorTreeSpec`, the same on all workers.  Each layer runs with 2 and with 3 samples; the
+difference between its outputs shows which dimensions depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def infer_boundary_specs(
 
     Raises:
         ConfigError: a layer cannot run on the meta device, for example because shapes depend on values; or
-            anything in its output other than numbers of rows depends on the number of samples.
+            anything in its output other than the number of rows of a tensor depends on the number of samples.
     """
     meta = torch.device("meta")
     outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
@@ -64,10 +65,10 @@ def infer_boundary_specs(
 
 
 def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
-    """Return a layer for which a single sample is too few, such as "layer 3, BatchNorm1d", and whether it
-    can process a single sample nevertheless; ("", True) if there is none.
+    """Return a layer for which a single sample is too few, and whether it can nevertheless process one.
 
-    A layer that cannot process a single sample takes precedence over layers that can.
+    The result is a pair such as ("layer 3, BatchNorm1d", True), or ("", True) if there is no such layer.  A
+    layer that cannot process a single sample takes precedence over layers that can.
     """
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)
@@ -95,6 +96,5 @@ def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:
 
 
 def _detached(tree: Any) -> Any:
-    """Copy tensors so that they are not leaves, because layers after a stage's first may overwrite their
-    input."""
+    """Copy the tensors of a tree so that they are not leaves, because a layer may overwrite its input."""
     return map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())

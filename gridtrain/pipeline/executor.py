@@ -1,10 +1,11 @@
 """Executes one stage's part of a step (forward, backward, send, receive) in the order of the schedule.
 
-    link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
-    link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
+    stage s - 1  --activations of m-->  Stage.forward(m)   --activations of m-->  stage s + 1
+    stage s - 1  <--gradients of m----  Stage.backward(m)  <--gradients of m----  stage s + 1
 
-Sending returns immediately and receiving continues in the background, so both overlap with computing.  If the
-link breaks, the step ends immediately on this stage; the next attempt recomputes the step.
+This is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received in the
+background, so both overlap with computing.  If the link to the other stages breaks, the step ends immediately
+on this stage; the next attempt recomputes the step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""If receiving a payload takes less time than this, the stage is considered not to have waited for it."""
+"""If a stage waits for a payload for less than this time, it is considered not to have waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class StepResult:
     Attributes:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
         computed_s: the time spent in forward and backward passes.
-        waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
-        forward_s, backward_s: the mean times per micro-batch; `backward_s` includes re-materialization.
+        waited_s: the time spent waiting for payloads, because of the pipeline's bubble or of slow links.
+        forward_s, backward_s: the mean times per micro-batch; `backward_s` includes repeated forward passes.
         round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
             arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
     """
@@ -65,8 +66,8 @@ class StageExecutor:
         stage: the stage in this worker's memory.
         number: the number of the stage, 0 .. stages - 1.
         stages: S, the number of stages in the pipeline.
-        schedule: a function that returns the schedule for S stages and M micro-batches; the same on all
-            stages.
+        schedule: a function of the numbers of stages and of micro-batches that returns the schedule; the same
+            on all stages.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class StageExecutor:
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`), the same on all stages.
             sizes: the sizes of the micro-batches (`schedule.divide_samples`), the same on all stages.
             inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
-                other stages use them to determine why they cannot compute with received values.
+                the other stages use them only to find out why a computation with received values has failed.
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
 
         Raises:
-            LineBroken: the link broke, or a payload differs from its spec.  Gradients are unchanged.
+            LineBroken: the link broke, or another stage sent a payload that does not match its spec or with
+                which this stage cannot compute.  Gradients are unchanged.
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:
@@ -159,8 +161,10 @@ class _StepExecution:
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Return whether this micro-batch's backward pass is the next action; if so, its forward pass need
-        not be repeated."""
+        """Return whether the forward pass at `position` is followed by the same micro-batch's backward pass.
+
+        If so, the forward pass need not be repeated.
+        """
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
 
@@ -201,7 +205,12 @@ class _StepExecution:
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """Handle an exception in a forward pass: return a substitute output, or raise one to end the step."""
+        """Handle an exception in a forward pass.
+
+        If the cause is that received values are not finite, return an output of NaN, so that the step is
+        skipped.  Otherwise, raise `LineBroken` if the values from the previous stage are the cause, and
+        `error` itself if they are not.
+        """
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
         origin, found = find_fault_origin(
@@ -216,7 +225,8 @@ class _StepExecution:
         return self._stage.substitute_forward(m, received)
 
     def _sum_tied_gradients(self) -> None:
-        """Exchange the parts of tied parameters' gradients and add them in the order of the stages."""
+        """Exchange the gradients of tied parameters with the other stages that hold them, and add them in the
+        order of the stages."""
         if not self._sizes:
             return
         own = {tied: self._stage.tied_gradient(tied) for tied in self._stage.tied}
@@ -259,9 +269,9 @@ def _decode_payload(
 def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> None:
     """Replace all copies of each tied parameter with the copy of the first stage that holds it, bit for bit.
 
-    This is needed if a parameter's update depends on more than its own gradient, so that the stages' copies
-    would diverge: a sparse exchange selects different elements in each stage, and a ring of three or more
-    replicas adds in an order that depends on the position in the flat vector.
+    This is necessary if the update of a parameter depends on more than its gradient, because the stages'
+    copies would then diverge: a sparse exchange selects different elements in each stage, and a ring of three
+    or more replicas adds in an order that depends on the position in the flat vector.
 
     Raises:
         LineBroken: the link broke, or a received copy does not match its spec or is not finite.

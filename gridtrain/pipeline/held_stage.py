@@ -1,10 +1,10 @@
 """Builds the stage of this worker's rank; replaces it when the rank changes, and saves and loads its state.
 
-rank in a snapshot or a step plan --> stage and layers --> StageState, built if another one is in memory
-                                                             |  replaced: its residual is lost, unless it
-                                                             |  was transferred or saved before
-    a replica's state, checkpoints  --restore_state, load--> |
-    newcomers, checkpoints         <--capture_state, pack----+
+    rank in a snapshot or a step plan  --> stage and layers --> StageState, built unless it is in memory
+    a replica's state, checkpoints     --restore_state, load_checkpoints--> StageState
+    state for newcomers, checkpoints   <--capture_state, pack-------------- StageState
+
+If another stage is replaced, its residual is lost unless it was transferred or saved before.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class HeldStage:
             differently.
         make: a function that makes the optimizer for given parameters.
         options: the options of the run.
-        session: the session, which provides this worker's rank, and to which the residual's length and lost
-            residuals are reported.
+        session: the session that provides this worker's rank; the residual's length and lost residuals are
+            reported to it.
         base: the frozen parameters of the whole model, which are not part of the state.
 
     Attributes:
@@ -74,15 +74,17 @@ class HeldStage:
         self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Add objects to the state that a newcomer receives."""
+        """Add objects, by name, to the state that newcomers receive and checkpoints contain."""
         self.trackers.update(trackers)
 
     # -- the stage in memory ---------------------------------------------------------------------------
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage in memory, to which this worker's rank may no longer belong; None if there
-        is none."""
+        """The number of the stage in memory; None if there is none.
+
+        It may differ from the stage of this worker's current rank.
+        """
         return self.current.stage if self.current is not None else None
 
     @property
@@ -96,7 +98,7 @@ class HeldStage:
         return self.current.residual if self.current is not None else None
 
     def at(self, place: WorkerSnapshot | StepPlan) -> StageState:
-        """Return the stage of this worker's rank; build it unless it is in memory."""
+        """Return the stage of this worker's rank in `place`; build it unless it is in memory."""
         stages, stage = self.places.stages(place), self.places.stage(place)
         if self.current is None or self.current.blocks != Span(*stages.block_range(stage)):
             self._restore_start = self._restore_start or self.capture_settings()
@@ -135,8 +137,10 @@ class HeldStage:
             self.current.executor.stage.abort()
 
     def is_whole_after(self, step: int) -> bool:
-        """Return whether the stage in memory has the complete state after `step`, even while the next step is
-        open: no update is partly applied, and the script has stepped all tracked objects, such as schedulers.
+        """Return whether the stage in memory has the complete state after `step`; the next step may be open.
+
+        The state is complete if the update is fully applied and, if there are tracked objects such as
+        schedulers, the script has already called `Pipeline.step` for the next step.
         """
         tracked = any(not name.startswith(serialization.INTERNAL_PREFIX) for name in self.trackers)
         is_applied = self.current is not None and self.current.applied == step
@@ -148,16 +152,18 @@ class HeldStage:
         self.current = None
 
     def restart(self) -> None:
-        """Reset the stage to step 0, at which the group restarts because no later state of the whole model
-        remains."""
+        """Free the stage and restore the initial settings, because the group restarts at step 0.
+
+        The group does so if no later state of the whole model remains.
+        """
         assert self._restore_start is not None
         self.release()
         self._restore_start()
 
     def _report_lost_residual(self) -> None:
-        """Report the residual of the stage in memory as lost, unless it is saved.
+        """Report the residual of the stage in memory as lost, unless it has been saved.
 
-        Call this before the stage is replaced, because no worker can send its residual afterwards.
+        Called before the stage is replaced, because its residual cannot be sent afterwards.
         """
         is_saved, self._is_saved = self._is_saved, False
         magnitude = self.current.residual.magnitude if self.current is not None else 0.0
@@ -186,10 +192,10 @@ class HeldStage:
         return restore
 
     def capture_state(self, place: WorkerSnapshot, whole: bool = True) -> Sequence[bytes | memoryview] | None:
-        """Copy and return the state of the stage of `place`; return None if another stage is in memory.
+        """Return a copy of the state of this worker's stage in `place`; see `serialization.capture_state`.
 
-        Before the first step the stage of `place` is built, because no worker needs another stage's state
-        yet.  See `serialization.capture_state`.
+        Return None if other layers are in memory.  Before the first step, the stage is built instead, because
+        no worker needs the state of the other stage yet.
         """
         if place.applied >= 0 and self.layers not in (None, self.places.layers(place)):
             return None
@@ -198,7 +204,10 @@ class HeldStage:
         return serialization.capture_state(held.module, held.inner, self.trackers, whole=whole)
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
-        """Load the state of a replica.  The state of another stage is rejected, because its names differ."""
+        """Load the state of a replica of this worker's stage.
+
+        The state of another stage is rejected, because its tensors have other names.
+        """
         self._report_lost_residual()
         self.release()
         held = self.assigned()
@@ -220,9 +229,9 @@ class HeldStage:
         return document, tensors
 
     def pack_replaced(self, info: CheckpointInfo, facts: Facts) -> CheckpointContent | None:
-        """Pack the state in memory for a checkpoint after this worker's rank has changed.
+        """Pack the stage in memory for the checkpoint `info`, after this worker's rank has changed.
 
-        Returns None if the layers in memory are not those of `info`.
+        Return None if the layers in memory are not those of `info`.
         """
         if self.current is None or self.current.blocks != info.layers:
             return None
@@ -233,7 +242,7 @@ class HeldStage:
         )
 
     def load_checkpoints(self, found: Sequence[Checkpoint], layers: Span) -> None:
-        """Load these layers and their residual from checkpoints, unless this worker's rank has changed.
+        """Load these layers and their residual from checkpoints, unless this worker now holds other layers.
 
         Raises:
             RemoteProtocolError: the checkpoints have different layers or belong to another model.

@@ -1,8 +1,10 @@
 """Counts the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
 
-    parameters     with buffers                          exchange    the flat gradient, residual and momentum
-    gradients      of the parameters                     kept        peak of the tensors stored for the
-    optimizer      its state                                         backward pass, and of the inputs
+    parameters   the parameters and buffers
+    gradients    the gradients of the trainable parameters
+    optimizer    the state of the optimizer
+    exchange     the flat gradient, the residual and the momentum
+    kept         the peak of the tensors and inputs that are stored for backward passes
 
 Each storage is counted once, regardless of its number of views.  Memory that a layer needs only while it
 computes is not counted, nor are messages in flight.  (The size of the process is not a useful measure,
@@ -54,10 +56,13 @@ def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor
 
 
 class SavedTensorMeter:
-    """Counts the bytes that autograd stores while `counting` is active: the current number and the peak.
+    """Counts the bytes of the tensors that autograd stores while the context manager `counting` is active.
 
     Args:
         without: tensors that exist in any case, such as parameters, and are therefore not counted.
+
+    Attributes:
+        now_bytes, peak_bytes: the current number of stored bytes, and the largest so far.
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:

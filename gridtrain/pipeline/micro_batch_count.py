@@ -1,8 +1,8 @@
 """The number of micro-batches of the next step, configured or chosen from trials and the free memory.
 
-    step committed --> summaries of all members --> timings --> after the last trial: the run's number
-                                                       |
-                             part of the state that a newcomer receives, and of checkpoints
+If it is not configured, the first steps are trials with different numbers.  The summaries of all
+members contain their timings of the step; after the last trial, the run's number is chosen from these.  The
+timings and the choice are part of the state that a newcomer receives, and of checkpoints.
 
 A step's summaries are part of the vote, so workers that have committed the same steps have the same number.
 `gridtrain.core.stages.micro_batch_trials` makes the choice.
@@ -54,7 +54,9 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
 
 
 class MicroBatchCount:
-    """The number of micro-batches of one run, the same on all members; it is tracked as part of the state.
+    """The number of micro-batches of one run, the same on all members.
+
+    If it is chosen from timings, it is tracked as part of the state.
 
     Args:
         asked: the configured number; None to choose it from timings.
@@ -86,14 +88,18 @@ class MicroBatchCount:
 
     @property
     def needs_memory_measurement(self) -> bool:
-        """Whether the next step should measure how much memory autograd uses.
+        """Whether the next step must measure how much memory autograd uses.
 
         The measurement limits the size of the micro-batches that can be chosen.
         """
         return self._chosen is None and not self._trial_timings
 
     def record_memory(self, kept_bytes: int, largest: int, device: torch.device) -> None:
-        """Record the peak memory of a step whose largest micro-batch had `largest` samples."""
+        """Record that autograd stored at most `kept_bytes` in a step, to limit the size of micro-batches.
+
+        Args:
+            largest: the number of samples in the step's largest micro-batch.
+        """
         free = free_bytes(device)
         self._max_samples = (
             math.inf if free is None else largest * (1 + free / (MEMORY_HEADROOM * max(1, kept_bytes)))
@@ -108,8 +114,11 @@ class MicroBatchCount:
         return StepTimings(outcome.forward_s, outcome.backward_s, outcome.round_trip_s, samples, most)
 
     def record_step(self, timings: Sequence[StepTimings], layout: RankLayout) -> MicroBatchChoice | None:
-        """Record the timings of a committed step in rank order; return the choice if this was the last
-        trial."""
+        """Record all members' timings of a committed step, in rank order.
+
+        If this was the last trial, choose the number of micro-batches and return the choice; otherwise return
+        None.
+        """
         if self._chosen is not None or any(each.samples == 0 for each in timings):
             return None  # a replica without samples measures nothing
         if self._trial_timings and len(timings) != len(self._trial_timings[0]):
@@ -128,7 +137,11 @@ class MicroBatchCount:
         return {"chosen": self._chosen or 0, "told": trials}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise `ValueError` or `TypeError` if it cannot be the result of `state_dict`."""
+        """Load a result of `state_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the argument cannot be a result of `state_dict`.
+        """
         trials = [tuple(StepTimings(*map(float, row)) for row in step) for step in state_dict["told"]]
         chosen = int(state_dict["chosen"])
         alike = all(step and len(step) == len(trials[0]) for step in trials)

@@ -1,8 +1,10 @@
 """Divides a model into blocks (`split_at`, `Sequence`) for partitioning; rejects indivisible models.
 
-    nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
+The blocks of a model are
+
+    nn.Sequential, a list     its members; an nn.Sequential among them is itself divided
     Sequence                  its members, which can also be functions
-    any other module          the parts named in `split_at`, if its `forward` does nothing but call them
+    any other module          the parts that `split_at` names, if its `forward` only calls them, in this order
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
@@ -66,7 +68,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """Yield all values that a function could use: its closure, its script's globals, and their contents."""
+    """Yield all values that a function could use: from its closure, its arguments' defaults, and its module's
+    globals, and the values that these contain."""
     known = set() if known is None else known
     if id(value) in known:
         return
@@ -112,10 +115,8 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 class Sequence(nn.Sequential):
-    """An `nn.Sequential` that also accepts functions; each block gets the result of the previous block.
-
-    `Sequence(embed, lambda x: x.flatten(1), *layers, head)`
-    """
+    """An `nn.Sequential` that also accepts functions, for example
+    `Sequence(embed, lambda x: x.flatten(1), *layers, head)`."""
 
     def __init__(self, *blocks: Block) -> None:
         super().__init__(*(block if isinstance(block, nn.Module) else Function(block) for block in blocks))
@@ -130,7 +131,7 @@ def blocks_of(
         model: see the module's docstring.
         split_at: the names of all parts in the order in which `forward` calls them, for a module that is not
             a sequence.
-        example: an input for the trial on the meta device that checks whether forward is a chain; required
+        example: an input for the trial on the meta device that checks whether `forward` is a chain; required
             with `split_at`.
 
     Raises:
@@ -151,7 +152,7 @@ def blocks_of(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether calling the module only calls its children in order."""
+    """Return whether a call of the module does nothing but call its children in order."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
@@ -194,7 +195,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
 
 
 class _ChainTrial:
-    """Runs one forward pass on the meta device and checks the tensors with which it calls each part."""
+    """Runs one forward pass on the meta device, and checks the calls of the parts and their tensors."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")
@@ -245,8 +246,12 @@ class _ChainTrial:
         return hook
 
     def _check_same_tensors(self, marks: list[Any], what: str) -> None:
-        """Raise `ConfigError` unless the tensors are the unchanged tensors that the previous part
-        returned."""
+        """Raise `ConfigError` unless these are the tensors that the previous part returned, unchanged.
+
+        Args:
+            marks: the result of `_tensor_versions`.
+            what: the part that gets the tensors, or the model's output, for the message.
+        """
         same = len(marks) == len(self._last) and all(
             a is b and va == vb for (a, va), (b, vb) in zip(marks, self._last, strict=True)
         )

@@ -29,7 +29,7 @@ DEFAULT_OPTIMIZER_COPIES = 2.0
 state."""
 
 MIN_DIVIDED_SAMPLES = 4
-"""The number of micro-batches per stage with which "auto" begins, and with which costs are estimated."""
+"""The number of micro-batches per stage that is assumed for the costs if the number is "auto"."""
 
 USABLE_MEMORY_SHARE = 0.9
 """The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
@@ -48,8 +48,8 @@ def describe_staged_model(
 
     Args:
         optimizer: the optimizer of the whole model, on the meta device.
-        profile: the measured costs of the layers; None to assume times proportional to bytes, and no
-            activations.
+        profile: the measured costs of the layers.  If None, the description contains no times and
+            activations, and the coordinator assumes that times are proportional to the bytes of parameters.
         batch_size: the number of samples that a replica of the model processes in each step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
             omits the layers, so that the model is not repartitioned.
@@ -74,8 +74,9 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Return the bytes that training may use: `declared`, or most of the GPU's memory or of the host's free
-    memory; 0 if that is unknown.
+    """Return how many bytes of memory training may use on this worker; 0 if unknown.
+
+    This is `declared` or, if it is None, most of the GPU's memory or of the host's free memory.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.
@@ -117,8 +118,10 @@ def _block(layer: Layer) -> LayerCosts:
 
 
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
-    """Return the total size of the gradients, flat vector, optimizer state, residual and exchange buffers,
-    per byte of trainable parameters."""
+    """Return how many bytes training needs per byte of trainable parameters, in addition to the parameters.
+
+    They are for the gradients, flat vector, optimizer state, residual and buffers of the exchange.
+    """
     try:
         states = optimizer_state_copies(optimizer)
     except ConfigError:

@@ -1,10 +1,10 @@
-"""`partition(model, stages)`: partitions a model into stages, with a reason for the choice and a chart.
+"""`partition(model, stages)`: divides a model into stages, and explains the choice in words and in a chart.
 
 The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
 of micro-batches.
 
     model --profile--> layers --+
-    devices, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
+    devices, network, schedule -+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
     batch size -----------------+
 """
 
@@ -40,10 +40,10 @@ from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition of a model into stages.
+    """A partition of a model into stages; `print` shows it as a chart.
 
     Attributes:
-        outlook: the cuts, with the estimated duration of a step.
+        outlook: the cuts, the number of micro-batches, and the estimated duration of a step.
         layers: the costs of each block.
         boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
         tied: the parameters that several blocks hold.
@@ -109,15 +109,17 @@ def partition(
         model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
             module; see `model_blocks`.
         stages: the number of stages on equal devices, or the devices in the order of the stages.
-        example: an input to measure with; it should have as many samples as a micro-batch.
+        example: an input with which to measure the blocks; it should have as many samples as a micro-batch.
         profile: an existing measurement, or the costs of the layers, to use instead of `example`.
-        batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
+        batch_size: the number of samples in a step; by default, the number of samples in the example,
+            multiplied by `micro_batches` unless that is "auto".
         micro_batches: the number of micro-batches in a step, or "auto" to choose it for `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
-        rematerialise: whether stages store only inputs, and repeat the forward pass before the backward pass.
+        rematerialise: whether stages store only their inputs, and repeat the forward pass before the backward
+            pass.
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
-        extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.
+        extra_copies: additional memory as a multiple of the parameters, such as for a residual.
         memory_bytes: the memory of each device, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
             links; if None, transfers are assumed to take no time.
@@ -125,8 +127,8 @@ def partition(
         device: the device to measure on; by default CUDA if it is available.
 
     Raises:
-        ConfigError: there are too few blocks, there is neither an example nor a profile, or no partition
-            fits; in that case the message says which changes would make a partition fit.
+        ConfigError: an argument is not valid, there are too few blocks, there is neither an example nor a
+            profile, or no partition fits into memory; in the last case, the message suggests changes.
     """
     if not isinstance(model, Blueprint):
         model = list(blocks_of(model, split_at=split_at, example=example).values())

@@ -1,4 +1,4 @@
-"""Divides a run's model into stages at cuts that are given or computed, names their tensors, and builds them.
+"""Divides a run's model into stages at given or computed cuts, names their tensors, and builds them.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
@@ -65,7 +65,8 @@ class ModelStages:
         has_explicit_cuts: whether the caller gave the cuts.
 
     Raises:
-        ConfigError: the cuts do not divide the model into S stages, or a stage has no trainable parameter.
+        ConfigError: the cuts do not divide the model into S stages, a stage has no trainable parameter, or no
+            cuts were given and the model cannot be divided into S stages.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ModelStages:
         return self.cuts[stage], self.cuts[stage + 1]
 
     def describe(self) -> str:
-        """Return a description of the cuts, for comparison between workers and for users."""
+        """Return a text that describes the cuts, for comparison between workers and for users."""
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
@@ -122,8 +123,10 @@ class ModelStages:
         return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
     def build(self, stage: int) -> tuple[StageModule, list[TiedParameter]]:
-        """Build a stage with initial values; return the stage and the parameters that it shares with other
-        stages."""
+        """Build a stage with initial values.
+
+        Return its module, and the trained parameters that it shares with other stages.
+        """
         start, stop = self.block_range(stage)
         module = self._build(start, stop, self.device)
         return module, self.blueprint.tied_in(stage, self.cuts, module.blocks)
@@ -161,8 +164,7 @@ class StagePlaces:
         self.defined = self.latest = defined
 
     def stages(self, place: WorkerSnapshot | StepPlan) -> ModelStages:
-        """Return the stages of the generation of `place`; before the first generation, the stages that the
-        run defines."""
+        """Return the stages in the generation of `place`, or `defined` before the first generation."""
         bounds = place.stage_bounds or self.defined.cuts
         if bounds != self.latest.cuts:
             self.latest = self.defined.with_cuts(bounds)

@@ -3,13 +3,16 @@
 `Pipeline` computes and exchanges, `HeldStage` keeps the stage in memory, and `StageModelState` saves and
 exports it.
 
-    round opens -> StageExecutor: activations, gradients -> p.grad -> exchange among the stage's replicas
-                                                                        |  digest of its update
-                -> all S x R members: summaries (digest, settings, loss, norm) -> one digest -> vote -> apply
-    a member or a payload is lost: the links of all stages break -> the next attempt recomputes the step
+In each attempt at a step,
 
-After an aborted attempt, all members recompute the step from its batch.  The seeds depend on the step and
-not on the attempt, so the gradient is the same.
+1. the round opens, and `StageExecutor` computes the stage's gradients,
+2. the replicas of the stage exchange the gradients,
+3. all members exchange summaries: the digest of the stage's update, settings, loss, norm and timings,
+4. all members vote on the digest of the summaries, and apply the update.
+
+If a member or a payload is lost, the links between all stages break.  After an aborted attempt, all members
+recompute the step from its batch.  The seeds depend on the step and not on the attempt, so the gradient is
+the same.
 """
 
 from __future__ import annotations
@@ -77,14 +80,16 @@ class _Contribution:
 
 
 class Pipeline:
-    """Takes the steps of this worker's stage.  `Grid.pipeline` creates it; use it on the training thread
-    only.
+    """Takes the steps of this worker's stage.  Use it on the training thread only.
+
+    `Grid.pipeline` creates it.
 
     Attributes:
-        last_skipped: whether the latest step was skipped, or dropped on this worker.
-        metered: whether `holding` also counts the tensors stored between the forward and backward passes,
-            which slows down the step.
-        timings: how long the latest step computed, waited for other stages, and took in total, in seconds.
+        last_skipped: whether the latest step was skipped, or its batch was dropped on this worker.
+        metered: whether to measure, for `holding`, the tensors that are stored between the forward and
+            backward passes.  The measurement slows down each step.
+        timings: the times in seconds that the latest step spent computing and waiting for other stages, and
+            that it took in total.
         held: the stage that this worker has in memory.
         base: the frozen parameters of the whole model, which are not part of the state.
     """
@@ -128,8 +133,10 @@ class Pipeline:
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage of this worker's rank, which the coordinator may change; None for a
-        standby."""
+        """The number of the stage that this worker's rank holds; None if this worker has no rank.
+
+        The coordinator may assign another rank to this worker.
+        """
         snapshot = self._session.snapshot
         return self.held.places.stage(snapshot) if snapshot.world_size else None
 
@@ -145,8 +152,7 @@ class Pipeline:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of the next step, provided that its batch has at least as many
-        samples."""
+        """The number of micro-batches in the next step, unless its batch has too few samples for so many."""
         return self._micro_batch_count.number
 
     @property
@@ -171,13 +177,14 @@ class Pipeline:
             targets: the targets for the loss, which the last stage computes.
 
         Returns:
-            The mean loss over all samples of the step, on every worker.  None if this batch was dropped,
-            because the group continued without this worker or this worker has to pause; `grid.batches` then
-            continues.
+            The mean loss over all samples of the step, on every worker; None if this batch was dropped,
+            because the group continued without this worker or this worker has to pause.  In that case,
+            continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch.  Nothing was sent; `step` can be called
-                again with the right batch.
+            ConfigError: inputs or targets are not this step's batch; in this case, nothing was sent, and
+                `step` can be called again with the right batch.  Or the optimizer settings on this worker
+                differ from those on most replicas of its stage.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -224,8 +231,10 @@ class Pipeline:
 
     @property
     def holding(self) -> MemoryUsage:
-        """The bytes that this worker's stage uses; stored tensors are included after a step with `metered`
-        set."""
+        """The bytes that this worker's stage uses.
+
+        Tensors stored for backward passes are included only after a step with `metered` set.
+        """
         state = self.held.in_memory()
         parameters = list(state.module.parameters())
         input_bytes = state.kept_input_bytes(self._largest_micro_batch, self._micro_batch_count.number)
@@ -401,8 +410,7 @@ class Pipeline:
     # -- the same methods as `GridOptimizer`, for `Grid` ----------------------------------------------
 
     def describe_exchange(self) -> str:
-        """Return a description of the settings that must be the same on all workers, for comparison and for
-        users."""
+        """Return a text that describes the settings that must be the same on all workers."""
         options = self._options
         stages = self.held.defined.describe()
         text = f"{options.exchange.describe()}, {stages}, {options.micro_batches or 'auto'} micro-batches"
@@ -420,7 +428,7 @@ class Pipeline:
         """Do nothing: a pipeline needs no preparation."""
 
     def capture_turn_state(self) -> Callable[[], None]:
-        """Copy the settings that the script may change between steps; return a function that restores
+        """Copy the settings and trackers that the script may change, and return a function that restores
         them."""
         return self.held.capture_settings()
 

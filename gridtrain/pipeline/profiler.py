@@ -1,12 +1,13 @@
 """`profile(model, x)`: measures the time, bytes and output size of each block on this machine.
 
-    example (n samples) --block 0--> --block 1--> ...    each runs on n and on 2 n samples:
-                          |
-                          time(n) = overhead + n x per sample      two unknowns, two measurements
+    example (n samples) --> block 0 --> block 1 --> ...
+
+Each block runs on n and on 2 n samples.  The two times determine its overhead and its time per sample, from
+time(n) = overhead + n * time per sample.
 
 Only one block of a `Blueprint` is in memory at a time.  A block's time is the shortest of several runs,
-because other programs can only slow a run down.  The bytes that autograd stores exclude parameters and the
-block's input, which is counted as the output of the previous block.
+because other programs can only slow a run down.  The bytes that autograd stores for a block exclude
+parameters and the block's input, which is counted for the previous block as its output.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Profile:
     Attributes:
         layers: each block's costs, as measured on this machine.
         boundaries: the specs of the blocks' outputs; `boundaries[i]` describes the output of block i.
-        input_bytes: the size of the model's input, per sample.
+        input_bytes: the size of the model's input in bytes per sample.
         samples: the number of samples in the example.
         device: the device on which the blocks were measured.
     """
@@ -65,8 +66,7 @@ class Profile:
         return found
 
     def toml(self) -> str:
-        """Return the profile as TOML, in seconds and bytes, for a file that `gridtrain plan --layers`
-        reads."""
+        """Return the profile as TOML, with times in seconds, for `gridtrain plan --layers`."""
         lines = [f"# measured on {self.device}, with {self.samples} samples", f"input = {self.input_bytes}"]
         for each in self.layers:
             lines += ["", "[[layer]]", f"name = {json.dumps(each.name)}"]
@@ -99,7 +99,8 @@ def profile(
         clock: a function that returns the time in seconds.
 
     Raises:
-        ConfigError: the example has no samples, or a block's output cannot be sent.
+        ConfigError: the example has no samples or its tensors differ in their numbers of rows, or a block's
+            output cannot be sent.
     """
     at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     samples = _samples(example)
@@ -171,15 +172,26 @@ def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spe
 
 
 def _fit_line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
-    """Return the seconds per sample and the overhead, both at least 0, that yield `once_s` for `samples`
-    samples."""
+    """Return the time per sample and the overhead, both in seconds and at least 0.
+
+    Args:
+        once_s, twice_s: the times for `samples` and for 2 * `samples` samples.
+    """
     overhead_s = min(max(0.0, 2 * once_s - twice_s), once_s)
     return (once_s - overhead_s) / samples, overhead_s
 
 
 @dataclass(slots=True)
 class _BlockRun:
-    """The measurements of one block on one input: its output, the best times, and its memory."""
+    """The measurements of one block on one input.
+
+    Attributes:
+        result: the output.
+        forward_s, backward_s: the shortest times.
+        kept_bytes: the bytes that autograd stores for the backward pass, excluding parameters and the input.
+        work_bytes: the additional peak memory while the block runs.
+        keeps_input, keeps_output: whether autograd stores the input, and the output.
+    """
 
     result: Any
     forward_s: float
@@ -248,7 +260,7 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """Run one forward pass and record how many bytes autograd stores."""
+    """Run one forward pass, and return a run with the bytes that autograd stores and no times yet."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

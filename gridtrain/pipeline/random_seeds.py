@@ -1,11 +1,12 @@
 """The seeds of dropout and initial values in a pipeline, which do not depend on the number of stages.
 
-A seed depends on the run's seed, the step, the replica, the micro-batch and the layer's number in the whole
-model, but not on the number of stages.  Dropout is therefore the same for every partition, and the same when
-an activation is recomputed.
+The seed of a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
+layer's number in the whole model.  Dropout is therefore the same for every partition, and the same when an
+activation is recomputed.
 
-torch's generators are shared by the whole process, so only one stage at a time draws from them, and none does
-while another worker in the process reads seeded samples.  Their states are restored afterwards.
+torch's generators are shared by the whole process.  A lock therefore ensures that only one stage at a time
+draws from them, and none while another worker in the process reads seeded samples.  Afterwards, the states of
+the generators are restored.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ def derive_initial_seed(*where: object) -> int:
 
 
 def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
-    """Return the seed of one replica's step for `StageExecutor.run`, which is the same in all attempts.
+    """Return the seed of one replica in one step, for `StageExecutor.run`.
 
-    The seed is in 0 .. 2**63 - 1.
+    It is in 0 .. 2**63 - 1, and the same in all attempts at the step.
     """
     return _hash_seed(seed, step, replica)
 
 
 def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
-    """Return the seed of the generators for a layer.
+    """Return the seed of the generators for a layer and a micro-batch.
 
     Args:
         step_seed: the result of `derive_step_seed`.
@@ -63,7 +64,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
-    """Return a context manager that holds the lock of the process's generators and restores them on exit."""
+    """Return a context manager that locks the process's generators, and restores their states on exit.
+
+    These are the generators of the CPU and, if it is a GPU, of `device`.
+    """
     with sampler.GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

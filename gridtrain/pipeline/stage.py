@@ -1,10 +1,13 @@
 """Computes one stage: forward and backward passes of micro-batches, recomputation, loss, tied parameters.
 
-    begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
-                 |                |                                       |          |
-         stores m's input   repeats the forward pass with      parameter.grad is     running statistics
-         but no activation  the same random numbers, then      the mini-batch's      of batch norm change
-                            the backward pass
+    begin           starts a mini-batch
+    forward(m)      runs the forward pass of micro-batch m; with `rematerialise`, stores only its input
+    backward(m)     repeats the forward pass, if necessary, with the same random numbers; then runs the
+                    backward pass
+    finish          adds the mini-batch's gradients to `parameter.grad`
+    commit          updates the running statistics of batch norm
+
+`forward` and `backward` are called in the order of the schedule.
 
 The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are means over the
 mini-batch, regardless of how it is divided.  `abort` and the next `begin` restore the gradients and the
@@ -51,8 +54,13 @@ class TiedParameter:
 
 @dataclass(slots=True)
 class _MicroBatchState:
-    """A micro-batch between its forward and backward passes; `result` is None if the forward pass has to be
-    repeated."""
+    """A micro-batch between its forward and backward passes.
+
+    Attributes:
+        received: the input of the stage.
+        result: the output, or the loss on the last stage; None if the forward pass must be repeated.
+        has_overflowed: whether the forward pass failed because `received` is not finite.
+    """
 
     received: Any
     result: Any
@@ -68,10 +76,16 @@ class Stage:
         output: the spec of the values that are sent to the next stage; None for the last stage.
         loss: a function of (output, targets) that returns the mean over the samples as a scalar tensor; only
             for the last stage.
-        first_layer: the number of the model's layers in previous stages.
+        first_layer: the number, in the whole model, of this stage's first layer.
         tied: the parameters of which other stages also hold copies.
         rematerialise: whether to store only inputs and repeat the forward pass before the backward pass
             (GPipe, section 2.3).
+
+    Attributes:
+        loss: the mean loss of the latest mini-batch on the last stage; None on other stages, or while a
+            mini-batch is unfinished.
+        parameters: the parameters of all layers.
+        device: the device of the parameters.
     """
 
     def __init__(
@@ -104,15 +118,15 @@ class Stage:
         self._targets: list[Any] = []
 
     def begin(self, seed: int, sizes: Sequence[int], *, inputs: Any = None, targets: Any = None) -> None:
-        """Start a mini-batch of sum(sizes) samples; an unfinished mini-batch is dropped.
+        """Start a mini-batch of sum(sizes) samples; a mini-batch that is not committed is dropped.
+
+        The caller must have checked inputs and targets with `validation.check_batch`.
 
         Args:
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`).
             sizes: the number of samples in each micro-batch, all at least 1.
             inputs: the inputs of the whole mini-batch; only the first stage uses them.
             targets: the targets of the whole mini-batch; only the last stage uses them.
-
-        The caller must have checked inputs and targets with `validation.check_batch`.
         """
         self.abort()
         self._sizes = tuple(sizes)
@@ -137,13 +151,14 @@ class Stage:
 
         Args:
             m: the number of the micro-batch, which must increase from call to call.
-            received: the values from the previous stage, which must match `input`.
+            received: the values from the previous stage, which must match `input`; unused on the first stage.
             backward_follows: whether the next call is m's backward pass; if so, the forward pass need not
                 be repeated.
 
         Raises:
-            ConfigError: the output does not match its spec, a layer overwrote an input that has no gradient,
-                or the loss cannot be computed, is not a scalar, or has no gradient.
+            LocalProtocolError: the forward pass of m has already run.
+            ConfigError: the input or the output does not match its spec, a layer overwrote an input that has
+                no gradient, or the loss cannot be computed, is not a scalar, or has no gradient.
         """
         if m in self._kept:
             raise LocalProtocolError(f"`forward` of micro-batch {m} was called twice")
@@ -163,8 +178,10 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Return whether the forward pass of micro-batch m raises an error with these values; does not change
-        any state."""
+        """Return whether the forward pass of micro-batch m fails with these values.
+
+        No state of the stage is changed.
+        """
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -173,9 +190,10 @@ class Stage:
         return False
 
     def substitute_forward(self, m: int, received: Any) -> Any:
-        """Replace a forward pass that fails because `received` is not finite; return an output of NaN.
+        """Replace a forward pass that fails because `received` is not finite.
 
-        All values computed from this output are NaN, in later stages too, so the step is skipped.
+        Return an output of NaN, or None on the last stage, where the loss becomes NaN.  The values that later
+        stages compute from the output are not finite either, so the step is skipped.
         """
         self._kept[m] = _MicroBatchState(self._leaves(received, m), None, has_overflowed=True)
         if self.output is not None:
@@ -184,7 +202,7 @@ class Stage:
         return None
 
     def _leaves(self, received: Any, m: int) -> Any:
-        """Check the received values and return them as leaves of this stage's graph."""
+        """Check that the received values match `input`, and return them as leaves of this stage's graph."""
         assert self.input is not None
 
         def leaf_of(leaf: Leaf, value: Any) -> Any:
@@ -194,7 +212,7 @@ class Stage:
         return self.input.map_leaves(received, leaf_of)
 
     def _compute(self, m: int, x: Any, *, first_time: bool) -> Any:
-        """Run the layers; return the output or, on the last stage, the loss weighted by the samples."""
+        """Run the layers on x; return the output or, on the last stage, the loss times the weight of m."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
         again = nullcontext() if first_time else self._buffers.restore_during(m)
@@ -259,6 +277,9 @@ class Stage:
         Returns:
             The gradient of each leaf of `input` that has a gradient; zeros if the output does not depend on
             the leaf.
+
+        Raises:
+            LocalProtocolError: the forward pass of m has not run.
         """
         if m not in self._kept:
             raise LocalProtocolError(f"`backward` of micro-batch {m} was called before its `forward`")
@@ -286,14 +307,19 @@ class Stage:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 
     def tied_gradient(self, tied: TiedParameter) -> Tensor:
-        """Return this stage's part of the tied parameter's gradient, or zeros if the stage has computed
-        none."""
+        """Return the gradient of this stage's copy of a tied parameter; zeros if there is none."""
         gradient = tied.parameter.grad
         return torch.zeros_like(tied.parameter) if gradient is None else gradient
 
     @torch.no_grad()
     def sum_tied(self, tied: TiedParameter, parts: Mapping[int, Tensor]) -> None:
-        """Set `parameter.grad` to the sum of all stages' parts, added in the same order on all stages."""
+        """Set the tied parameter's gradient to the sum of the gradients of all copies.
+
+        They are added in the same order on all stages.
+
+        Args:
+            parts: the gradient of each stage's copy, by stage.
+        """
         total = parts[tied.stages[0]]
         for stage in tied.stages[1:]:
             total = total + parts[stage]
@@ -301,11 +327,15 @@ class Stage:
 
     @torch.no_grad()
     def replace_tied(self, tied: TiedParameter, value: Tensor) -> None:
-        """Load another stage's copy of a tied parameter."""
+        """Replace this stage's copy of a tied parameter with `value`, another stage's copy."""
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add its gradients to any that existed before, and set `loss` to the mean."""
+        """End the mini-batch: add its gradients to any that existed before, and set `loss` to its mean loss.
+
+        Raises:
+            LocalProtocolError: no mini-batch was begun, or the backward pass of a micro-batch has not run.
+        """
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
                 f"a mini-batch ended before the backward pass of {len(self._kept)} of its micro-batches"
@@ -319,14 +349,15 @@ class Stage:
         self._clear_mini_batch()
 
     def commit(self) -> None:
-        """Commit the step: update the running statistics of batch norm with its mini-batch, and keep the
-        buffers."""
+        """Update the running statistics of batch norm with the mini-batch, and keep the changed buffers."""
         self._statistics.commit()
         self._buffers.commit()
 
     def abort(self) -> None:
-        """Drop a mini-batch that is not committed: restore the buffers and, if the mini-batch is unfinished,
-        the gradients."""
+        """Drop a mini-batch that is not committed.
+
+        Its statistics are discarded, and the buffers are restored; so are the gradients if it is unfinished.
+        """
         if self._gradients_before is not None:
             for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
                 parameter.grad = before
@@ -341,5 +372,5 @@ def _without_subclass(value: Any) -> Any:
 
 
 def _tensor_versions(tree: Any) -> list[int]:
-    """Return the number of times that each tensor of a tree has been written to."""
+    """Return, for each tensor of a tree, the number of times that it has been written to."""
     return [tensor._version for tensor in tensors_in(tree)]

@@ -1,9 +1,8 @@
 """Sends and receives activations and gradients between the stages of a pipeline in the group's open round.
 
-    StageExecutor: send --> ActivationSender        collectives of the open round, one for each payload;
-                 receive <-- ActivationReceiver     they end with the round, so no wait is endless
-
-An `expected` payload is received even before `receive` is called; the core stores other payloads until then.
+Each payload is sent and received by a collective of the open round (`ActivationSendBuffer`,
+`ActivationReceiveBuffer`).  The collectives end with the round, so no wait is endless.  The payloads that
+`round_parts` names are received even before `receive` is called; the core stores other payloads until then.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class RoundStageLink:
         self._round: PipelineRound | None = None
 
     def round_parts(self, expected: ExpectedPayloads) -> dict[Channel, RoundPart]:
-        """Return the round parts that receive the expected payloads; the round must be opened with them."""
+        """Return the parts with which the round must be opened, so that it receives the expected payloads."""
         return dict(self._take_payload(stage, channel) for stage, channel in expected)
 
     def set_round(self, round_: PipelineRound) -> None:
@@ -50,8 +49,8 @@ class RoundStageLink:
     def send(self, stage: int, channel: Channel, buffers: Sequence[memoryview]) -> None:
         """Send a payload without waiting for the receiver or the network.
 
-        The buffers must be contiguous and have the format "B".  The caller must not change them until the
-        link is dropped, because they are not copied.  `buffers` and each buffer may be empty.
+        The buffers must be contiguous and have the format "B".  They are not copied, so the caller must not
+        change them while the link exists.  `buffers`, and each buffer in it, may be empty.
 
         Raises:
             LineBroken: the attempt is over.
@@ -69,7 +68,7 @@ class RoundStageLink:
 
         Raises:
             LineBroken: the payload will not arrive, because a stage failed, left, aborted or timed out.  All
-                waiting stages get this error immediately, wherever in the pipeline the fault is.
+                waiting stages get this error immediately, regardless of which stage is at fault.
         """
         where = stage_channel(stage, self._stage, channel)
         if where not in self._received:
@@ -80,14 +79,14 @@ class RoundStageLink:
         return self._received.pop(where).take_buffers()
 
     def abort(self, reason: str) -> None:
-        """End the attempt: `receive` and `send` then raise `LineBroken(reason, this stage)` on all stages.
+        """End the attempt: `receive` and `send` then raise `LineBroken` on all stages.
 
-        May be called more than once and after the link has broken; never raises.
+        This method can be called more than once, and after the link has broken.
         """
         self._open_round.fail(reason)
 
     def fail_attempt(self, broken: LineBroken) -> None:
-        """End this attempt on all stages, and report the stage that sent an invalid payload, if any."""
+        """End this attempt on all stages, and report the stage that `broken` names as the cause, if any."""
         if broken.peer is not None:
             self._open_round.report_peer(self._layout.rank_of(broken.peer, self._replica), broken.reason)
         self.abort(broken.reason)

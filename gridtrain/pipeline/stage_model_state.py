@@ -1,11 +1,9 @@
 """Manages a stage between two steps: checkpoints, pauses, departure, residual and export (see `ModelState`).
 
-When this worker leaves or pauses:
-
-the stage has another replica      the residual's largest entries are sent to it; the rest is saved
-no other worker has the stage      the current state is saved; the others wait with the same step in memory,
-                                   and continue from it when this worker returns
-this worker returns                the rest of the residual is added, if no step was committed since
+If another worker has the same stage when this worker leaves or pauses, the largest entries of the residual
+are sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers wait
+with the state after the same step in memory, and continue when this worker returns.  When it returns, the
+saved part of the residual is added if no step was committed in the meantime.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ class StageModelState(ModelState):
 
     @property
     def exports(self) -> bool:
-        """Whether this worker writes its stage's part of the final model; only the first replica does."""
+        """Whether this worker writes its stage's part of the final model: the first replica does."""
         snapshot = self._session.snapshot
         if not snapshot.world_size:
             return False  # a standby
@@ -151,7 +149,8 @@ class StageModelState(ModelState):
         return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
 
     def export(self, folder: Path) -> None:
-        """Write this stage's part of the final model and, for the first stage, the index of all parts."""
+        """Write this stage's part of the final model into `folder`; with the first stage, also write the
+        index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
         snapshot, path = self._session.snapshot, folder / _part_name(held.stage, stages.stages)
         end = f"step {snapshot.applied + 1}, {snapshot.history.hex()}, stages cut at {list(stages.cuts)}"
@@ -221,13 +220,18 @@ class StageModelState(ModelState):
         return CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual, described)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Save the stage unless a replica has it, and release its memory."""
+        """Save the stage unless another worker holds it, and free its memory."""
         self._keep_for_others()
         self._held.release()
         return None
 
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save the stage unless a replica has it; during a step, save its state before the step."""
+        """Save the stage unless another worker holds it.
+
+        Args:
+            between_steps: whether no step is in progress; otherwise the state before the step is saved, if
+                the stage still has it.
+        """
         snapshot = self._session.snapshot
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
@@ -276,7 +280,7 @@ class StageModelState(ModelState):
 
 
 def stage_neighbours(defined: ModelStages, neighbours: NeighboursOf) -> Callable[..., frozenset[int]]:
-    """Return a function of (rank, world size, bounds of the stages) that returns the ranks to connect to.
+    """Return a function of (rank, world size, stage bounds) that returns the ranks to connect to.
 
     Args:
         neighbours: a function that returns the neighbours of a rank in the exchange among a stage's replicas.

@@ -1,9 +1,9 @@
-"""`pipe.optimizer`: the optimizer of whichever stage is held, which keeps its settings if the stage changes.
+"""`pipe.optimizer`: the optimizer of the stage that this worker holds, whose settings outlive a stage.
 
-scheduler --> pipe.optimizer --.-- before the group has formed: the whole model's, on the meta device
-              (one object)     |-- stage 2's, as it was built
-                               '-- stage 0's, with the settings that stage 2's had, until a replica's
-                                   or a checkpoint's state of stage 0 replaces them
+A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed,
+this is the optimizer of the whole model on the meta device; afterwards, it is that of the stage in memory.
+If the worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of that
+of stage 2, until they are replaced by the state of stage 0 from a replica or a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim sets it in each 
 class StageOptimizer(WrappingOptimizer):
     """An optimizer with the parameter groups and the state of the stage that this worker holds.
 
-    Create learning rate schedulers with it once, before or in the loop, and step them after `pipe.step`.
+    Create each learning rate scheduler once, before or in the training loop, and step it after `pipe.step`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -34,7 +34,7 @@ class StageOptimizer(WrappingOptimizer):
         self._initial_settings, self._changed = self.settings(), False
 
     def set_inner(self, inner: torch.optim.Optimizer) -> None:
-        """Switch to another stage's optimizer; apply the current settings to it if they were changed.
+        """Switch to another stage's optimizer, with the current settings if these have been changed.
 
         Raises:
             ConfigError: settings were changed, and the two optimizers have different numbers of groups.
@@ -62,7 +62,7 @@ class StageOptimizer(WrappingOptimizer):
         ]
 
     def load_settings(self, settings: Settings) -> None:
-        """Load the result of `settings`."""
+        """Load settings that `settings` has returned."""
         _load(self.inner.param_groups, settings)
 
     def apply(self) -> None:
@@ -74,7 +74,7 @@ class StageOptimizer(WrappingOptimizer):
             self._applying = False
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step; only `apply` may call it."""
+        """Take a step; raise `ConfigError` unless `apply` has called this method."""
         if not self._applying:
             raise ConfigError(
                 "pipe.optimizer.step() was called, but pipe.step(...) already applies the group's update",

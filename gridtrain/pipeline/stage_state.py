@@ -1,7 +1,7 @@
 """The state of one stage in memory: module, optimizer, gradient and executor; the options of a pipeline.
 
-ModelStages.build --> module --> optimizer, flat gradient, exchange      when this worker's rank is known
-                        +------> Stage, StageExecutor                    when a batch shows the input's shape
+The module, optimizer, flat gradient and exchanger of a stage are made as soon as this worker's rank is known,
+its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
 MAX_AHEAD = 1e6
-"""The upper bound on `ahead` in messages to the coordinator."""
+"""The largest value of `ahead` that messages to the coordinator can contain."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The options of a pipeline, the same on all workers of the run; see `Grid.pipeline`."""
+    """The options of a pipeline, the same on all workers of the run; see `Grid.pipeline`.
+
+    Raises:
+        ConfigError: an option is not valid.
+    """
 
     stages: int
     micro_batches: int | None  # None: chosen from the timings of the first steps
@@ -114,7 +118,11 @@ def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> t
 
 
 def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
-    """Return the schedule with this name and its description; raise `ConfigError` for an invalid argument."""
+    """Return the schedule with this name, and a text that describes it.
+
+    Raises:
+        ConfigError: `name` or `ahead` is not valid.
+    """
     if name == "fill-drain":
         return schedule.fill_drain, name
     if name != "1f1b" or not isinstance(ahead, int | float) or not 0 <= ahead <= MAX_AHEAD:
@@ -165,14 +173,21 @@ class StageState:
         self.applied: int | None = None
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
-        """Use the layers as stage `stage` of `staging`, with its neighbours and its copies of tied
-        parameters."""
+        """Use the layers in memory as stage `stage` of `staging`.
+
+        If the stage's number or the cuts have changed, its executor is dropped and its tied parameters are
+        determined again.
+        """
         if (stage, staging.cuts) != (self.stage, self._cuts):
             self.stage, self._cuts, self.executor = stage, staging.cuts, None
             self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
 
     def prepare_executor(self, staging: ModelStages, example: Any) -> StageExecutor:
-        """Return the executor; build it from the first batch, which determines the shape of the input."""
+        """Return the executor; build it first if necessary.
+
+        Args:
+            example: the inputs of a batch, whose shapes determine those between the stages.
+        """
         if self.executor is None:
             options = self._options
             start, stop = staging.block_range(self.stage)
@@ -198,9 +213,9 @@ class StageState:
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector
     ) -> npt.NDArray[np.float32] | SparseVector:
-        """Return the update with zeros for tied parameters whose first stage is a different stage.
+        """Return the update, with zeros for the tied parameters that another stage includes in the norm.
 
-        A tied parameter is included in the norm only by its first stage.
+        This is the first stage that holds the parameter.
         """
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
@@ -215,13 +230,22 @@ class StageState:
         return update
 
     def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
-        """Return the number of samples in each micro-batch, at least as many as the model needs to train."""
+        """Return the number of samples in each micro-batch.
+
+        There may be fewer micro-batches than `micro_batches`, so that each has as many samples as the model
+        needs for training, if possible.
+        """
         least = 2 if self.lone_sample_layer else 1
         return schedule.divide_samples(samples, min(micro_batches, max(1, samples // least)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
-        """Return the peak size in bytes of the inputs stored for micro-batches that await their backward
-        pass."""
+        """Return the peak size in bytes of the inputs that are stored for backward passes.
+
+        The input that is being processed is not counted.
+
+        Args:
+            samples: the number of samples in the largest micro-batch.
+        """
         if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)
@@ -232,7 +256,7 @@ class StageState:
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """Return the upper bound on a neighbour's payload: twice the largest payload plus 64 KiB."""
+        """Return the maximum size in bytes of a payload: twice the size of the largest one plus 64 KiB."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

@@ -1,7 +1,7 @@
 """Measures the peak memory of tensors during a computation, on any device.
 
-The meter counts the storages that torch creates while its context is active, until each is freed.  Memory
-inside kernels and memory that an allocator reserves are not counted.
+The meter counts the storages that torch creates while the meter is active as a context manager, until each is
+freed.  Memory inside kernels, and memory that an allocator reserves, is not counted.
 """
 
 from __future__ import annotations

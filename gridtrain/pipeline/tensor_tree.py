@@ -1,7 +1,8 @@
-"""Describes nested tensors that are sent between stages, and encodes them as buffers of known size.
+"""Describes trees of tensors that are sent between stages, and encodes them as buffers of known size.
 
-Structure, shapes and dtypes are fixed before the first step and equal on both sides.  Received buffers are
-checked against the spec; nothing is inferred from a peer's bytes.
+A tree consists of tensors, numbers, strings and None in nested tuples, lists and dicts.  Its structure,
+shapes and dtypes are fixed before the first step, and are equal on both sides.  Received buffers are checked
+against the spec; nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
           |                          |                      |
@@ -29,7 +30,7 @@ from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, enco
 from gridtrain.quantities import format_count
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-"""Dtypes that numpy and Python convert without a copy."""
+"""Dtypes that numpy and torch share without a copy."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -124,6 +125,9 @@ class TensorTreeSpec:
         A first dimension that is a multiple of `samples` is assumed to grow with the samples; any other is
         fixed.  Floating-point and complex tensors have a gradient.  If a fixed first dimension happens to be
         a multiple of `samples`, use `infer_boundary_specs`, which compares two numbers of samples.
+
+        Raises:
+            ConfigError: the tree contains a value that cannot be sent.
         """
         return cls(_describe_tree(tree, "", samples, wire))
 
@@ -136,7 +140,8 @@ class TensorTreeSpec:
         Tensors with `requires_grad` have a gradient.
 
         Raises:
-            ConfigError: anything other than the first dimensions of tensors depends on the number of samples.
+            ConfigError: anything other than the first dimensions of tensors depends on the number of samples,
+                or a value cannot be sent.
         """
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))
@@ -188,8 +193,7 @@ class TensorTreeSpec:
         return str(self.root)
 
     def values(self, tree: Any, samples: int) -> list[tuple[Leaf, Any]]:
-        """Return the pairs (leaf, value) of a tree in order; raise `ConfigError` if a value does not match
-        its leaf."""
+        """Return the pairs (leaf, value) of a tree in order; raise `ConfigError` if it does not match."""
         if self.single_leaf is not None and isinstance(tree, Tensor):
             _check("", self.single_leaf, tree, samples)
             return [(self.single_leaf, tree)]
@@ -211,14 +215,18 @@ class TensorTreeSpec:
         return [value for leaf, value in self.values(tree, samples) if leaf.has_gradient]
 
     def map_leaves(self, tree: Any, change: Callable[[Leaf, Any], Any]) -> Any:
-        """Return the same tree with `change(leaf, value)` in place of each tensor and number."""
+        """Return the same tree with `change(leaf, value)` in place of each tensor and number.
+
+        Raises:
+            ConfigError: the structure of the tree differs from this spec.
+        """
         if self.single_leaf is not None and isinstance(tree, Tensor):
             return change(self.single_leaf, tree)
         values = iter([change(leaf, value) for _, leaf, value in _iterate_leaves(self.root, tree, "")])
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """Return a tree that matches this spec, with NaN for floats and 0 for all other values."""
+        """Return a tree that matches this spec, with tensors of NaN if they can be NaN, and 0 otherwise."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:
@@ -450,8 +458,7 @@ def _decode_leaf(leaf: Leaf, buffer: memoryview, samples: int, device: torch.dev
 
 
 def _is_plain(leaf: Leaf, device: torch.device | None) -> bool:
-    """Return whether numpy can read the leaf directly from host memory, which takes two calls instead of
-    six."""
+    """Return whether numpy can read and write the leaf directly in host memory, which takes fewer calls."""
     return (
         leaf.wire is WirePrecision.EXACT and leaf.dtype in _CAST and (device is None or device.type == "cpu")
     )

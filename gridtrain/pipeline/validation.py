@@ -1,13 +1,13 @@
 """Checks a pipeline's batch and number of micro-batches, and finds the stage in which a fault originated.
 
-    pipe.step(inputs, targets) --> check_batch              the same samples in every tensor, on every stage
-    grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins
-    Stage.forward(received) raises --> find_fault_origin    whether it also raises with other values
+    check_batch         checks the inputs and targets that the script has passed to `pipe.step`
+    check_in_flight     checks that neighbours can store the messages of as many micro-batches
+    find_fault_origin   finds out, after an exception in a layer, whether received values have caused it
 
 A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
 raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
 fault, because a bug in the script causes exceptions regardless of the values.  The layers are therefore run
-again with values that cannot cause an exception.
+again with values that are not expected to cause an exception.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ _REMEDY = "run the same model on the same data on all workers; if they do, remov
 
 
 def check_batch(name: str, tree: Any, samples: int) -> None:
-    """Check that every tensor of a tree has `samples` rows, and that all other values can be divided.
+    """Check that every tensor of a tree has `samples` rows, and that all other values can be copied.
+
+    Args:
+        name: "inputs" or "targets", for the message.
 
     Raises:
-        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` can be called again.
+        ConfigError: the batch fails the check.
     """
 
     def check(value: Any) -> None:
@@ -55,15 +58,14 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check that no stage can send more messages than a neighbour stores before it begins the step.
+    """Check that a stage cannot send too many messages before a neighbour begins the step and receives them.
 
     Args:
         buffers: the number of buffers in a payload.  A payload takes at least one message for each buffer,
             and one for the table of its buffers.
 
     Raises:
-        ConfigError: a stage could send more messages than a neighbour stores, and would therefore be
-            disconnected.
+        ConfigError: a stage could send more messages than a neighbour stores, which would then disconnect it.
     """
     most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # the other half is for all other messages
     kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)
@@ -77,7 +79,7 @@ def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
 
 
 class FaultOrigin(Enum):
-    """The origin of an exception: this worker, or the values from the previous stage."""
+    """The origin of an exception in a forward pass: this worker, or values from the previous stage."""
 
     OWN = "the received values are not the cause"
     NOT_FINITE = "floats that are not finite were received; the step may have overflowed"
@@ -92,8 +94,9 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Return the origin of an exception in a layer or the loss, and a description of the values that caused
-    it; the description is empty if this worker is the origin.
+    """Return the origin of an exception in a forward pass, and a description of the values that caused it.
+
+    The description is empty if this worker is the origin.
 
     Args:
         error: the exception.
@@ -136,8 +139,8 @@ class _SuspectValues:
 
     Attributes:
         floats: a description of the floats that are not finite; empty if all are finite.
-        integers: a description of the integers that differ from this worker's inputs; empty if there are
-            none.
+        integers: a description of the first tensor or number that is not floating-point and does not occur
+            among this worker's inputs; empty if there is none.
     """
 
     def __init__(self, agreed: TensorTreeSpec, received: Any, samples: int, own: Any) -> None:

@@ -3,9 +3,11 @@
 The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
 
     exact   the elements as they are in memory
-    bf16    float32's range, 8 bits of precision
-    fp16    11 bits of precision, after multiplication by a power of two:               | int32 | fp16 |
-    int8    a scale for every 256 elements, rounded to 127 steps in each direction:     | float32 | int8 |
+    bf16    16 bits for each element: the range of float32, with 8 bits of precision
+    fp16    16 bits for each element, 11 of them precision, after multiplication by a power of two; the
+            exponent of this power is sent first, as an int32
+    int8    8 bits for each element: a multiple, from -127 to 127, of a scale; the scales, one float32 for
+            every 256 elements, are sent first
 
 The power of two of fp16 is the same for all elements of a tensor; it prevents small gradients from vanishing.
 Non-finite values remain non-finite, so that an overflow of gradients is detected.
@@ -71,10 +73,10 @@ def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
 
 
 def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: WirePrecision) -> Tensor:
-    """Decode `encoded_bytes` bytes; the result shares their memory if possible.
+    """Decode a result of `encode_tensor`; for EXACT, the decoded tensor shares its memory.
 
     Raises:
-        RemoteProtocolError: the bytes contain an exponent that `encode_tensor` never writes.
+        RemoteProtocolError: the fp16 exponent is one that `encode_tensor` never writes.
     """
     match wire:
         case WirePrecision.EXACT:

@@ -55,6 +55,9 @@ class ActivationSendBuffer:
     Args:
         buffers: the buffers to send, as contiguous views of format "B".  The sequence, and each buffer in it,
             may be empty.
+
+    Raises `LocalProtocolError` if the transfer does not fit into one piece, and has more than `MAX_PIECES`
+    pieces or more than `MAX_BUFFERS` buffers.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
@@ -107,9 +110,10 @@ class ActivationReceiveBuffer:
                 self._nbytes += view.nbytes
                 if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
                     raise RemoteProtocolError(
-                        f"rank {source.rank} has sent {self._nbytes} bytes of a transfer in {pieces} "
-                        f"pieces, the latest of which has {view.nbytes} bytes; a correct peer sends at most "
-                        f"{self._limit_bytes} bytes in {MAX_PIECES} pieces of {PIECE_BYTES} bytes",
+                        f"rank {source.rank} has sent {self._nbytes} bytes of a transfer of {pieces} pieces, "
+                        f"and its latest piece has {view.nbytes} bytes; the transfer must have at most "
+                        f"{self._limit_bytes} bytes and {MAX_PIECES} pieces, and each piece at most "
+                        f"{PIECE_BYTES} bytes",
                         remedy=_REMEDY,
                     )
                 self._pieces[piece] = view

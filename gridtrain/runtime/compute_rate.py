@@ -1,6 +1,7 @@
 """Measures how fast this worker computes, from its samples and the seconds spent on their gradients.
 
-The coordinator computes shares from these figures (`gridtrain.core.planning.batch_shares`).
+From these two figures of each worker, the coordinator computes the workers' shares of the global batch
+(`gridtrain.core.planning.batch_shares`).
 
     turn begins              step() is called       outcome known       next turn begins
          |---- reading, forward, backward ----|---- waiting, exchange ----|
@@ -60,6 +61,7 @@ class ComputeRate:
             self._before_pause_s, self._began_s = now_s - self._began_s, None
 
     def resume(self, now_s: float) -> None:
+        """Continue to count the time of a turn that `pause` has interrupted."""
         if self._before_pause_s is not None:
             self._began_s, self._before_pause_s = now_s - self._before_pause_s, None
 
@@ -77,8 +79,8 @@ class ComputeRate:
         return True
 
     def turn_s(self, now_s: float) -> float:
-        """Return the time since the current turn began, extrapolated from the computed samples to all samples
-        of the turn.  This also works for a turn that is not counted."""
+        """Return the seconds since the current turn began, divided by the fraction of its samples that had
+        been computed at the latest `pause`; by 1 if there was none.  The turn need not be a counted one."""
         return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
-    "drifted": "this worker's model differs from the other members' at step %(step)s; this worker is "
+    "drifted": "this worker's model differs from the other members' models at step %(step)s; this worker is "
     "receiving their model "
     "(possible cause: a script changed the weights of one worker only, for example with load_state_dict)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
@@ -39,7 +39,10 @@ gets another name logs `named`, and the worker that keeps the name logs `namesak
 
 
 def describe_run_state(state: str, reason: str) -> str:
-    """Return a sentence about the run's state, such as "the run is waiting for 2 workers"."""
+    """Return a text about the run's state, such as "the run is waiting for 2 workers".
+
+    The state is left out if `reason`, the coordinator's explanation of it, begins with the state.
+    """
     return f"the run is {'' if reason.startswith(state) else f'{state}: '}{reason}"
 
 

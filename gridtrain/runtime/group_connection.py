@@ -113,7 +113,7 @@ class GroupConnection:
     def leave_paused(
         self, transport: FlowControlTransport, allowlist: PeerAllowlist, reason: str, timeout_s: float
     ) -> None:
-        """Notify the coordinator after `pause` that this worker will not rejoin.
+        """After `pause`, notify the coordinator that this worker will not rejoin.
 
         Raises the errors of `IoLoop.start`.
         """
@@ -161,11 +161,11 @@ class GroupConnection:
     # -- before this worker leaves -----------------------------------------------------------------
 
     def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[str, SparseVector]], float]:
-        """Stop accepting residuals; return the confirmed residuals that this worker has not added yet, each
-        with the name of the worker that sent it.
+        """Stop accepting residuals, and wait until those that this worker has acknowledged are confirmed or
+        dropped, but not longer than `timeout_s`.
 
-        Also returns the sum of the magnitudes of the residuals that this worker has acknowledged but that are
-        still not confirmed after `timeout_s`.
+        Returns a pair: the confirmed residuals that this worker has not added yet, each with the name of the
+        worker that sent it; and the sum of the magnitudes of all entries that are still not confirmed.
         """
         residuals = self.loop.residuals
         try:

@@ -56,20 +56,26 @@ class GroupMeans:
     def begin_turn(self, step: int) -> None:
         """Number the calls of this step's turn from 0.
 
-        Values of earlier calls with this step's batch, or of later steps, are discarded, because the turn may
-        be repeated with another batch or after a rollback.
+        Only the values of the previous step, and those of calls for this step before its batch was received,
+        are kept to be contributed again.  Values of earlier calls with this step's batch, and values of later
+        steps, are discarded, because the turn may be repeated with another batch or after a rollback.
         """
         self._place, end = (-1, 0), (step, BEFORE_STEP_INDEX)
         self._values = {key: each for key, each in self._values.items() if (step - 1, 0) <= key < end}
 
     def average(self, step: int, generation: int, value: float, *, is_before_step: bool) -> float:
-        """Return the mean of the workers' values, or `value` if this worker cannot make the call in a group.
+        """Return the mean of the workers' values.
+
+        Returns `value` if the mean does not arrive in time, if this worker has to leave the group, or if the
+        generation has ended and this call cannot be repeated in another generation.
 
         Args:
             step: the number of the next `optimizer.step()`.
             generation: the number of the current generation.
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
+
+        Raises `ConfigError` if other workers repeatedly do not make the call (`MAX_LONE_CALLS`).
         """
         first = BEFORE_STEP_INDEX if is_before_step else 0
         if (step, first) != self._place:
@@ -137,8 +143,8 @@ class GroupMeans:
     def _check_missing(self, answer: io.DeliverMean) -> None:
         """Log a call that other workers have not made, and count it in the figures for `gridtrain status`.
 
-        Raises `ConfigError` if this happens repeatedly, unless most workers make the call: one worker with
-        a different script must not end the run of the other workers.
+        Raises `ConfigError` after `MAX_LONE_CALLS` such calls in a row, unless more than half of the workers
+        have made the latest one: a worker with a different script must not end the run of the others.
         """
         count = self._lone_calls.get(answer.index, 0) + 1 if answer.missing else 0
         self._lone_calls[answer.index] = count

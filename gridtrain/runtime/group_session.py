@@ -130,6 +130,8 @@ class GroupSession:
             about: the description of this worker that users see.
             choices: the value of `io.TrainerJoined.neighbours_by_exchange`.
             may_be_absent: the value of `io.TrainerJoined.may_be_absent`.
+
+        Raises `ConfigError` if this worker has already joined.
         """
         self.check_not_joined()
         self._joined = io.TrainerJoined(setup, neighbours, about, choices, may_be_absent)
@@ -185,7 +187,8 @@ class GroupSession:
     def await_turn(self) -> WorkerSnapshot | None:
         """Perform tasks until a step is open; return the snapshot, or None if the run has ended.
 
-        Raises `WaitInterrupted` as soon as this worker has to leave the group, unless the run has ended.
+        Raises `WaitInterrupted` as soon as this worker has to leave the group, unless the run has ended, and
+        `ConfigError` if `join` has not been called.
         """
         if self._joined is None:
             raise _missing_dataset_error()
@@ -358,14 +361,16 @@ class GroupSession:
         return self._early_plan is not None and self._early_plan[0] == snapshot.open_round
 
     def begin(self) -> StepPlan | None:
-        """Block until a generation runs and the next attempt can start.
+        """Wait until a generation runs and the next attempt can start; return the plan of the attempt.
 
-        Returns None if there is nothing to apply, because the group has continued without this worker's
-        batch, the run has ended, or this worker has to leave the group.  While this method blocks, this
-        worker's state may be captured for a newcomer.  Raises `RunPaused` if the run cannot continue.
+        Returns None if no attempt with this turn's batch can start, because the group has continued without
+        it, the run has ended, or this worker has to leave the group.  While this method waits, this worker's
+        state may be captured for a newcomer.
 
         If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
+
+        Raises `ConfigError` if no data set was given, the run has ended, or the turn's step is already done.
         """
         if self._joined is None:
             raise _missing_dataset_error()
@@ -561,7 +566,7 @@ class GroupSession:
         self.connection.submit(io.CompareReplicas(step, digest))
 
     def report_figures(self, figures: Mapping[str, float]) -> None:
-        """Report figures that `gridtrain status` shows."""
+        """Add or replace figures, which the heartbeats send and `gridtrain status` shows."""
         self._loop.heartbeat.add_figures(figures)
 
     def average(self, value: float) -> float:
@@ -668,7 +673,8 @@ class GroupSession:
     def wait_for_members(self) -> bool:
         """Wait until all members have finished the run, so that every member receives the last decision.
 
-        Returns whether the coordinator has declared the run finished within `FINISH_TIMEOUT_S`.
+        Returns whether the coordinator has declared the run finished within `FINISH_TIMEOUT_S`; False if an
+        error has ended the wait.
         """
         if self.end_reason:
             return True

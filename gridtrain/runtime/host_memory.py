@@ -11,7 +11,7 @@ def free_memory_bytes(system: Path = Path("/")) -> int:
     if unknown.
 
     Args:
-        system: the folder of proc/ and sys/.
+        system: the folder that contains proc/ and sys/.
     """
     group = system / "sys/fs/cgroup"
     try:

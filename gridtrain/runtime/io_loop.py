@@ -73,8 +73,8 @@ from gridtrain.runtime.step_rounds import StepRounds
 log = logging.getLogger("gridtrain")
 
 HOUSEKEEPING_INTERVAL_S = 0.005
-"""Shortest housekeeping interval while payloads are in flight.  It applies if housekeeping is due, or if this
-worker is catching up or serves a worker that is."""
+"""Shortest housekeeping interval while payloads are in flight.  It applies if housekeeping is due, if this
+worker is catching up, or if other workers may catch up from it."""
 
 QUIET_INTERVAL_S = 0.1
 """Longest housekeeping interval while payloads are in flight."""
@@ -184,14 +184,20 @@ class IoLoop:
             )
 
     def request_average(self, step: int, index: int, value: float) -> None:
-        """Contribute a value to the average with this step and index; `await_average` returns the average."""
+        """Contribute a value to the mean with this step and index, without waiting for it.
+
+        `await_average` returns this mean; means that arrived earlier are dropped.
+        """
         with self.mailbox.condition:
             self._averages.clear()
         self.mailbox.submit(io.RequestMean(step, index, value))
 
     def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
-        """Wait for the mean of the members' values and return it; None if it did not arrive in time or the
-        trainer has to stop waiting."""
+        """Wait for the mean of the members' values and return it.
+
+        Returns None if it does not arrive within `timeout_s`, or if the trainer has to stop waiting while no
+        generation is running.
+        """
         self.mailbox.wait(
             lambda here: (
                 (step, index) in self._averages
@@ -322,7 +328,9 @@ class IoLoop:
         if self._core.phase is io.MemberPhase.RUNNING:
             self.state_sender.clear()
             self.state_receiver.forwarder.clear()
-        if self._reconnect_policy.should_rejoin(now_s, trainer_waiting=self.mailbox.is_trainer_waiting):
+        is_leaving = self._core.residual_transfer.is_refusing
+        has_continued = self.mailbox.is_trainer_waiting and not is_leaving
+        if self._reconnect_policy.should_rejoin(now_s, trainer_waiting=has_continued):
             self._transport.dial(self._coordinator, self._config.coordinator)
         self._reconnect_policy.handle_pause(self._core.pause_reason, now_s)
 
@@ -487,8 +495,7 @@ class IoLoop:
             case io.ProbePeers():
                 self._link_probe.begin(effect, time.monotonic())
             case io.Stop(error):
-                is_stalled = isinstance(error, JoinRefused) and error.code == STALLED
-                if self.mailbox.is_trainer_waiting or not is_stalled:
+                if not (isinstance(error, JoinRefused) and error.code == STALLED):
                     raise error
                 return self._await_trainer()
             case io.LogEvent(event, fields):
@@ -498,8 +505,11 @@ class IoLoop:
         return []
 
     def _await_trainer(self) -> list[io.MemberEffect]:
-        """Close the connection to the coordinator, which has removed this worker because its training loop
-        stalled, until the loop continues; return the effects that follow."""
+        """Disconnect from the coordinator, which has removed this worker because its training loop stalled;
+        return the effects that result.
+
+        The worker reconnects when the loop continues (`ReconnectPolicy.should_rejoin`).
+        """
         self._transport.hang_up(self._coordinator)
         self._reconnect_policy.trainer_stalled()
         effects = self._core.handle(io.PeerDisconnected(self._coordinator, "stalled"), time.monotonic())

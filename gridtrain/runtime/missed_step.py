@@ -18,7 +18,8 @@ class MissedStep:
         settings: the optimizer settings with which the other members apply the step.
         update: the update, dense or sparse; None for a skipped step.
         truncated: the entries that this worker's merges truncated, which belong to its residual.
-        rest_N: this worker's rounding errors of dense values, which belong to its residual.
+        rest_N: this worker's rounding errors in a dense exchange, which belong to its residual; None if the
+            exchange does not round or the step is skipped.
     """
 
     step: int

@@ -36,6 +36,8 @@ class OpenRound:
         voted_buffers: the buffers whose digests the members vote on, in order.
         is_failed: whether this worker has rejected a payload of the round, or of an earlier attempt with the
             same buffers.
+        outcome: the outcome that the trainer can read; None until it is published.
+        digests: the digests of `voted_buffers`, in order; empty until this worker has computed its vote.
         failure_reason: the reason why the round did not commit; empty if it committed or is still open.
         completed: maps the channel of each complete collective to the flags of its contributions.
         is_absent: whether the I/O thread has made an empty contribution in place of the trainer.
@@ -65,7 +67,8 @@ def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
     """Wait until the round has ended; return its outcome.
 
     A worker that has to leave the group abandons a round that can no longer be committed.  If it waited for
-    the decision and the root or the coordinator had failed, the wait would not end.
+    the decision instead, the wait would not end after a failure of the coordinator or of the root, the member
+    that decides.
     """
     mailbox.wait(
         lambda here: (
@@ -114,14 +117,17 @@ class PipelineRound:
         return self.end()
 
     def fail(self, reason: str) -> None:
-        """Vote NO unless the round is over or this worker has voted; do not wait for the outcome."""
+        """Vote NO for `reason`, unless the round is over or this worker has voted.
+
+        Returns immediately; `end` waits for the outcome.
+        """
         if self._round.outcome is None:
             self._mailbox.submit(io.AddCollectives(self._round.id, {}, failure=reason))
 
     def report_peer(self, rank: int, reason: str) -> None:
-        """Report a violation by `rank` that only the trainer can detect.
+        """Report a violation by the member with this rank that only the trainer can detect.
 
-        The member with this rank is disconnected, and the round is lost.
+        The member is disconnected, and the round is lost.  Has no effect if the round's generation has ended.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):
@@ -133,7 +139,7 @@ class PipelineRound:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the round can no longer be committed."""
+        """Whether the round has ended or can no longer be committed."""
         return self._is_lost_in(self._mailbox.read())
 
     @property

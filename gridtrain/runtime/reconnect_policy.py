@@ -8,19 +8,19 @@ from __future__ import annotations
 import logging
 import math
 
-from gridtrain.errors import JoinRefused, RunPaused
+from gridtrain.errors import CoordinatorUnreachable, JoinRefused, RunPaused
 
 log = logging.getLogger("gridtrain")
 
 DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
-REJOIN_INTERVAL_S = 30.0
-"""The shortest time between two returns of a worker whose training loop stalls, because others wait for it
-each time."""
+REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
+"""Minimum time between two rejoins of a worker whose training loop stalls, because the others wait for each
+stall.  It doubles with each rejoin, up to the maximum."""
 
-CONNECTING_S = 2.0
-"""How long a worker that rejoins may take to connect before it reports that the run is paused."""
+REJOIN_TIMEOUT_S = 120.0
+"""Time after which a worker that rejoins gives up if the coordinator does not answer."""
 
 
 class ReconnectPolicy:
@@ -35,27 +35,34 @@ class ReconnectPolicy:
         self._address, self._paused_s = address, paused_s
         self._paused_since_s: float | None = None
         self._denied_since_s: float | None = None
-        self._has_stalled = False
-        self._rejoined_s = -math.inf
+        self._is_left_out = False  # removed because its loop stalled, and not connected again
+        self._rejoin_s: float | None = None  # when it began to connect again
+        self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
 
     def trainer_stalled(self) -> None:
         """Record that this worker was removed because its training loop stalled."""
-        self._has_stalled = True
+        self._is_left_out, self._rejoin_s = True, None
 
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
-        """Whether to connect to the coordinator again, because the stalled loop has continued.
+        """Return whether to connect to the coordinator again, because the stalled loop has continued.
+
+        Returns True at most once after each call of `trainer_stalled`.
 
         Args:
-            trainer_waiting: whether the training loop is waiting for this worker's group.
+            now_s: the current time.
+            trainer_waiting: whether the training loop is waiting for the group, and thus has continued.
         """
-        if not (self._has_stalled and trainer_waiting and now_s >= self._rejoined_s + REJOIN_INTERVAL_S):
+        is_due = self._is_left_out and self._rejoin_s is None and now_s >= self._next_rejoin_s
+        if not (is_due and trainer_waiting):
             return False
-        self._has_stalled, self._rejoined_s = False, now_s
+        self._rejoin_s, self._next_rejoin_s = now_s, now_s + self._interval_s
+        self._interval_s = min(2 * self._interval_s, MAX_REJOIN_INTERVAL_S)
         return True
 
     def connected(self) -> None:
         """Record that this worker is connected to the coordinator."""
-        self._denied_since_s = None
+        self._denied_since_s, self._rejoin_s = None, None
+        self._is_left_out = False
 
     def handle_denial(self, now_s: float, *, member: bool) -> None:
         """Handle a denial of access.
@@ -64,6 +71,10 @@ class ReconnectPolicy:
         network path can cause it.  A worker that is not a member yet gives up immediately, because it loses
         nothing.  A member keeps trying for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
         notifies it over the existing connection.
+
+        Args:
+            now_s: the current time.
+            member: whether this worker counts as a member, because a coordinator has welcomed it.
 
         Raises:
             JoinRefused: this worker is not a member, or has been denied access for `DENIED_TIMEOUT_S`.
@@ -86,9 +97,20 @@ class ReconnectPolicy:
             reason: why the run is paused; empty if it is not paused.
             now_s: the current time.
 
-        Raises `RunPaused` if the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
+        A worker that was left out does not log that the run is paused.
+
+        Raises:
+            RunPaused: the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
+            CoordinatorUnreachable: this worker was left out, and the coordinator has not answered for
+                `REJOIN_TIMEOUT_S`.
         """
-        if not reason or self._has_stalled or now_s < self._rejoined_s + CONNECTING_S:
+        if self._rejoin_s is not None and now_s >= self._rejoin_s + REJOIN_TIMEOUT_S:
+            raise CoordinatorUnreachable(
+                "the group continued without this worker, whose training loop had stalled, and "
+                f"{self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
+                remedy="ask whether the run has finished, or start this worker again",
+            )
+        if not reason or self._is_left_out:
             if self._paused_since_s is not None:
                 log.warning("the run is no longer paused")
             self._paused_since_s = None

@@ -103,9 +103,10 @@ class SnapshotBuilder:
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
     def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return `Generation.data_positions`, which is computed once for each round.
+        """Return this worker's data positions in the open step, its samples, and the samples of all members.
 
-        If no round is open, there are no positions.
+        The values are those of `Generation.data_positions`, which is computed once for each round.  If no
+        round is open, there are no positions, and both counts are 0.
         """
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:

@@ -13,8 +13,9 @@ class StepPlan:
         step: the number of the step, counted from 0 over the whole run.
         attempt: the number of the attempt at the step, counted from 0 in each generation.
         rank, world_size: this worker's rank and the world size in the generation that runs the step.
-        samples: the number of samples in this worker's batch; if it is 0, the worker contributes zeros.
-        total_samples: the number of samples in the batches of all members.
+        samples: the number of samples in this worker's contribution, which is empty if there are none.
+        total_samples: the number of samples of all members in the step to which the contribution's batch was
+            assigned.  It is an earlier step if the batch is late or pending.
         exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
         compare_after: whether all members compare their replicas after this step, because workers have
             joined or the run has just begun.

@@ -46,7 +46,7 @@ REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 """The reason for the failure of an attempt whose buffers were used in an earlier attempt that failed."""
 
 MAX_MISSED_BYTES = 1 << 30
-"""Size in bytes of the updates kept for an absent trainer above which the group waits for the trainer."""
+"""If the updates that are kept for an absent trainer exceed this size in bytes, the group waits for it."""
 
 MakeEmpty = Callable[
     [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
@@ -54,13 +54,13 @@ MakeEmpty = Callable[
 ]
 """Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
 
-The second argument contains the buffers of the previous attempt at the step, with which a ring resumes; it is
-empty if there was none.
+The second argument contains the buffers of the previous attempt at the step if the trainer was also absent
+from that attempt; a ring resumes with them.  Otherwise it is empty.
 """
 
 
 class StepRounds:
-    """The open round, and the last round to which this worker submitted.
+    """The open round, the last round to which this worker submitted, and the steps its trainer has missed.
 
     Args:
         mailbox: the mailbox between the two threads.
@@ -181,7 +181,7 @@ class StepRounds:
     def open(
         self, round_id: m.RoundId, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """Open a round to which more collectives are added later."""
+        """Open a pipeline's round with its first collectives; return an object that adds more collectives."""
         mine = OpenRound(round_id, buffers_of(parts), settings=settings)
         with self._mailbox.condition:
             self._submit(mine)
@@ -223,10 +223,11 @@ class StepRounds:
     def contribute_nothing(
         self, round_id: m.RoundId, plan: StepPlan, settings: bytes
     ) -> list[io.SubmitRound | io.StayPresent | io.RoundFailed]:
-        """Make an empty contribution to a round, unless the trainer has begun to submit.
+        """Make an empty contribution to a round, from which the trainer is absent.
 
-        Called in the I/O thread.  Returns the events for the core; none if an earlier round is still open on
-        this worker.
+        Called in the I/O thread.  Returns the events for the core.  Returns only `StayPresent` if the trainer
+        has begun to submit, if it has missed more than `MAX_MISSED_BYTES`, or if no empty contribution can be
+        made, and no events if an earlier round is still open on this worker.
 
         Args:
             plan: the plan of the step, with 0 samples.
@@ -307,9 +308,9 @@ class StepRounds:
             self.current.is_failed = True
 
     def hash_ahead(self) -> None:
-        """Hash one slice while the network is busy.
+        """Hash slices that are already final, while the network is busy.
 
-        Only one slice is hashed at a time, so that arriving messages are not delayed for long.
+        Each call hashes at most one slice of each buffer, so that arriving messages are not delayed for long.
         """
         if not self.has_hash_work:
             return

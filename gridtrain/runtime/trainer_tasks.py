@@ -150,7 +150,7 @@ class TrainerTasks:
     def attach_absence(
         self, make_empty: MakeEmpty, apply_missed: ApplyMissed, drop_missed: ApplyMissed
     ) -> None:
-        """Set the functions with which steps commit without the trainer, which later applies them.
+        """Set the functions that let steps commit without the trainer, and let the trainer apply them later.
 
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
@@ -236,6 +236,14 @@ class TrainerTasks:
         """Perform a task.
 
         During the task this worker reports itself as busy, because a task may take a long time.
+
+        Args:
+            task: a task that `next_task` has returned.
+            snapshot: the snapshot that contains the task.
+            is_pipeline: whether the model has stages.  If so, a received state that cannot be loaded is
+                rejected, and its source is reported; otherwise, `RemoteProtocolError` is raised.
+
+        Raises `ConfigError` if a state has to be loaded, but `attach_state` has not been called.
         """
         loop = self._loop
         was_busy, loop.heartbeat.is_busy = loop.heartbeat.is_busy, True

@@ -1,4 +1,4 @@
-"""Checks the arguments that methods of `Grid` share (integers, seed, intervals, num_workers)."""
+"""Checks and converts the arguments that methods of `Grid` share, and the settings for checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def to_ints(**named: Any) -> list[Any]:
 
 
 def check_kinds(optimizer: object, model: object) -> None:
-    """Raise `ConfigError` unless the arguments are an optimizer and a model, which are easily swapped."""
+    """Raise `ConfigError` unless the arguments are an optimizer and a model, in this order."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         raise ConfigError(
             f"grid.optimizer was given {describe_type(optimizer)} and {describe_type(model)}; it needs a "
@@ -79,6 +79,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
     """Return the options for checkpoints and for the residual that a leaving worker sends.
 
     By default, each worker on a machine has its own folder, in a folder named after the coordinator's key.
+    Raises `ConfigError` if a number in `config` is not a whole number >= 0.
     """
     folder = Path(config.state_dir)
     if not config.state_dir:

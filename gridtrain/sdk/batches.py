@@ -1,9 +1,10 @@
 """`grid.batches`: divides a turn's samples among calls to `step()`; handles stand-ins and pauses.
 
 A call without samples of its own gets the latest samples, or the first samples of the data set, as a stand-in
-that is not counted.  A loop that omits a call to `step()` gets an error.
+that is not counted.  A loop that omits a call to `step()` gets an error.  The agent is the process of
+`gridtrain worker`, which can pause or stop this worker.
 
-GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
+GroupSession.await_turn --> a snapshot with the open step and this worker's positions in the data
      ModelState.begin_turn      adds a residual, writes a checkpoint that is due
      yield spans                one item for each call to `optimizer.step` in the turn
 the agent requests a pause  --> ModelState.rest, PauseController.pause, and the next turn after it
@@ -140,8 +141,9 @@ class Turns:
         return bool(self._session.turn_spans)
 
     def predict(self, count: int) -> list[Spans]:
-        """Return the items that the iterator will yield next: at least `count` items, unless the run ends or
-        the group changes."""
+        """Return the items that the iterator will yield next if the group does not change: the rest of this
+        turn, and the turns that contain the next `count` calls, unless the run ends before them.  A turn in
+        which this worker has no samples is one empty item."""
         found = list(self._pending)
         for spans in self._session.predict_spans(-(-count // self._calls)):
             found += self._divide(spans) if spans else [()]
@@ -175,7 +177,10 @@ class Turns:
         return None
 
     def _pause(self) -> bool:
-        """Leave between two steps, wait, and rejoin; return False if this worker must not rejoin."""
+        """Leave the run between two steps, wait until the agent ends the pause, and rejoin.
+
+        Returns False if this worker must not rejoin.
+        """
         if self._pauses.should_stop:
             log.warning(
                 "this worker is being stopped; its training loop will end after step %d",
@@ -191,7 +196,8 @@ class Turns:
         )
 
     def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
-        """Whether no worker has samples in this turn, as in the last turn of a run with a delay."""
+        """Whether no worker has samples in this turn, as in the last turn of a run with a delay, which only
+        exchanges the batches of the turn before (see `data_ledger`)."""
         return not any(data_ledger.assign(self.spec, snapshot.ledger, snapshot.shares).values())
 
     # -- the calls of a turn -----------------------------------------------------------------------------
@@ -218,17 +224,18 @@ class Turns:
 
 
 def _pending_spans(snapshot: WorkerSnapshot) -> Spans:
-    """Return the positions of this worker's batch that the open step exchanges, in a run with a delay."""
+    """Return the positions of this worker's pending batch, which the open step exchanges in a run with a
+    delay (see `data_ledger`); () if there is none."""
     own = snapshot.shares[snapshot.rank][0]
     return next((batch.spans for batch in snapshot.ledger.pending if batch.peer == own), ())
 
 
 class TurnRollback:
-    """Before a worker pauses, restores what its script changed after a dropped step.
+    """Undoes what a script changes after a step that is dropped because this worker pauses.
 
         optimizer.step()    the agent requests a pause before an attempt can begin: the step is dropped
         scheduler.step()    the script is not informed, and continues as after any step
-        grid.batches        schedulers and trackers are restored to the last committed step
+        grid.batches        tracked objects (schedulers) are restored to the last committed step
 
     Args:
         capture: a function that copies the state that the script changes between two steps, and returns a

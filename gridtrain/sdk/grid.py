@@ -137,7 +137,10 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation; 0 before the first batch, with a warning."""
+        """This worker's rank in the current generation.
+
+        Before the first batch it is 0, and a warning is logged once.
+        """
         if self._turns is None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -154,7 +157,7 @@ class Grid:
     @property
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
-        saving.  Before the first batch it is True on every worker, with a warning."""
+        saving.  Before the first batch it is True on every worker, and a warning is logged once."""
         return self.rank == 0 and (self._turns is None or self.world_size > 0)
 
     @property
@@ -187,7 +190,10 @@ class Grid:
         return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Return the bytes sent, received and fetched so far.  May be called from any thread."""
+        """Return the number of bytes sent, received, and fetched (data files) so far.
+
+        May be called from any thread.
+        """
         return self._pauses.moved_bytes
 
     def why_waiting(self) -> str:
@@ -243,6 +249,9 @@ class Grid:
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
+
+        Raises:
+            ConfigError: an argument is invalid, or the method was already called.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -349,7 +358,8 @@ class Grid:
             base, send_frozen: as in `optimizer`, for the whole model.
 
         Raises:
-            ConfigError: the model cannot be partitioned in this way; the message says what to change.
+            ConfigError: an argument is invalid, the model cannot be partitioned in this way, or a model was
+                already wrapped.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -449,6 +459,12 @@ class Grid:
                 into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
                 is scaled between two batches.  Set it to False for a loop that reads all batches of a step
                 before it computes, or that weights the batches itself.
+
+        Raises:
+            ConfigError: an argument is invalid, the optimizer has not been wrapped, or the loop does not call
+                `optimizer.step()` once for each step.
+            DataError: the data set cannot be read.
+            JoinRefused: the coordinator refuses or has removed this worker.
         """
         batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
@@ -588,7 +604,8 @@ class Grid:
         return made
 
     def led_by(self, agent: AgentControl, connect: MakeTransport, limit: SetRateLimits) -> None:
-        """Let `agent` pause this worker and limit its traffic; see `PauseController`.
+        """Let `agent`, the process of `gridtrain worker`, pause this worker and limit its traffic; see
+        `PauseController`.
 
         Args:
             connect: a function that creates the transport with which this worker rejoins after a pause.
@@ -602,8 +619,8 @@ class Grid:
         Call it before loading other weights, such as the best ones, because it saves the model of the last
         step: no model is saved if the parameters have changed since the loop's end, or since the start of a
         step in which the loop ended.  Changes through `.data` are noticed only in a few sampled values.  If a
-        variable refers to `grid.batches(...)` and the loop changes parameters after its steps, the loop ends
-        only when that variable is deleted.
+        variable refers to the iterator of `grid.batches(...)` and the loop changes parameters after its
+        steps, delete the variable first, because the loop's end is recorded only then.
         """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run
@@ -685,8 +702,8 @@ class Grid:
 
     @closed_at_exit
     def _run_turns(self) -> Generator[Sequence[Span], None, None]:
-        """Yield this worker's spans for each call to `optimizer.step`; export the model at the end of the
-        run."""
+        """Yield this worker's positions in the data for each call to `optimizer.step`; export the model when
+        the run ends."""
         turns, model_state = self._turns, self._model_state
         assert turns is not None and model_state is not None
         was_finished = turns.is_finished  # a DataLoader may ask once more after the end

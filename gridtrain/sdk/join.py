@@ -76,7 +76,7 @@ def join(
             continues from the latest one there if its disk has no later one.  See docs/operations.md.
         handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
             leaves before the end, the largest values first; 16 by default, which is also the upper limit.
-        state_dir: the folder for checkpoints.
+        state_dir: the folder for checkpoints; by default, a folder for this worker in the state directory.
         relay: whether to forward messages between two members that cannot reach each other; the messages are
             encrypted end to end.  True by default.
         unencrypted: whether to disable encryption, for benchmarks; the coordinator must disable it, too.

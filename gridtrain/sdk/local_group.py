@@ -38,7 +38,8 @@ from gridtrain_coordinator.log import Log, silent
 Result = TypeVar("Result")
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How many seconds to wait for threads to end; a thread that runs the user's code may take longer."""
+"""How many seconds to wait for the threads to end.  A thread that is still running user code then is left
+running."""
 
 
 class LocalGroup:
@@ -186,7 +187,7 @@ def local(
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
 
     If a worker raises an exception, this function ends the other workers and raises the first such exception.
-    The other workers get an exception from the call to their grid that is waiting, or from their next call.
+    In the other workers, the call to the grid that is waiting, or else the next one, raises an exception.
     A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
 
     Args:

@@ -26,7 +26,7 @@ class ReportedFigures:
         self._warned = False
 
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the finite figures; log the first figure of the run that is not finite.
+        """Return the finite figures; log a warning the first time that a figure is not finite.
 
         Raises `ConfigError` for a name that cannot be sent, for a value that is not a number, or if more than
         `MAX_FIGURES` distinct names have been reported.

@@ -21,8 +21,9 @@ FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
 step's checkpoint, and its upload."""
 
 MAX_ATTEMPTS, ATTEMPT_INTERVAL_S, ATTEMPTS_PER_WARNING = 60, 10.0, 20
-"""The number of further attempts, and the seconds before each, of the exporting worker to write the last
-checkpoint and, unless that checkpoint has been written, the final model; and the attempts per warning."""
+"""If the worker that exports the model could not write the last checkpoint or, without that checkpoint, the
+final model, it tries again at most `MAX_ATTEMPTS` times, waits `ATTEMPT_INTERVAL_S` seconds before each
+attempt, and logs an error before the first of every `ATTEMPTS_PER_WARNING` attempts."""
 
 AwaitStop = Callable[[float], bool]
 """Waits for the given number of seconds; returns True, immediately, if this worker has to stop."""
@@ -109,8 +110,17 @@ def _repeat_writing(
     failed: Exception | None,
     written: bool | Exception,
 ) -> tuple[Exception | None, bool | Exception]:
-    """Try again to write the last checkpoint and, unless that is written, the final model; return the latest
-    results.  Stops after `MAX_ATTEMPTS`, or when this worker has to stop."""
+    """Try again to write the last checkpoint and, unless that is written, the final model.
+
+    Stops after `MAX_ATTEMPTS` attempts, or when this worker has to stop.
+
+    Args:
+        failed: the error that prevented the export, if any.
+        written: the result of `_try_final_checkpoint`.
+
+    Returns:
+        The latest values of `failed` and `written`.
+    """
     for attempt in range(MAX_ATTEMPTS):
         lacks_checkpoint = written is True and model_state.lacks_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
         lacks_model = isinstance(failed, (ConfigError, OSError)) and not model_state.has_final_checkpoint

@@ -39,9 +39,11 @@ def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> str:
-    """Return a description of the optimizer for comparison between workers: its class, and the options of its
-    first parameter group that are not defaults; with several groups or a long text, also a digest of all
-    settings."""
+    """Return a description of the optimizer, for comparison between workers.
+
+    It names the class, the learning rate of the first parameter group, and that group's other options that
+    are not defaults; with several groups or a long text, it also contains a digest of all settings.
+    """
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
     options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}

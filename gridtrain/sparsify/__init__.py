@@ -3,7 +3,7 @@
     gradient --error_feedback--> residual + contribution --selection--> k entries --> payload
     payloads of two members --merge--> payload of their sum, and truncated entries for the residual
 
-`selection` chooses how entries are selected: by chunks, or among all entries with `cpu_selection`,
-`cuda_selection` (kernels in `triton_kernels`) or, on other devices, `tensor_selection`.  Among all entries,
-these three select the same set.
+`selection` chooses how entries are selected: from each chunk, or from the whole vector with `cpu_selection`,
+`cuda_selection` (kernels in `triton_kernels`) or, on other devices, `tensor_selection`.  From the same whole
+vector, these three select the same entries.
 """

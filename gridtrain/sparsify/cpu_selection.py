@@ -1,7 +1,7 @@
 """Selects the k largest entries on the CPU (numpy), usually in one pass with a guessed threshold.
 
-The vector can be computed in the same pass, so that each block is computed and compared while it is in the
-second-level cache.
+The vector, called acc (accumulated gradient), can be computed in the same pass, so that each block is
+computed and compared while it is in the second-level cache.
 
     block b     fill(start, stop)              acc = residual + contribution, into the second buffer
                 |acc| >= threshold ?  -------> candidates (ascending index)
@@ -12,8 +12,9 @@ second-level cache.
 
 The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
 index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
-index, so it loses the tie.  A threshold only saves time.  For many entries it comes from a sample that is
-computed first, otherwise from the last step, whose threshold is too low while a residual is growing.
+index, so it loses the tie.  A threshold only saves time.  If many entries are selected, it comes from a
+sample that is computed first, because the threshold of the last step would be too low while a residual is
+growing; otherwise it comes from the last step.
 
 Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
 as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are
@@ -87,7 +88,7 @@ def value_from_bits(bits: int) -> float:
 
 
 class CpuSelection:
-    """Selects entries from a sequence of vectors with similar distributions.  Not thread-safe."""
+    """Selects entries from vectors with similar distributions, one after another.  Not thread-safe."""
 
     def __init__(self) -> None:
         self.hint = ThresholdHint()

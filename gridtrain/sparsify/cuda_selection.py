@@ -1,13 +1,17 @@
 """Selects the k largest entries on a CUDA GPU with Triton kernels, and checks that the kernels work.
 
-A selection usually waits for the device only once, to copy k entries and a count.
+The kernels compute acc, the sum of the residual and the contribution, and write a key for each element whose
+magnitude reaches a threshold.  A key is an int64 that combines the magnitude and the index of an element, so
+that the k largest keys belong to the selected entries.
 
-    with a threshold              accumulate ----------------> keys --topk--> gather --one copy--> host
-    without, or too few keys      histogram -> threshold -> compact -> keys ...      (threshold on the device)
-    more keys than the buffer     TensorSelection, on the same acc (after many ties, or a change of the
-    can hold                      distribution)
+    threshold of the last selection    accumulate --> keys --topk--> entries --one copy--> host
+    no threshold yet, or fewer than    histogram --> threshold --> compact --> keys, and then the same; the
+    k elements reached it              threshold stays on the device
+    more keys than the buffer holds    TensorSelection on the same acc (after many ties, or a change of the
+                                       distribution)
 
-A selection has about k to 3 k keys of type int64.  All operations after the kernel process only these keys.
+A selection usually waits for the device only once, for the copy of k entries and a count.  There are about k
+to 3 k keys, and all operations after the kernels process only these keys.
 """
 
 from __future__ import annotations
@@ -103,9 +107,11 @@ class CudaSelection:
         *,
         sum_first: bool,
     ) -> None:
-        """Compute a threshold on the device from a histogram of leading bits and store the keys.
+        """Compute a threshold on the device from a histogram of the magnitudes' leading bits, and store the
+        keys of the elements that reach it.
 
-        If `sum_first`, compute acc first.
+        Args:
+            sum_first: whether acc must be computed first.
         """
         kernels, acc_N = self._kernels, terms.acc_N
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
@@ -165,7 +171,8 @@ def _variant(terms: AccumulationTerms) -> dict[str, bool]:
 
 
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
-    """Return the number of keys, and the entries with the k largest keys, after one copy to the host."""
+    """Copy the entries with the k largest keys to the host, in one copy; return the number of all keys and
+    these entries."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
@@ -189,7 +196,7 @@ def _copy_to_host(packed: Tensor) -> Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that makes `device` the current device, on which Triton launches kernels."""
+    """Return a context manager that makes a GPU the current device, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

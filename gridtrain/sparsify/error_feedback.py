@@ -204,13 +204,13 @@ class ErrorFeedback:
         self.u_N, self._spare_u_N = self._spare_u_N, self.u_N
 
     def commit_rests(self, parts: Sequence[tuple[Tensor, npt.NDArray[np.float32] | None]]) -> None:
-        """Commit a dense exchange, which has sent the whole residual.
+        """Commit the residual after a dense exchange, which has sent the whole residual.
 
         Values that were added to the residual since it was read (`add_residual`) are kept.
 
         Args:
             parts: for each part of the vector, in order, the residual as it was read, on the CPU, and this
-                worker's rounding errors; None if nothing was rounded.
+                worker's rounding errors, or None if nothing was rounded.
         """
         start = 0
         for sent_B, rest_B in parts:
@@ -260,9 +260,10 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add this worker's truncated entries or rounding errors from a round with an empty contribution.
+        """Add the entries to the residual that this worker's merges truncated, and its rounding errors, in a
+        round to which it contributed nothing.
 
-        The momentum does not change.  Call this method between two rounds.
+        The momentum vector does not change.  Call this method between two rounds.
         """
         _add_entries(self.residual_N, truncated)
         if rest_N is not None:
@@ -273,8 +274,8 @@ class ErrorFeedback:
     ) -> bool:
         """Add another worker's residual to the committed residual, between two rounds.
 
-        Returns whether it was added.  It is not added if any sum exceeds `limit`, because this worker would
-        not be able to send such a value.
+        Returns whether it was added.  Nothing is added if any sum exceeds `limit` in magnitude or is not
+        finite, because this worker would not be able to send such a value.
         """
         where = torch.from_numpy(indices_K).to(self.residual_N.device, torch.int64)
         summed_K = self.residual_N[where] + _like(values_K, self.residual_N)
@@ -290,7 +291,7 @@ class ErrorFeedback:
             self.u_N.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of the committed state, by name.
+        """Return a copy of the committed state in host memory: "residual" and, with momentum, "u".
 
         Unlike the optimizer's state, this state differs between workers.
         """

@@ -1,4 +1,4 @@
-"""Sums sparse payloads for TopK and GTopK, and truncates sums; what is dropped goes to the residuals.
+"""Sums sparse payloads for TopK and GTopK, and truncates sums to k entries; residuals keep the other entries.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of the index sets
     theirs  2 . .  1 . 1 .
@@ -42,7 +42,7 @@ class MergeResult:
     """The result of a merge.
 
     Attributes:
-        encoded: the result; encoded.sparse + truncated == mine + theirs in float32.
+        encoded: the encoded entries; added to the truncated entries, they equal the whole sum in float32.
         truncated_indices, truncated_values: (K,) each, the dropped values and the encoding's rounding errors.
     """
 
@@ -61,7 +61,10 @@ class MergeResult:
         return self.encoded.sparse
 
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
-        """Return the truncated entries whose indices i satisfy i % modulus == residue."""
+        """Return the truncated entries with index % modulus == residue.
+
+        This member adds them to its residual; the other members that computed the same merge add the rest.
+        """
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
         # Moduli are powers of two, for which a mask takes a tenth of the time of a division.

@@ -1,4 +1,4 @@
-"""Chooses how the k largest entries are selected: in chunks, or among all in the device's fastest way.
+"""Chooses how the k largest entries of a vector (acc) are selected, so that it is fast on its device.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude

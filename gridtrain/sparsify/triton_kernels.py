@@ -1,8 +1,8 @@
 """Triton kernels for the selection on a GPU: accumulate, histogram and compact.
 
-    accumulate   stores acc = residual + added, and the keys of the elements that reach the threshold.  For
-                 each element, it reads 4 bytes of the residual and 4 bytes of the gradient, and writes 4
-                 bytes; with momentum, it reads and writes 4 bytes more
+    accumulate   stores acc = residual + added (`AccumulationTerms`), and the keys of the elements that reach
+                 the threshold.  For each element, it reads 4 bytes of the residual and 4 bytes of the
+                 gradient, and writes 4 bytes; with momentum, it reads and writes 4 bytes more
     histogram    computes acc in the same way or uses a given acc; counts magnitudes by their leading 11 bits,
                  from which a threshold is computed if there is none from the last step
     compact      stores only the keys of a given acc

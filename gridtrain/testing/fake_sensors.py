@@ -1,10 +1,12 @@
-"""Preset sensor readings (battery, GPU, temperature) for tests and for trying out a volunteer's rules.
+"""Preset sensor readings (battery, GPU, idle time, temperature), to test and to try out a volunteer's rules.
 
 If `--sensors` (or `GRIDTRAIN_SENSORS`) names a file, `gridtrain worker` reads this file instead of the
 machine's sensors.
 
-    sensors = FakeSensors(on_battery=False)          {"on_battery": true, "temperature_C": 71.5}
-    sensors.say(on_battery=True)                     FileSensors(path): read again each time
+    sensors = FakeSensors(on_battery=False)
+    sensors.say(on_battery=True)
+
+    FileSensors(path)       the file contains JSON such as {"on_battery": true, "temperature_C": 71.5}
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class FakeSensors:
     Args:
         said: any of the readings `on_battery`, `gpu_used`, `idle_s` and `temperature_C`; a reading that is
             None or not given is absent.
+
+    Raises:
+        ConfigError: a reading is unknown or has the wrong type.
     """
 
     def __init__(self, **said: bool | float | None) -> None:
@@ -40,7 +45,7 @@ class FakeSensors:
         self._values: dict[str, Any] = dict(said)
 
     def say(self, **said: bool | float | None) -> None:
-        """Change some readings; None makes a reading absent."""
+        """Change some readings; None makes a reading absent.  Raises the same errors as the constructor."""
         self._values |= said
         self._readings = _readings(self._values)
 

@@ -1,4 +1,4 @@
-"""Child processes of the demo, the bench and the benchmarks: environment, tails of logs and termination."""
+"""Child processes of the demo, `gridtrain bench` and the benchmarks: environment, log tails, termination."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
 
 
 def process_environment(state: Path, **settings: str) -> dict[str, str]:
-    """Return the environment for child processes: this process's, without its gridtrain settings.
+    """Return the environment for child processes: that of this process, but with other gridtrain settings.
 
-    Each child process computes with one thread.
+    In this environment a process computes with one thread.
 
     Args:
         state: the folder in which the child processes create their state folders and keys.
-        settings: gridtrain's settings for the child processes by name, such as `EXPORT_DIR`.
+        settings: the `GRIDTRAIN_` variables to set, by name without this prefix, such as `EXPORT_DIR`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -43,12 +43,11 @@ def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
 def end_processes(
     processes: Sequence[subprocess.Popen[bytes]], timeouts_s: Sequence[float] = (SHUTDOWN_TIMEOUT_S,)
 ) -> None:
-    """Terminate processes and their children.
+    """Terminate processes, each of which must lead its own process group, and their children.
 
-    For each timeout, send SIGTERM to the processes that are still running, the last one first, and wait for
-    them.  Then send SIGKILL to all process groups, including children that have outlived their parents.
-
-    Each process must be the leader of its own process group.
+    For each timeout, send SIGTERM to the groups of the processes that are still running, the last process
+    first, and wait up to this time until the processes have ended.  Then send SIGKILL to all groups, because
+    children may have outlived their parents.
     """
     with _undisturbed():
         for timeout_s in timeouts_s:

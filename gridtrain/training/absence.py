@@ -1,7 +1,7 @@
 """`wait="auto"`: decides whether steps may commit without this worker; applies the steps that it missed.
 
-    I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
-    training thread   apply_missed           the committed updates, in order, before it takes part again
+    I/O thread        make_empty_buffers   makes an empty contribution to the step, in the trainer's place
+    training thread   apply                applies the committed updates, in order, before it takes part again
 
 Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
 that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
@@ -152,7 +152,8 @@ class Absence:
     # -- training thread -------------------------------------------------------------------------
 
     def apply(self, steps: Sequence[MissedStep]) -> None:
-        """Apply committed steps, in order.  The gradients of the parameters are overwritten.
+        """Apply committed steps that this worker has missed, in order.  The gradients of the parameters are
+        overwritten.
 
         Raises:
             GridtrainError: a step cannot be applied; the model is then unusable.
@@ -174,7 +175,8 @@ class Absence:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual what remains from steps whose updates the model already contains."""
+        """Add to the residual what remains with this worker from missed steps whose updates the model already
+        contains."""
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

@@ -1,7 +1,7 @@
 """Decides how much this worker's gradient counts in a step, by samples or by tokens (`grid.weigh`).
 
-    samples   begin_micro_batch   weights micro-batches by samples, which are also in the step's plan
-    tokens    add (grid.weigh)    weights micro-batches by tokens; `plan_by_counts` puts them in the plan
+    samples   `begin_micro_batch` weights the micro-batches; the step's plan already contains the samples
+    tokens    `add` (grid.weigh) weights the micro-batches; `plan_by_counts` replaces the samples in the plan
 
 Gradients are scaled before the loop can clip them.
 """
@@ -32,7 +32,7 @@ class BatchWeights:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
         self._counts: list[float] = []  # one per call to `add` since the latest call to `step`
         self._counted = 0.0  # in this turn, up to the latest call to `step`
-        self._fraction = 1.0  # the fraction with which the micro-batch's samples count in it
+        self._fraction = 1.0  # the weight of each sample of the current micro-batch
 
     def begin_turn(self) -> None:
         self._counts, self._counted = [], 0.0
@@ -40,9 +40,10 @@ class BatchWeights:
     def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
         """Begin a micro-batch: scale the accumulated gradient, so that each micro-batch has its weight.
 
-        The loop divides the loss of each micro-batch by the number of micro-batches.  The last factor, which
-        is at most 1 if the weights never increase, is applied in the step, so that a clipped gradient stays
-        clipped.  In a run whose steps are weighted by tokens, `add` scales the gradients instead.
+        The script divides the loss of each micro-batch by the number of micro-batches.  The remaining factor
+        is applied when `step` gathers the gradient.  It is at most 1 if the weights never increase, so that a
+        clipped gradient stays clipped.  In a run whose steps are weighted by tokens, `add` scales the
+        gradients instead.
 
         Args:
             number: the number of the micro-batch in its step, counted from 0.
@@ -55,7 +56,7 @@ class BatchWeights:
 
     def add(self, count: int) -> int:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
-        return the number of micro-batches since the latest call to `step`.
+        return the number of calls to `add` since the latest call to `step`.
 
         Raises:
             ConfigError: steps are weighted by samples, or `count` is not in the permitted range.
@@ -80,7 +81,7 @@ class BatchWeights:
         return number
 
     def announce(self) -> None:
-        """Send this worker's count in this turn to the other members."""
+        """Send the sum of this worker's counts in this turn to the other members."""
         self._session.announce_weight(round(self._counted + sum(self._counts)))
 
     def take(self, has_samples: bool = True) -> None:
@@ -90,7 +91,7 @@ class BatchWeights:
             has_samples: whether the batch has samples; the counts of a stand-in are dropped.
 
         Raises:
-            ConfigError: steps are weighted by tokens, but there is no count.
+            ConfigError: steps are weighted by tokens, but no count was added since the latest call to `step`.
         """
         if self.weigh_by == "samples":
             return
@@ -106,8 +107,9 @@ class BatchWeights:
         self._flat.scale_backward(1.0)
 
     def plan_by_counts(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with counted tokens in place of samples; wait for the other members' counts.
-        Returns `plan` itself if steps are weighted by samples or a count is not known in time."""
+        """Wait for the other members' counts, and return the plan with counted tokens in place of samples.
+        Returns `plan` itself if steps are weighted by samples, or if a member's count does not arrive in
+        time."""
         if self.weigh_by == "samples":
             return plan
         count = round(self._counted) if plan.samples else 0
@@ -138,6 +140,6 @@ def check_weighting(
         if is_used:
             raise ConfigError(
                 f'weigh_by="tokens" was set with {name}, but weighting by '
-                "tokens needs all workers' counts for each gradient",
+                "tokens needs the counts of all workers before a gradient is sent",
                 remedy=f'remove {name}, or use weigh_by="samples"',
             )

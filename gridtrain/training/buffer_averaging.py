@@ -1,15 +1,19 @@
 """Averages batch norm's statistics and other buffers of a model over the workers every N steps.
 
-The averages are one more dense vector in the same round, so that they commit or abort together with the
-update.
+The buffers are summed as one more dense vector in the step's round, so that they commit or abort together
+with the update.  The vector consists of:
 
-    contribution   float buffers  | 1.0     | for each of them: 1.0, or 0.0 with | integer buffers of
-                   or zeros       |         | zeros; the 32 bits of its digest   | rank 0, 16-bit words
-    the sum        / contributors | members | contributors; do all digests agree | rank 0's words
+    elements              the contribution of a member             what the sum shows
+    float buffers         their values, or zeros                   the average times the contributors
+    1                     1.0                                      the number of members
+    1 per float buffer    1.0, or 0.0 if it sends zeros            the number of contributors
+    32 per float buffer   the bits of the buffer's digest          whether the digests of all members agree
+    integer buffers       rank 0: 16-bit words; others: zeros      the words of rank 0
 
-A worker with a buffer that is not finite, or too large to be summed, contributes zeros for this buffer, and
-receives the average of the other workers' buffers.  A buffer that is equal on all workers (a mask,
-frequencies) is left unchanged, which preserves infinite values and full precision.
+The contributors of a float buffer are the members that send its values.  A worker on which a buffer is not
+finite, or too large to be summed, sends zeros in place of this buffer and receives the average of the
+contributors.  A buffer that is equal on all workers (a mask, frequencies) is left unchanged, which preserves
+infinite values and full precision.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class BufferAveraging:
         self._every = every if model_buffers.buffers_of(model) else 0
 
     def describe(self) -> str:
-        """Return a description of the buffers and of the averaging interval.  It must be equal on all
+        """Return a description of the buffers and of the averaging interval, which must be equal on all
         workers."""
         text = model_buffers.describe_buffers(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
@@ -47,8 +51,8 @@ class BufferAveraging:
         return bool(self._every) and (step + 1) % self._every == 0
 
     def make_collective_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """Return this worker's contribution to the average that is due in this step, or None if no average is
-        due."""
+        """Return the collective buffer with this worker's contribution to the averages; None if no averages
+        are due in this step."""
         if not self.is_due(plan.step):
             return None
         limit = largest_summable(plan.world_size)
@@ -64,8 +68,8 @@ class BufferAveraging:
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
     def apply(self, buffer: DenseRingBuffer) -> None:
-        """After the commit, load rank 0's integer buffers and, for each float buffer that differs between the
-        members, the average over its contributors."""
+        """After the round is committed, load the integer buffers of rank 0 and, for each float buffer that
+        differs between the members, the average over its contributors."""
         buffers = model_buffers.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
         sums_N, members, heads, words_M = np.split(buffer.update, (n, n + 1, n + 1 + _HEAD * len(buffers)))
@@ -80,7 +84,7 @@ class BufferAveraging:
 
 
 def _digest_bits(buffer: Tensor) -> FloatArray:
-    """Return a buffer's digest as (32,) zeros and ones.  If all members' buffers are equal, the sum of each
-    bit is 0 or the number of members."""
+    """Return the bits of a buffer's digest as (32,) zeros and ones.  If the buffer is equal on all members,
+    the sum of each bit over the members is 0 or their number."""
     digest = hashlib.blake2b(nested_values.tensor_bytes(buffer).data, digest_size=_DIGEST_BITS // 8).digest()
     return np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Exchangers of `Dense`, `TopK` and `GTopK`: turn a gradient into a buffer and the result into an update.
+"""The exchangers of `Dense`, `TopK` and `GTopK`, which turn gradients into buffers, and results into updates.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
@@ -136,12 +136,12 @@ class Exchanger(ABC):
 def make_exchanger(
     exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
 ) -> DenseExchanger | SparseExchanger:
-    """Return the worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ...,
-    n).
+    """Return this worker's exchanger for `exchange` and a flat gradient on `device`.
 
     Args:
-        feedback: the error feedback of another exchanger, with other bounds, to be shared; by default a new
-            one, if the exchange keeps a residual.
+        bounds: the buckets' bounds (0, ..., n) in the flat gradient.
+        feedback: the error feedback of another exchanger, which may have other bounds, to be shared; by
+            default a new one, if the exchange keeps a residual.
     """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds, feedback)

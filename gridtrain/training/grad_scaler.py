@@ -37,6 +37,6 @@ class GridScaler(torch.amp.GradScaler):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load `state_dict`, unless it is empty, as a disabled scaler's state is."""
+        """Load `state_dict`; do nothing if it is empty, as the state of a disabled scaler is."""
         if state_dict:
             super().load_state_dict(state_dict)

@@ -1,13 +1,13 @@
 """After an aborted step, finds the workers whose learning rate or other optimizer settings differ.
 
 A digest of the optimizer settings is part of every vote, so that a step with different settings never
-commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
-that workers with different settings stop and the remaining ones can commit:
+commits.  A retry also exchanges the settings of all ranks as text, in one more dense vector of the same
+round.  The workers whose settings differ from those of most workers then stop, and the others can commit:
 
     attempt 0   update                         ABORT: the votes' digests differ
-    attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group
-                                               (of equal groups, the one with the lowest rank)
-                                               continues; other workers raise an error
+    attempt 1   update | row 0 | row 1 | ...   ABORT, but all ranks have read the rows.  The largest group
+                                               with equal settings continues (of several largest groups,
+                                               the one with the lowest rank); other workers raise an error
 
     row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, truncated to fit
 """
@@ -37,7 +37,7 @@ HyperparameterRow = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
 
 
 class _HyperparameterBuffer(DenseRingBuffer):
-    """The rows of settings, one per rank; a member whose gradient is not finite also sends its row."""
+    """The rows of settings, one per rank.  A member whose gradient is not finite also sends its row."""
 
     def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
         return super().make_collective(rank, world_size, 0)
@@ -59,7 +59,8 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
 
 
 def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
-    """Return a buffer of zeros, for a worker that contributes nothing; the settings are then not compared."""
+    """Return a buffer of zeros for a worker that contributes nothing; without its row, no settings are
+    compared in this attempt."""
     return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
 
@@ -87,7 +88,7 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
 
 
 def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
-    """Parse one rank's row; return None if the row is incomplete."""
+    """Parse one rank's row; return None if its checksum is wrong, as in a row of zeros."""
     raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
     checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
     if _checksum(body) != checksum:
@@ -97,7 +98,7 @@ def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
 
 
 def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
-    """Return the settings that differ, with this worker's values and with the other rank's values.
+    """Return the settings that differ as two texts: with this worker's values, and with the other rank's.
 
     Only printable characters are returned, because `theirs` was received from the network.
     """

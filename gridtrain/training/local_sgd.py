@@ -14,9 +14,9 @@ retries.
 The share is this worker's fraction of the step's samples or tokens.
 
 Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
-(Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
-equal on all workers; they are compared, and sent to newcomers.  The moments of the inner optimizer
-differ from worker to worker.
+(Sarfi et al. 2025, arXiv 2508.15706).  After each committed round, the parameters and the outer velocity are
+equal on all workers; their digests are compared, and newcomers receive them.  The moments of the inner
+optimizer differ from worker to worker and are not sent.
 
 The parameters are reset to the anchor *before* the round begins, so that a state that a newcomer requests
 while this worker waits never contains local changes.  The settings and trackers in this state are those from
@@ -56,8 +56,8 @@ _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "a
 class OuterOptimizer(WrappingOptimizer):
     """Applies a committed update to the parameters; its state is the same on all workers.
 
-    Its groups are those of the inner optimizer, so learning rates are sent and compared as usual; its
-    state is the velocity: (n,) float32, absent without momentum.
+    Its groups are those of the inner optimizer, so that learning rates are sent and compared as usual.  Its
+    state is the velocity, (n,) float32; without momentum, the state is empty.
 
     Args:
         flat: the flat gradient; updates have the same layout.
@@ -82,8 +82,9 @@ class OuterOptimizer(WrappingOptimizer):
         return {"state": self.state, "param_groups": self.inner.state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state.  Raises `ValueError` if it belongs to a model of another size, or if only one of the
-        two optimizers uses momentum."""
+        """Load the velocity and the groups from `state_dict`.  Raises `ValueError` if it is not the state of
+        an `OuterOptimizer`, if its velocity has a different shape or dtype, or if only the state or only this
+        optimizer has a velocity."""
         velocity_N = _velocity_of(state_dict["state"])
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
@@ -98,9 +99,11 @@ class OuterOptimizer(WrappingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step as torch's SGD does with Nesterov momentum (Sutskever et al. 2013).  Multiplication and
-        addition are separate operations, because the rounding of a fused operation depends on the number of
-        threads, and all workers must get the same bits."""
+        """Apply `update` as torch's SGD applies a gradient with Nesterov momentum (Sutskever et al. 2013).
+
+        Multiplication and addition are separate operations, because the rounding of a fused operation depends
+        on the number of threads, and all workers must get the same bits.
+        """
         update, self.update = self.update, None
         assert update is not None
         parameters = self._flat.parameters
@@ -126,8 +129,10 @@ class LocalSGDOptimizer(GridOptimizer):
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
     `backward()` and `step`, as you would when training alone.
 
-    It takes the arguments of `GridOptimizer`, but `clip_norm` and `overlap` must be None.  In addition to the
-    attributes of `GridOptimizer`, it has:
+    It takes the arguments of `GridOptimizer`, but raises `ConfigError` unless `clip_norm` and `overlap` are
+    None.
+
+    Attributes:
         replicated: the outer optimizer.
         local_calls: the number of calls to `step` since the last exchange.
     """
@@ -177,11 +182,13 @@ class LocalSGDOptimizer(GridOptimizer):
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step of the inner optimizer; the last step of a turn also exchanges.
+        """Take a step of the inner optimizer; the last call in a turn also exchanges the change of the
+        parameters.
 
         Raises:
-            ConfigError: `step` was called with a closure, before all of its batches were requested, or more
-                than `exchange.every` times in a turn.
+            ConfigError: `step` was called with a closure, before all of its batches were requested, more than
+                `exchange.every` times in a turn, or, if steps are weighted by tokens, without a weight; or
+                the script trains parameters that were frozen when the optimizer was wrapped.
         """
         if closure is not None:
             super().step(closure)  # raises ConfigError
@@ -220,8 +227,8 @@ class LocalSGDOptimizer(GridOptimizer):
 
     @torch.no_grad()
     def _save_anchor(self) -> None:
-        """Save the anchor at a turn's first step, because a state may have been loaded since the last
-        step."""
+        """Save the parameters as the anchor.  This is done in the first local step of a turn, because a state
+        may have been loaded since the previous step."""
         if self._calls_left is None:
             self._save_turn_start()
         for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
@@ -276,8 +283,8 @@ class LocalSGDOptimizer(GridOptimizer):
         return is_finite(self._flat.flat_N, sums)
 
     def _reset_inner(self) -> None:
-        """Reset the moments and the running statistics, which usually contain values that are not finite, as
-        the parameters do."""
+        """Reset the inner optimizer's moments to their initial values, and the running statistics to those
+        before the turn.  Like the local parameters, they usually contain values that are not finite."""
         self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "
@@ -299,14 +306,14 @@ class LocalSGDOptimizer(GridOptimizer):
         self._end_step()
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Keep the update for the outer optimizer; leave the parameters' gradients unchanged."""
+        """Store the update in the outer optimizer; leave the parameters' gradients unchanged."""
         self.replicated.update = update
 
     # -- the state that is sent --------------------------------------------------------------------------
 
     def _save_turn_start(self) -> None:
-        """Save the settings and trackers at the start of a turn.  Weight averages are copied, too, because a
-        loop may change them after each local step."""
+        """Save the optimizer settings and the trackers at the start of a turn.  Weight averages are copied,
+        too, because the script may update them after each local step."""
         self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
@@ -382,8 +389,8 @@ def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | 
 
 
 def _velocity_of(state: Any) -> Tensor | None:
-    """Return the velocity in `state`, or None if there is none; raise `ValueError` if `state` is not a state
-    of an `OuterOptimizer`."""
+    """Return the velocity in `state`, or None if `state` is empty; raise `ValueError` if `state` is not the
+    state of an `OuterOptimizer`."""
     if state == {}:
         return None
     try:

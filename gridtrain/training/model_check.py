@@ -1,9 +1,9 @@
 """Checks a model for NaN, and its batches for labels, tokens and lengths that the model cannot process.
 
-check_values(model)          when a worker joins: NaN in a parameter
-TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions
-                             the first batch: no token to predict
-   and in b's forward pass   token ids outside the vocabulary
+check_values(model)          when a worker joins: NaN in a parameter, or infinity in a trained one
+TokenCheck(model).check(b)   in each batch: labels outside the vocabulary, more tokens than positions
+                             in the first batch: no token to predict
+                             in the forward pass of a batch: token ids outside the vocabulary
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def check_values(model: nn.Module) -> None:
 class TokenCheck:
     """Checks the batches of a language model from transformers; other models are not checked.
 
-    Ids outside the vocabulary may be placeholders that the model itself replaces, such as -200 in LLaVA and
-    Ovis, -1 and -2 in Phi-3-vision, or the image id in Gemma 3.  They are refused if the token embedding is
-    indexed with them.
+    Token ids outside the vocabulary may be placeholders that the model itself replaces, such as -200 in LLaVA
+    and Ovis, -1 and -2 in Phi-3-vision, or the image id in Gemma 3.  They are refused only if the token
+    embedding is indexed with them.
 
     Args:
         look_further: a function that returns batches of one sample each from the whole data set; it is called
@@ -107,7 +107,8 @@ class TokenCheck:
         self._is_first = False
 
     def _watch_table(self, tokens: Tensor) -> None:
-        """Check, from now on, the ids with which the token embedding is indexed."""
+        """Check, from now on, the ids with which the token embedding is indexed; in a pipeline, whose stages
+        use other modules, check `tokens` immediately."""
         assert self._table is not None
         if self._table.weight.is_meta:  # a pipeline computes with other modules
             _check_ids("input_ids", self._rows, tokens)

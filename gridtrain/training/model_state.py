@@ -1,4 +1,4 @@
-"""Manages the model's state between two steps: checkpoints, pauses, departure with the residual, and export.
+"""Manages the model's state between two steps: checkpoints, pauses, departure, and export.
 
 The procedure is the same for a whole model and for a stage of a pipeline.  The differences are methods of the
 subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pipeline`.
@@ -6,8 +6,8 @@ subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pi
     join          load the checkpoint on disk, and describe the training settings to the coordinator
     begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
     finished run  write the checkpoint of the last step
-    rest, leave   residual: largest entries --> another worker, the rest --> memory
-    close         when the others know that this worker has left: the rest, and the state --> disk
+    rest, leave   send the largest entries of the residual to another worker, and keep its rest in memory
+    close         after this worker has left: write the rest of the residual, and the state, to disk
     export        write the final model
 """
 
@@ -119,7 +119,7 @@ class ModelState(ABC):
     def __init__(self, session: GroupSession, options: ModelStateOptions) -> None:
         self._session, self._options = session, options
         self._facts: Facts = ()
-        self._left: LeftResidual | None = None  # of this worker when it left; not added yet
+        self._left: LeftResidual | None = None  # of this worker when it left or paused; not added back yet
         self._received_magnitude = 0.0
         self._has_initial_weights = True
         self._has_taken_part = False  # in a step, since this process joined the run
@@ -154,10 +154,10 @@ class ModelState(ABC):
 
     def _fetch_checkpoint(self, step: int) -> bool:
         """Copy the latest checkpoint at the URL to this worker's disk if it is later than `step`, and upload
-        checkpoints from now on; return whether there was a later one.
+        checkpoints from now on; return whether there was a later one.  Without a URL, do nothing.
 
         Raises:
-            ConfigError: the storage or its checkpoints cannot be used.
+            ConfigError: the storage or its checkpoints cannot be used, or this worker writes no checkpoints.
         """
         options = self._options
         if not options.url:
@@ -221,7 +221,8 @@ class ModelState(ABC):
 
     @property
     def holds_stage(self) -> bool:
-        """Whether this worker is a member that holds its whole stage after the last step it knows of."""
+        """Whether this worker is a member of a pipeline, and its stage has the state after the last step that
+        this worker knows to be committed."""
         return False
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
@@ -229,8 +230,8 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if writing the previous checkpoint takes longer than `timeout_s`.  This is logged unless
-            `timeout_s` is 0.
+            False if the previous checkpoint is still being written after `timeout_s`, so that this one was
+            not started; otherwise True.  The failure is logged unless `timeout_s` is 0.
         """
         snapshot = self._session.snapshot
         if not (
@@ -265,7 +266,10 @@ class ModelState(ABC):
         return self._final_step is not None and self._final_step == self._written_step
 
     def lacks_final_checkpoint(self, timeout_s: float) -> bool:
-        """Wait for the final checkpoint, for at most `timeout_s`; return whether writing it has failed."""
+        """Wait for the final checkpoint, for at most `timeout_s`; return whether writing it has failed.
+
+        Returns False if no final checkpoint was started, or if it is still being written.
+        """
         is_over = self._final_step is not None and self._wait_for_writer(timeout_s)
         return is_over and not self.has_final_checkpoint
 
@@ -303,6 +307,10 @@ class ModelState(ABC):
         that has not reached its end.
 
         The other members wait until this worker has left, so copying and writing are left to `close`.
+
+        Args:
+            budget_bytes: the maximum number of bytes of the residual to send.
+            between_steps: whether the script has finished a step and not begun another.
         """
         self._is_leaving, is_settled = True, False
         try:
@@ -324,7 +332,12 @@ class ModelState(ABC):
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         """Save what `leave` has recorded, wait for a checkpoint that is being written or uploaded, and
-        release the folder.  No step may be taken after `leave`."""
+        release the folder.  No step may be taken after `leave`.
+
+        Args:
+            timeout_s: the maximum time for each of these waits.
+            is_run_over: whether the run has ended, so that this worker cannot continue from its state.
+        """
         if self._is_leaving:
             self._save_left(timeout_s)
         self._wait_for_writer(timeout_s)
@@ -375,8 +388,8 @@ class ModelState(ABC):
 
     @property
     def export_text(self) -> str:
-        """How to write the model from this worker's checkpoint of the last step; "" if other workers'
-        checkpoints are needed."""
+        """A clause that says how to write the model from this worker's checkpoint of the last step; "" if
+        other workers' checkpoints are needed."""
         return ""
 
     @property
@@ -409,7 +422,7 @@ class ModelState(ABC):
 
     @property
     def _continuation_text(self) -> str:
-        """Where the checkpoints of the last step are, as the end of a sentence."""
+        """The place of the checkpoints of the last step, as the end of a sentence."""
         return f"the checkpoints in {self._options.folder} (see docs/operations.md)"
 
     @abstractmethod
@@ -462,15 +475,16 @@ class ModelState(ABC):
             log.warning("this worker's initial weights were replaced by the group's weights")
 
     def _leaves_before_first_step(self) -> bool:
-        """Return whether this worker has taken no step and cannot have received a residual."""
+        """Return whether this worker has taken no step and, not being a synced member, cannot have received
+        another worker's residual."""
         if self._has_taken_part:
             return False
         snapshot = self._session.snapshot
         return not (snapshot.world_size and snapshot.is_synced)
 
     def _leave_residual(self, budget_bytes: int) -> None:
-        """Transfer the residual.  Keep the part that no worker accepted, together with the part that remained
-        before the last pause if no step has been taken since."""
+        """Transfer the residual.  Keep the part that no worker accepted; add it to the part that was kept at
+        the last pause if no step has been taken since then."""
         older, left = self._left, self._transfer_residual(budget_bytes)
         if older is None or left is None:
             self._left = left or older
@@ -588,8 +602,13 @@ class WholeModelState(ModelState):
         )
 
     def _load_checkpoint(self) -> CheckpointInfo | None:
-        """Load the latest checkpoint with these settings, from disk or the URL; the group may have a later
-        state."""
+        """Load the latest checkpoint with these settings, from disk or the URL; return its position, or None
+        if there is none.  The group may have a later state.
+
+        Raises:
+            ConfigError: the checkpoint does not match the model, all checkpoints in a folder that the user
+                chose have different settings, the folder is in use, or the URL cannot be used.
+        """
         self.checkpoints.claim()
         found = self.checkpoints.latest(self._facts)
         if self._fetch_checkpoint(0 if found is None else found.step):
@@ -647,7 +666,12 @@ class WholeModelState(ModelState):
         super().close(timeout_s, is_run_over=is_run_over)
 
     def _warn_of_loss(self, step: int, why: str) -> None:
-        """Warn that `step`, the last one, has no checkpoint, unless one is found on disk."""
+        """Warn that `step`, the run's latest, has no checkpoint, unless a checkpoint of it is on disk.
+
+        Args:
+            why: why this worker could not save the step, as a clause with "this worker" as its subject, or
+                `CHANGED`.
+        """
         latest = self.checkpoints.latest_step(self._facts, step)
         if latest < step:
             lost = f"steps {latest + 1} to {step} are lost" if latest + 1 < step else f"step {step} is lost"
@@ -720,14 +744,15 @@ class WholeModelState(ModelState):
         )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Keep the model in memory, excluding its residual; return its position if it is the state after the
+        """Set the residual to zero; return the position of the model in memory if it has the state after the
         last committed step, otherwise None."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
 
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Record the state, because all workers may be leaving or pausing, and none knows which is the last.
+        """Record the state, because all workers may be leaving or pausing, and no worker knows whether it is
+        the last.
 
         With overlapped local steps no state is recorded, because the latest change is not applied yet.  A
         worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped: in
@@ -755,8 +780,8 @@ class WholeModelState(ModelState):
 
 
 def largest_state_bytes(model: torch.nn.Module) -> int:
-    """Return an upper bound on the size of a state, in bytes: an optimizer's state is the size of two or
-    three copies of the model, and each weight average adds another."""
+    """Return an upper bound on the size of a state, in bytes.  An optimizer's state is as large as two or
+    three copies of the model, and each weight average adds another copy."""
     tensors = (*model.parameters(), *model.buffers())
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -780,14 +805,14 @@ def describe_machine(device: torch.device, base: FrozenBase) -> WorkerInfo:
 
 
 def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:
-    """Add the ring's neighbours, because every exchange uses a ring for buffer averages, trial tables and, in
-    retries, hyperparameters."""
+    """Return `neighbours` with the ring's neighbours added, because every exchange uses a ring for buffer
+    averages, trial tables and, in retries, hyperparameters."""
     return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
 
 
 def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
-    """Return the neighbours in each exchange that a membership view may name; "" stands for a view that names
-    no exchange."""
+    """Map the name of each exchange that a membership view may contain to the neighbours in this exchange; ""
+    stands for a view that names no exchange."""
     exchange = round_exchange(wrapped.exchange_config)
     if as_direct(exchange) is not None:
         usual, directly = _with_ring(neighbours_of(exchange)), _with_ring(direct.neighbours)

@@ -1,4 +1,4 @@
-"""`grid.optimizer`: exchanges gradients, retries, clips, applies updates, rejects unsupported optimizers.
+"""`grid.optimizer`: exchanges gradients, retries, clips and applies updates; rejects unsupported optimizers.
 
     p.grad --gather--> flat_N --(* share)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run
@@ -8,7 +8,7 @@
       +--> inner.step()
 
 The share is this worker's fraction of the step's samples or tokens.  The session decides whether a step is
-committed (rules 1 to 16 in docs/architecture.md).
+committed (see "Commit rules" in docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
 
 
 class GridOptimizer(WrappingOptimizer):
-    """A `torch.optim.Optimizer` that wraps the user's optimizer and exposes its groups, state and
-    `state_dict`.
+    """A `torch.optim.Optimizer` that exchanges gradients before it steps the optimizer that it wraps.
+
+    It exposes the groups, the state and the `state_dict` of the wrapped optimizer.
 
     Clipping between `backward()` and `step` clips the local gradient.  To clip the group's update, pass
     `clip_norm=`, or use the explicit form::
@@ -193,8 +194,8 @@ class GridOptimizer(WrappingOptimizer):
         return self.exchange_config.describe() + buckets
 
     def set_backwards_per_step(self, count: int) -> None:
-        """Set the number of backward passes in a step; with overlap, gradients are complete after the last
-        pass."""
+        """Set the number of backward passes before one call to `step`; with overlap, gradients are complete
+        after the last of them."""
         self.backwards_per_step = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
@@ -218,7 +219,13 @@ class GridOptimizer(WrappingOptimizer):
         )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Exchange (unless `exchange()` was called), then apply the committed update."""
+        """Exchange the gradient, unless `exchange()` was called, and apply the committed update.
+
+        Raises:
+            ConfigError: `step` was called with a closure, before all of its batches were requested, or, if
+                steps are weighted by tokens, without a weight; the gradients cannot be exchanged; or the
+                optimizer settings differ from those of most workers.
+        """
         if closure is not None:
             raise ConfigError(
                 "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated",
@@ -266,8 +273,11 @@ class GridOptimizer(WrappingOptimizer):
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
         Returns False if the step is skipped, which leaves the gradients unchanged, or if it is taken without
-        this worker; `step` then applies no update.
-        With a GradScaler, call `scaler.unscale_(optimizer)` first.
+        this worker; `step` then applies no update.  With a GradScaler, call `scaler.unscale_(optimizer)`
+        first.
+
+        Raises:
+            ConfigError: `exchange` was called twice for one step, or for one of the reasons of `step`.
         """
         self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
         self.absence.set_obstacle("its script may change updates between exchange() and step()")
@@ -466,7 +476,8 @@ class GridOptimizer(WrappingOptimizer):
         """Report the digest of the state after `step`, if the workers compare their states after this step.
 
         Args:
-            is_due: whether to compare also between the intervals of `compare_every`, if that is not 0.
+            is_due: whether a comparison is due regardless of the interval `compare_every`.  If that is 0, no
+                states are compared.
         """
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
@@ -541,7 +552,7 @@ class GridOptimizer(WrappingOptimizer):
             self._flat.flat_N.copy_(kept_N)
 
     def is_state_needed(self, step: int) -> bool:
-        """Whether this step averages the buffers, and therefore needs those of this worker."""
+        """Whether the buffers are averaged in `step`, so that the step needs this worker's buffers."""
         return self.buffer_averaging.is_due(step)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
@@ -614,9 +625,11 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if the arguments are not compatible.
+    """Raise `ConfigError` if the arguments are not compatible; warn about an adaptive optimizer with a sparse
+    exchange.
 
-    There must be two frames between this function and the user's line, which the warning names.
+    The warning names the line that called `grid.optimizer`.  For this, there must be exactly two frames
+    between this function and that line.
     """
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
@@ -651,6 +664,6 @@ def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
 
 
 def _rates_of(tracker: serialization.Stateful) -> object:
-    """Return the list of learning rates, which a scheduler makes at the end of each step; None for other
-    objects."""
+    """Return a scheduler's list of learning rates, which is a new object after each of its steps; None for
+    other objects."""
     return tracker.get_last_lr() if isinstance(tracker, torch.optim.lr_scheduler.LRScheduler) else None

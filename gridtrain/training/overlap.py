@@ -1,12 +1,12 @@
 """`Overlap`: sends buckets of the gradient during the backward pass, beginning with the last layers.
 
-`overlap_trial` decides in which steps parts are sent early.  `step` sends everything that could not be sent
-early.
+`overlap_trial` decides in which steps buckets are sent early.  `step` sends the buckets that could not be
+sent early.
 
     backward     layer 4   layer 3   layer 2   layer 1  |  step
     ready            [ bucket 1 ]        [ bucket 0 ]   |
     network              [===== bucket 1 =====][======= bucket 0 =====] vote
-                                                        ^ only the part to the right is waited for
+                                                        ^ `step` waits only for what is to the right
 
 A round commits as a whole, so no part of its update is used before the last bucket has arrived.
 """
@@ -65,7 +65,7 @@ class Overlapper:
         trial: the trial, which decides which of the two exchangers each step uses.
 
     Attributes:
-        backwards: the number of backward passes in one step (`grid.batches(accumulate=)`).
+        backwards: the number of backward passes before one call to `step` (`grid.batches(accumulate=)`).
         selecting_s: the time that the current backward pass has spent on selection, in seconds.
     """
 
@@ -144,11 +144,12 @@ class Overlapper:
     # -- in step -------------------------------------------------------------------------------------
 
     def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
-        """Return the buckets that were sent, and the plan for which they were sent.
+        """Return a pair: the plan for which buckets were sent during the backward pass, and the attempts of
+        these buckets, by bucket.  If no bucket was sent, the plan may be None.
 
-        Afterwards the flat vector also holds the gradients of the other buckets.
+        Afterwards the flat vector also holds the gradients of the buckets that were not sent.
 
-        Raises `ConfigError` if a gradient was changed after it was sent.
+        Raises `ConfigError` if a gradient was changed after it was sent, or cannot be gathered.
         """
         plan, sent = self._plan, self._sent
         changed = self._flat.has_changed(
@@ -171,7 +172,8 @@ class Overlapper:
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
-        """See `Exchanger.make_empty_buffer`.  Returns None in a trial, which needs this worker's times."""
+        """See `Exchanger.make_empty_buffer`.  Also returns None in a trial, which needs this worker's
+        durations, and while this worker does not know the trial's decision."""
         is_overlapped = self._trial.is_overlapped_outside_trials(plan)
         if is_overlapped is None:
             return None

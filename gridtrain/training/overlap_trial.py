@@ -4,17 +4,21 @@ The sender and the receiver of a message must divide the gradient in the same wa
 depends only on data that all members have: the generation, the step, and a table that a committed round has
 summed.
 
-    phase = step - first step of the generation
-     0 1   2 3 4   5 6 7   8 9 10  11 12 13  14       15 ...                       100 .. 111  112
-     whole early   whole   early   whole     whole,   early if that takes at       the same    table, ...
-                                             table    most 98 % of whole           trial
+In an early step, buckets are sent during the backward pass; in a whole step, the gradient is sent in `step`.
 
-    table (P, 2): each member fills its row and leaves zeros   rank 0   0.573   0.549   s: early, whole
-    in the other rows; the next round sums the table           rank 1   0.570   0.551   --> their medians
+    phase (step - first step of the generation)
+    0, 1         whole
+    2 to 13      the first trial, in blocks of three steps: early, whole, early, whole
+    14           whole; the round also sums the table of durations
+    15 to 99     early if an early step takes at most 98 % of the time of a whole step; otherwise whole
+    100 to 111   the second trial; its table is summed in phase 112.  Further trials: 600, 1200, ...
 
-The first of every three steps is not counted, because the previous setting still affects it.  The trial
-starts again in each generation, because members and links may have changed, and new members have no
-measurements.
+    table (P, 2), in seconds     early   whole     Each member fills its own row and leaves zeros in the
+    rank 0                       0.573   0.549     other rows.  The medians of the two columns of the sum
+    rank 1                       0.570   0.551     are compared.
+
+The first step of each block is not measured, because the previous block still affects it.  The trial starts
+again in each generation, because members and links may have changed, and new members have no measurements.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ TRIAL_STEPS = BLOCK_STEPS * BLOCKS
 SECOND_PHASE, PERIOD_STEPS = 100, 600
 
 MARGIN = 0.02
-"""The smallest fraction of the time of backward pass and exchange that overlap has to save.  The margin is
-larger than the variation between steps, and makes up for the better entries that a selection from the whole
-vector finds."""
+"""The smallest fraction of the time for backward pass and exchange that overlap has to save.  The margin is
+larger than the variation between steps.  It also compensates for the fact that a selection from the whole
+vector finds better entries than selections from its buckets."""
 
 MAX_S = 1e6
 """The upper bound on a duration in the table."""
@@ -84,7 +88,8 @@ class OverlapTrial:
 
     def is_overlapped_outside_trials(self, plan: StepPlan) -> bool | None:
         """Whether all members divide this step's gradient into buckets; None in a trial, and until this
-        member knows the decision.  Changes nothing, so another thread may call it."""
+        member knows the trial's decision.  Another thread may call this method, because it changes
+        nothing."""
         if not self._adaptive:
             return True
         start = last_trial_start(plan.step - plan.first_step)
@@ -104,8 +109,8 @@ class OverlapTrial:
             self._durations_s[self.is_overlapped(plan)].append(seconds)
 
     def make_table(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """Return this worker's measurements if a trial has ended and its table has not been summed yet;
-        otherwise None."""
+        """Return the table with this worker's medians if a trial has ended and its table has not been summed
+        yet; otherwise None."""
         phase, start = self._phase_of(plan)
         if not self._adaptive or start is None or self._decided_trial == start or phase < start + TRIAL_STEPS:
             return None

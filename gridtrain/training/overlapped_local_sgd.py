@@ -15,11 +15,12 @@ local steps later.  They are applied at the same local step on all workers, so t
 seeds.
 
 Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
-and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
+and on eager updates (Kale et al. 2025, arXiv 2502.12996).  Unlike in Streaming DiLoCo, all parameters are
+exchanged in one round.
 
 Between two turns the parameters are the anchor, so states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
-If an attempt at round r is aborted, it is repeated after local step t.
+If the first attempt at round r is aborted, the next attempts are made after local step t.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._exchange_latest()
 
     def begin_repeated_turn(self, calls_with_samples: int) -> None:
-        """Begin a turn at the anchor that exchanges nothing; the next turn submits its change."""
+        """Begin a turn that starts at the anchor and exchanges nothing; the next turn submits its change."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = True
         self._flat.flat_N.zero_()
@@ -133,8 +134,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             self._reset_inner()
 
     def _exchange_latest(self) -> None:
-        """Keep the change that this turn has made so far, wait for the commit of the previous change, and
-        apply the update: parameters = new anchor."""
+        """Store the change that this turn has made so far, wait until the round with the previous turn's
+        change is committed, and apply its update; then the parameters are the new anchor."""
         was_finite = self._is_change_finite
         self._keep_change()
         self._run_attempts(was_finite)
@@ -142,7 +143,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @torch.no_grad()
     def _set_parameters_to_start(self) -> None:
-        """Set anchor = parameters, then parameters = anchor - kept share * change, the start of the turn."""
+        """Set anchor = parameters, then parameters = anchor - kept share * flat_N, the start of the turn."""
         for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
             anchor.copy_(parameter)
             subtract(anchor, self._flat.flat_N[part].view_as(parameter), parameter, self._kept_share)

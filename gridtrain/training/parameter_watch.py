@@ -1,12 +1,13 @@
 """Detects that a script has changed its model's parameters outside of the steps of the run.
 
-for ... in grid.batches(...):        record_turn, except within a step whose parameters have changed
-    optimizer.step()                 record_step
-    p.clamp_(-1, 1); break           record_end: what the loop changes after a step belongs to that step
-model.load_state_dict(best)          has_changed: a checkpoint would have these values instead
-grid.close()
+    for ... in grid.batches(...):    record_turn, when the next turn begins
+        optimizer.step()             record_step
+        p.clamp_(-1, 1); break       record_end: changes by the loop after a step belong to that step
+    model.load_state_dict(best)      has_changed is True: a checkpoint written now would contain these values
+    grid.close()
 
-If a variable refers to the loop's iterator, `record_end` is called later, possibly after `load_state_dict`.
+While a variable refers to the loop's iterator, the loop's end is not noticed: `record_end` is then called
+later, possibly after `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ParameterWatch:
         )
 
     def record(self) -> None:
-        """Record the parameters before the script can change them."""
+        """Record the parameters as unchanged, before the script can change them."""
         self._recorded = self._read()
 
     def record_step(self) -> None:
@@ -52,7 +53,7 @@ class ParameterWatch:
         self._step_end = self._recorded
 
     def record_turn(self) -> None:
-        """Record the parameters when the script requests its next batch."""
+        """Record the parameters when the script requests the first batch of the next turn."""
         self._recorded = self._read()
         if self._step_end is not None:
             self._loop_body = self._step_end, self._recorded
@@ -66,7 +67,8 @@ class ParameterWatch:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the parameters have changed since they were recorded last, if ever."""
+        """Whether the parameters have changed, or were replaced in the model, since they were recorded last;
+        False if they were never recorded."""
         if self._recorded is None:
             return False
         is_replaced = not {*self._parameters} <= {*self._model.parameters()}
@@ -89,6 +91,6 @@ def _first_values(parameter: nn.Parameter) -> Tensor:
 
 
 def _to_bytes(values: Tensor) -> list[int]:
-    """Return the values as bytes, which are equal for equal NaNs, too."""
+    """Return the values as bytes, so that NaN is equal to a NaN with the same bits."""
     found: list[int] = values.cpu().view(torch.uint8).tolist()
     return found

@@ -3,7 +3,7 @@
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 
     between two steps: the directive is "pause", or the next step may exceed the budget
-        residual to a neighbour --> Pausing to the coordinator --> every connection is closed
+        residual to another worker --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
     the script ends        --> Join, then Leave: it is no longer paused
@@ -51,6 +51,7 @@ class PauseController:
     """Carries out the agent's directives: between two steps or, for rate limits and the budget, at any time.
 
     Args:
+        session, owner: this worker's session in the run, and its link to the volunteer's agent.
         connect: a function that creates a transport for rejoining; None without an agent, in which case
             this worker never pauses.
         limit: a function that sets the upload and download limits in bytes per second.
@@ -105,7 +106,7 @@ class PauseController:
 
     @property
     def remaining_bytes(self) -> int:
-        """The bytes that this process may still send and receive; 2**60 without a limit."""
+        """The number of bytes that this process may still send, receive and fetch; 2**60 without a limit."""
         left = self._bound_bytes() - self.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
@@ -143,7 +144,8 @@ class PauseController:
         return self._limit_bytes
 
     def report_spent(self) -> None:
-        """Notify the agent that the script ends because its budget is exhausted, which is not a failure."""
+        """Notify the agent that the script ends because the traffic budget is exhausted, which is not a
+        failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
 
     def begin_turn(self) -> None:
@@ -174,7 +176,7 @@ class PauseController:
             others_wait: whether the other workers may have to wait for this worker.
 
         Raises:
-            JoinRefused: the coordinator refuses the worker.
+            JoinRefused: the coordinator refuses the worker for a reason other than that the run is finished.
             CoordinatorUnreachable: the coordinator does not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()

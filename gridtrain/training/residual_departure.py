@@ -1,9 +1,9 @@
-"""Sends a leaving worker's residual, writes the rest to disk (`left/`), and restores it later.
+"""Sends a leaving worker's residual, writes the rest to disk (`left/`), and restores the rest later.
 
-    leave after step s     largest entries --> a neighbour        (which sends them; never read back)
-                           the rest --------> <folder>/left       (applied, history, facts)
-    return                 the run is still after step s, with the same history: added, and the file removed
-                           otherwise: removed, and reported as lost
+    leave after step s   the largest entries are sent to another worker, which sends them in later steps;
+                         the rest is written to <folder>/left with the step, the history and the facts
+    return               <folder>/left is removed; the rest is added to the residual if the run is still
+                         after step s with the same history, and is otherwise reported as lost
 
 See docs/decisions/0016.
 """
@@ -47,9 +47,10 @@ WHOLE_MODEL = Span(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class LeftResidual:
-    """The residual that remains with a worker that has left after step `applied` of a run with this history.
+    """The residual that remains with a worker that has left after the step with index `applied`.
 
     Attributes:
+        history: the history of the run after that step.
         layers: the layers of the stage to which the residual belongs; the default stands for a whole model.
     """
 
@@ -88,7 +89,7 @@ def transfer_residual(
     residual_N = residual.take(lambda: rounds.resolve_last(until_s - time.monotonic()))
     if residual_N is None and residual.size:
         log.warning(
-            "this worker's residual is lost, because its last step was interrupted while it was being applied"
+            "this worker's residual is lost: it is not known whether its last step was committed and applied"
         )
     residual_N = _merge_received(session, residual.size, residual_N, until_s)
     if residual_N is None or not residual_N.any():
@@ -134,7 +135,14 @@ def _obstacle(snapshot: WorkerSnapshot) -> str:
 def _merge_received(
     session: GroupSession, n: int, residual_N: npt.NDArray[np.float32] | None, until_s: float
 ) -> npt.NDArray[np.float32] | None:
-    """Add the residuals that this worker has received from other workers but not yet added to its own."""
+    """Return the sum of this worker's residual and the residuals that it has received from other workers but
+    not yet added to its own; None if there is neither.
+
+    Args:
+        n: the number of elements in the residual; 0 if the exchange keeps none.
+        residual_N: this worker's residual, which is changed in place; None if it is lost or there is none.
+        until_s: the monotonic time until which to wait for transfers in progress.
+    """
     if not n:
         return residual_N
     received, lost_magnitude = session.connection.take_last_residuals(max(0.0, until_s - time.monotonic()))

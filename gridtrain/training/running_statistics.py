@@ -1,8 +1,9 @@
 """Restores batch norm's running statistics after a batch with values that are not finite.
 
-begin_turn            the statistics are copied
+begin_turn            the worker copies the statistics
 the batch             values that are not finite reach the statistics (in the forward pass) and the gradient
-the step is skipped   the copy is restored; otherwise all later batches and the final model would be affected
+the step is skipped   a worker whose gradient caused this restores the copy; otherwise the values would
+                      affect all later batches and the final model
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy the statistics; call this method before each step."""
+        """Copy the statistics.  Call this method at the beginning of each turn."""
         buffers = [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
         if [id(buffer) for buffer in buffers] != [id(buffer) for buffer, _ in self._saved]:
             self._saved = [(buffer, buffer.clone()) for buffer in buffers]
@@ -30,6 +31,6 @@ class RunningStatistics:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Load the copies made by the latest `save`."""
+        """Set the statistics to the copies that the latest `save` made."""
         for buffer, copy in self._saved:
             buffer.copy_(copy)

@@ -28,14 +28,17 @@ log = logging.getLogger("gridtrain")
 
 
 def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    """Return whether a module normalizes as torch's BatchNorm1d, 2d and 3d do, which a SyncBatchNorm and a
-    subclass with its own `forward` do not."""
+    """Return whether a module normalizes as torch's BatchNorm1d, 2d and 3d do.  A SyncBatchNorm, or a
+    subclass with its own `forward`, does not."""
     return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
 
 
 class _SingleValueNorm(_BatchNorm):
-    """The class of a batch norm while `SingleValueNorms.allow` is active.  The norm's `__class__` is still
-    its own class, the second base: copies and pickled norms have it, and parametrizations replace it."""
+    """The class of a batch norm while `SingleValueNorms.allow` is active.
+
+    The norm's attribute `__class__` still returns its own class, which is the second base: copies and pickled
+    norms have that class, and a parametrization replaces it.
+    """
 
     on_single: Callable[[nn.Module], None]
     on_several: Callable[[nn.Module, Tensor], None]
@@ -95,7 +98,8 @@ class SingleValueNorms:
                 _set_class(norm, norm.__class__)
 
     def _replace(self, norm: nn.Module, kind: type[nn.Module]) -> None:
-        """Set a norm's own class to `kind`, and its class to the class that trains on single values."""
+        """Set a norm's own class to `kind`, and its actual class to the subclass of `kind` that trains on
+        single values, unless `kind` has its own `forward`."""
         if kind.forward is _BatchNorm.forward and kind not in self._kinds:
             own = property(lambda norm: kind, self._replace)
             contents = {"__class__": own, **self._contents}
@@ -119,10 +123,11 @@ class SingleSampleReport:
         Args:
             layer: the layer's name and class, as the beginning of a sentence.
             batch_size_is_one: whether every batch has only one sample.
-            is_normalized: whether running statistics replace those of the batch.
+            is_normalized: whether the layer can normalize the sample with running statistics in place of the
+                batch's.
 
         Raises:
-            ConfigError: the layer cannot train, or the script asks for batches of one sample.
+            ConfigError: the layer cannot train on one sample, or every batch has only one sample.
         """
         if batch_size_is_one:
             raise ConfigError(
@@ -162,7 +167,8 @@ class SingleSampleBatches:
 
     @contextmanager
     def allow(self) -> Iterator[None]:
-        """Let batch norms train on a single sample in the `with` block."""
+        """Let batch norms train on a single sample in the `with` block.  If every batch has one sample, a
+        batch norm raises `ConfigError` there instead."""
         try:
             with self._norms.allow():
                 yield

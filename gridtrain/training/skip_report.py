@@ -1,8 +1,8 @@
 """Reports skipped steps, and whether this worker's gradient caused them, with few messages for many steps.
 
-own gradient      --> warning, and a counter in the heartbeats, from which `gridtrain status` and the
-                      dashboard name the worker
-another worker's  --> info
+this worker's gradient      a warning, and a counter in the heartbeats, from which `gridtrain status` and
+                            the dashboard show which worker causes skipped steps
+another worker's gradient   a message at level INFO
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The optimizer settings and trackers from before a turn, for a state that is sent during the turn.
 
-A state that is sent in the middle of a turn has these values, because its receiver makes all calls to
-`step` of the turn:
+A state that is sent in the middle of a turn contains these values, because its receiver still makes all of
+the turn's calls to `step`.  For example, a script may step a scheduler after each micro-batch or local step:
 
-    micro-batch or local step    1       2       3       4 = the step of the run
-    scheduler, stepped by each   s+1     s+2     s+3      |  a newcomer may request this worker's state here
-    sent then                    s <----------------------+
+    micro-batch or local step            1     2     3     4, which ends the step of the run
+    state of the scheduler, at first s   s+1   s+2   s+3
+                                                      ^ a newcomer that requests the state here receives s
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TurnStartState:
         """Copy the current settings and trackers.
 
         Args:
-            averages: whether to copy also the trackers' tensors of more than one element, such as weight
-                averages.  This is not necessary if the script changes them only after the step of the run.
+            averages: whether the trackers' tensors with more than one element, such as weight averages, are
+                also copied.  This is not necessary if the script changes them only after the step of the run.
         """
         groups = copy.deepcopy(inner.state_dict()["param_groups"])
         return cls(
@@ -49,8 +49,8 @@ class TurnStartState:
     def apply_to(
         self, replicated: torch.optim.Optimizer, trackers: Trackers
     ) -> tuple[torch.optim.Optimizer, Trackers]:
-        """Return replacements for the optimizer and the trackers that have the values from the start of the
-        turn, so that a state can be sent during the turn."""
+        """Return replacements for `replicated` and `trackers` whose state_dicts have the settings and
+        trackers from the start of the turn.  They are used only to send a state during the turn."""
         theirs = {
             name: _TrackerView(self.trackers[name]) if name in self.trackers else item
             for name, item in trackers.items()

@@ -2,12 +2,11 @@
 
 The same object serves a whole model and a stage of a pipeline.
 
-    mark_sent(attempt) --> the round is committed  --> commit       the residual that the attempt produced
-                           it is aborted, skipped  --> mark_ended   the residual is unchanged
+    mark_sent(attempt) --> the round is committed      --> commit       stores the attempt's new residual
+                           it is aborted or skipped    --> mark_ended   leaves the residual unchanged
           |
-          +-- training is interrupted here: `take` waits for the end of the round before it gives the
-              residual away; after an interrupted `commit` there is no residual until `clear` or a
-              later commit
+          +-- if training is interrupted here, `take` waits for the end of the round before it returns the
+              residual; after an interrupted `commit`, there is no residual until `clear` or a later commit
 """
 
 from __future__ import annotations
@@ -50,14 +49,15 @@ class WorkerResidual:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures to report: the sum of the magnitudes that the residual's decay has dropped; {} if it
-        has dropped none."""
+        """The figures to report: the sum of the magnitudes by which decay has reduced the residual; {} if
+        this sum is 0."""
         feedback = self._exchanger.feedback
         dropped = 0.0 if feedback is None else feedback.decayed_magnitude
         return {"decayed_mass": dropped} if dropped else {}
 
     def mark_sent(self, attempt: ExchangeAttempt) -> None:
-        """Record that the other workers may commit `attempt` from now on."""
+        """Record that `attempt` is about to be sent.  From now on, its round can be committed even if this
+        worker is interrupted."""
         self._attempt = attempt
 
     def mark_ended(self) -> None:
@@ -79,8 +79,8 @@ class WorkerResidual:
         """Return the residual after this worker's last round, (n,) float32.  Call this method when the worker
         leaves or pauses.
 
-        Returns None if there is no residual, if the outcome of that round is unknown, or if a commit was
-        interrupted.
+        Returns None if the exchange keeps no residual, if the outcome of that round is unknown, or if a
+        commit was interrupted.
 
         Args:
             resolve: a function that waits for the outcome of the interrupted round; it returns None if the
@@ -112,11 +112,12 @@ class WorkerResidual:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add what remains with this worker from a committed round to which it contributed nothing.
+        """Add to the residual what remains with this worker after a committed round in which its contribution
+        was empty.
 
         Args:
-            truncated: the entries that its merges left out.
-            rest_N: its rounding errors, (n,) float32; None if nothing was rounded.
+            truncated: the entries that this worker's merges left out.
+            rest_N: this worker's rounding errors, (n,) float32; None if nothing was rounded.
         """
         feedback = self._exchanger.open_feedback()
         if feedback is not None:
@@ -133,7 +134,7 @@ class WorkerResidual:
         return {} if feedback is None else feedback.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state`, if the exchange keeps a residual.
+        """Load a result of the method `state`; do nothing if the exchange keeps no residual.
 
         Raises:
             ConfigError: `state` belongs to another model or exchange.

@@ -76,7 +76,7 @@ def test_a_joining_worker_is_reported_until_it_is_a_member() -> None:
 def test_waiting_times_out() -> None:
     run = Run(*[status((ANNA, "admitted", None), let_in=(ANNA, BO))] * 5)
     with pytest.raises(
-        JoinTimeout, match=r"^1 of 3 workers joined, 1 more was admitted after 4 s -> "
+        JoinTimeout, match=r"^1 of 3 workers joined, 1 more was admitted within 4 s -> "
     ) as caught:
         run.wait(uses=3, patience_s=4.0)
     assert caught.value.exit_code == 1

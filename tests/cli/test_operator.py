@@ -451,7 +451,7 @@ def test_after_a_coordinator_was_stopped_the_command_that_continues_the_run_is_n
         pass
     chosen = ("--state", str(folder)) if has_state else ("--run", "mine")
     result = CliRunner().invoke(cli, ["status", *chosen])
-    assert refusal(result, 3) == f"the coordinator of {folder} is not running"
+    assert refusal(result, 3) == f"the coordinator whose state folder is {folder} is not running"
     assert "restart it with `gridtrain coordinator`, " in str(result.exception)
 
 

@@ -207,7 +207,9 @@ def test_local_steps_are_proposed_for_the_target_share() -> None:
     every, overlapped = found["proposed_local_steps"], found["proposed_overlapped_local_steps"]
     assert 9 * (found["exchange_s"] - 1) < every < 9 * (found["exchange_s"] + 1) and overlapped < every / 5
     text = run(*both).output
-    assert "Local steps for 90% computing with 4 workers (with overlap=True): dense 512 (" in text
+    assert (
+        "Local steps for 90% computing with 4 workers (in brackets: with overlap=True): dense 512 (" in text
+    )
     options = f'every={overlapped}, exchange=GTopK(density=0.01, values="fp16"), overlap=True'
     assert f"For AdamW and similar optimizers use LocalSteps({options}): 9" in text
     half = figures(*both, "--computing", "0.5")["gtopk", 4]

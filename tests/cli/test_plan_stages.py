@@ -198,10 +198,10 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], error: str) -> 
     [
         ("", "0 layers"),
         ("[[layer]]\ncolour = 1", "unknown keys: colour"),
-        ("[[layer]]\nrepeat = 0", "is repeated 0 times"),
-        ("[[layer]]\nforward = true", "has a time of True"),
+        ("[[layer]]\nrepeat = 0", "has name = 'layer0' and repeat = 0"),
+        ("[[layer]]\nforward = true", "has the invalid time True"),
         ("[[layer]]\nforward = 'soon'", "is not a time"),
-        ("[[layer]]\nkept = 1.5", "has a size of 1.5"),
+        ("[[layer]]\nkept = 1.5", "has the invalid size 1.5"),
         ("[[layer]]\nkept = 'much'", "is not a size"),
         ("[[block]]\nname = 'a'", "block"),
         ("layer = 3", "use only input and"),

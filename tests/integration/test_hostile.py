@@ -50,9 +50,9 @@ decrypted, and decoded, and what a process that trains for minutes allocates bes
 
 PROVABLE = {
     "illegal": "only the coordinator may send it|which a worker may not send",
-    "garbage": "is not msgpack within the limits",
+    "garbage": "is not valid msgpack or exceeds a limit",
     "bad-indices": "sparse payload has [0-9]+ bytes",
-    "held": "the largest of this run has|sends far more than this worker reads",
+    "held": "the largest of this run has|sends far more than this process reads",
 }
 """Attacks, and the reason for which the attacker is removed."""
 

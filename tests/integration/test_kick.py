@@ -76,7 +76,7 @@ def assert_workers_of_one_name_are_distinguished(group, *both) -> None:
     assert said.count("another worker of this run is called anna, so this worker is called anna-2") == 1
     assert said.count("it is called anna-2, and this worker is still called anna") == 1
     says = [line["fields"]["text"] for worker in both for line in worker.lines if line.get("event") == "says"]
-    assert says.count("anna is named anna-2 in this run: gridtrain worker show --worker anna-2") == 1
+    assert says.count("anna is named anna-2 in this run; use --worker anna-2 in commands") == 1
 
 
 def end_of(group, name: str) -> str:

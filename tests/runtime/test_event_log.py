@@ -51,7 +51,7 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     log_event("drifted", {"step": 500})
     assert caplog.messages == [
         "the step is making no progress (no vote from rank 2); a new generation is being requested",
-        "this worker's model differs from the other members' at step 500; this worker is receiving their "
-        "model (possible cause: a script changed the weights of one worker only, for example with "
+        "this worker's model differs from the other members' models at step 500; this worker is receiving "
+        "their model (possible cause: a script changed the weights of one worker only, for example with "
         "load_state_dict)",
     ]

@@ -142,7 +142,7 @@ def test_workers_of_one_name_are_distinguished(folder: Path, sensors: FakeSensor
         link = AgentLink(first.path, lambda: 0)
         link.report(state="training", name="anna-2")
         wait_until(lambda: "is named" in said[-1])
-        assert said[-1:] == ["anna is named anna-2 in this run: gridtrain worker show --worker anna-2"]
+        assert said[-1:] == ["anna is named anna-2 in this run; use --worker anna-2 in commands"]
         assert find_worker("anna-2") == folder / SOCKET and find_worker("anna") == other / SOCKET
 
 

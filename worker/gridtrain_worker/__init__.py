@@ -3,10 +3,11 @@
 agent              starts, stops and restarts the script
 bundle_consent     fetches the run's script, and asks the volunteer to accept it
 training_policy    decides whether the volunteer's rules allow training (pure)
-sensors, budget    for this decision, read the sensors (and define which load counts as GPU use), and
-                   count the day's traffic
+sensors            reads this machine's sensors, and decides which load counts as GPU use
+budget             counts the day's traffic
 policy_enforcer    applies the decision to the running script
 control_socket     connects the agent to its script and to its owner's commands
 saved_settings     stores rules and pauses, so that they survive a restart
-console, contribution_stats    show messages and contributions to the volunteer
+console            shows messages and contributions to the volunteer
+contribution_stats adds up this machine's contributions
 """

@@ -1,4 +1,4 @@
-"""The worker agent: starts, watches and restarts a volunteer's script, and limits its time to exit (Ctrl-C).
+"""The worker agent: starts, watches and restarts a volunteer's script, and ends it on Ctrl-C.
 
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (once) and requests the run's status
@@ -7,8 +7,8 @@
       `-- watchdog: a shell that kills the group once the agent is gone, even after SIGKILL
 
 The owner's rules always apply (`policy_enforcer`).  While they forbid training, no script is started, and a
-running script leaves the group and waits.  A script that does not leave in time is terminated, and started
-again when training is allowed.
+running script leaves its generation and waits.  A script that does not leave in time is terminated, and
+started again when training is allowed.
 
 The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
 may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it
@@ -116,8 +116,8 @@ class Job:
         name: the worker's name; empty for a random one, which is stored with its key.
         accept: the digest of a bundle that is accepted in advance; empty to ask the user.
         dry_run: whether only to show what would be run, without joining.
-        settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
-            script.
+        settings: settings for the script, by name: fields of `gridtrain.config.JoinConfig`, "data_dir" and
+            "cache_limit".
         unencrypted: whether to join a run without encryption.
         restarts: the maximum number of times that a failed script is restarted.
         controls: the owner's rules by key; see `training_policy.KEYS`.
@@ -190,8 +190,8 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    This is the script's exit code, 128 + N if signal N killed the script, or 128 + the signal's number if
-    SIGINT or SIGTERM stopped this process.  Must be called in the main thread.
+    This is the script's exit code, 128 + N if signal N killed the script, 128 + the signal's number if SIGINT
+    or SIGTERM stopped this process, or 0 after a dry run.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
@@ -206,6 +206,8 @@ def supervise(
         TransportError: this machine cannot listen at the chosen address.
         NotAccepted: the run's bundle was not accepted.
         DataError: the data set's file could not be fetched.
+        RemoteProtocolError: the coordinator sent an invalid bundle.
+        RuntimeError: the owner's rules are no longer enforced, because a background thread has failed.
     """
     if not job.dry_run:
         check_machine(job)
@@ -277,8 +279,11 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 
 
 def check_machine(job: Job) -> None:
-    """Raise the error with which the script would fail if it cannot write the final model or listen at the
-    chosen address.  Both can be checked before the invitation is used and before torch is imported."""
+    """Check that this machine can write the final model and listen at the chosen address.
+
+    If it cannot, raise the error with which the script would fail later.  Both can be checked before the
+    invitation is used and before torch is imported.
+    """
     if folder := job.settings.get("export_dir"):
         export_folder(job.invitation.run, folder)
     if address := job.settings.get("listen"):
@@ -315,7 +320,11 @@ def _run(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script until it succeeds or is stopped; restart it after a pause or a failure, as allowed."""
+    """Run the script until it succeeds or is stopped, or no restart is left; return this process's exit code.
+
+    Raises:
+        JoinRefused: the coordinator has removed this worker.
+    """
     with SignalWatcher() as signals:
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):
@@ -382,7 +391,7 @@ def _is_running(entry: Enrollment) -> bool:
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """Return whether the coordinator refuses this worker for `ACCESS_CHECK_S` seconds.
+    """Return whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S` seconds.
 
     Returns False if it admits the worker or does not answer, or if a signal arrives first.
     """

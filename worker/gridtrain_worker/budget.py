@@ -1,9 +1,10 @@
-"""Counts the bytes sent and received each day (traffic budget) in a small file that survives restarts.
+"""Counts the bytes sent and received each day, for the traffic budget, in a file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
-                     rewritten as a whole once it lacks `UNWRITTEN_BYTES`, or any bytes for `UNWRITTEN_S`
 
 `others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
+The file is rewritten as a whole when it lacks at least `UNWRITTEN_BYTES` bytes, or has lacked some bytes for
+`UNWRITTEN_S` seconds.
 `gridtrain.training.pause` computes, in the script, how much of the budget a step reserves.
 """
 
@@ -23,8 +24,8 @@ MAX_FILE_BYTES = 4096
 FILE = "budget.json"
 MAX_DAYS = 8
 UNWRITTEN_BYTES, UNWRITTEN_S = 1 << 20, 1.0
-"""The most that a crash may lose from the count, in bytes or in seconds.  The file is not written more often,
-because a write may wait for the disk."""
+"""If the agent is killed, the counts lose at most about this many bytes, or the bytes of this many seconds.
+The file is not written more often, because a write may wait for the disk."""
 
 
 class Budget:
@@ -63,7 +64,7 @@ class Budget:
             self.keep(sure=sure)
 
     def keep(self, *, sure: bool = True) -> None:
-        """Write the counts unless the file is up to date."""
+        """Write the counts unless the file is up to date; for `sure`, see `add`."""
         if not self._unwritten_bytes:
             return
         *others, (day, nbytes) = self._days.items()

@@ -1,8 +1,8 @@
 """Fetches the bundle that a coordinator serves, and requires this machine's owner to accept it.
 
-    status.bundle --fetch--> archive --digest, form--> Bundle --> bundles/COORDINATOR/DIGEST/
-                                 |                                    |
-                        cached for later           BundleOffer --ask--> accepted.json --> command, folder
+    status.bundle --fetch--> archive, stored for later --check digest and form--> Bundle
+    Bundle --unpack into bundles/COORDINATOR/DIGEST/--> BundleOffer --ask the owner--> accepted.json
+    accepted BundleOffer --> the command and the folder in which the agent runs it
 
 A bundle is accepted if its digest was accepted earlier or is given in advance, or if the user accepts it now.
 This module executes nothing, and writes files only below this machine's state folder for the run.
@@ -69,7 +69,7 @@ class BundleOffer:
 
     @property
     def coordinator_digest(self) -> str:
-        """The coordinator's key, for users to compare."""
+        """The first digits of the coordinator's key, in groups, for users to compare."""
         return comparable_key(self.entry.coordinator_key)
 
 
@@ -79,6 +79,10 @@ Ask = Callable[[BundleOffer], bool]
 
 def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOffer:
     """Fetch and unpack the coordinator's bundle without executing any of it.
+
+    Args:
+        data_dir: the volunteer's folder in which to look for the data set's file; empty to look only among
+            the bundle's files.
 
     Raises:
         ConfigError: the run has no bundle, the data set's index is invalid, or the files cannot be written.

@@ -225,7 +225,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def fit_line(line: str, columns: int) -> str:
-    """Remove the last figures from a line that is too long for the terminal."""
+    """Return the line, without its last figures if it is longer than `columns`."""
     if len(line) <= columns:
         return line
     ends = [found.start() for found in re.finditer(r", | \| | \(", line)]
@@ -243,7 +243,7 @@ def live_line(given: Contribution, untrained: str = "") -> str:
 
 
 def summary(given: Contribution, total: Contribution) -> str:
-    """Format the final figures."""
+    """Format the figures since this start (`given`), and those of all starts if there were earlier ones."""
     text = (
         f"thank you: {_work(given)} ({_share(given)} of the run), "
         f"{format_bytes(given.sent_bytes)} sent, {format_bytes(given.received_bytes)} received"

@@ -1,4 +1,4 @@
-"""Adds up this machine's contributions while the script runs, at its end, and over all starts.
+"""Adds up one worker's contributions: since the agent started, and over all starts on this machine.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
 shown only to the volunteer, and never sent.
@@ -60,14 +60,14 @@ class ContributionStats:
             self._console.show_progress(shown, now_s, untrained)
 
     def script_ended(self) -> None:
-        """Add the script's last figures to the total; the next script starts at 0."""
+        """Add the script's last figures to those of earlier scripts; the next script counts from 0."""
         found = Contribution.read(self.path) or self._current
         self.path.unlink(missing_ok=True)
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
         self._current = None
 
     def finish(self) -> None:
-        """Show and store the total if there is a contribution; further calls have no effect."""
+        """Show the contributions since the agent started, if any, and store the total; do so only once."""
         if self._is_reported or self.is_empty:
             return
         self._is_reported = True

@@ -1,4 +1,4 @@
-"""The Unix socket between the agent, the owner's commands and the script; finds running workers by name.
+"""The Unix socket through which an agent talks to its script and its owner; finds running workers by name.
 
 The file mode of the socket is 0600, so only this user can connect.  `PolicyEnforcer` handles the messages.
 
@@ -50,6 +50,9 @@ class ControlSocket:
             is refused.
         greet: returns the first directive for a script, given the script's first message.
         hear: called with a script's process id and each status that the script sends.
+
+    Raises:
+        ConfigError: the socket cannot be created.
     """
 
     def __init__(
@@ -244,7 +247,7 @@ def find_worker(who: str) -> Path:
 
 
 def find_workers() -> list[Path]:
-    """Return the sockets of this user's workers on this machine; raise `ConfigError` if there are none."""
+    """Return the sockets of all running workers of this user; raise `ConfigError` if there are none."""
     return [path for path, _ in _found_workers()]
 
 

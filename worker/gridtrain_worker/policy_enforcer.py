@@ -1,6 +1,6 @@
-"""Applies the owner's rules to a running script: checks at intervals, sends limits, and detects disobedience.
+"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices if it does not obey.
 
-every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
+every `LOOK_S` s: sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
 moved_bytes <--------------------------- the script, four times a second --> Budget, on disk
 """
@@ -51,7 +51,7 @@ class PolicyEnforcer:
     Args:
         folder: the folder for this worker's rules, budget and socket.
         name: the worker's name, until the run assigns another one.
-        given: the rules from the command line; rules that were saved earlier also apply.
+        given: the rules from the command line, by key; rules that were saved earlier also apply.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
         sensors: the sensors to read; by default this machine's.
@@ -156,6 +156,8 @@ class PolicyEnforcer:
         with self._lock:
             self._pids = (pid,) if pid else ()
             self._script_status, self._disobeyed_since_s = {}, None
+            if pid and pid == self._counted_pid:
+                self._counted_pid = 0  # the system has used a process id again
             self.has_ended_script = self.has_ended_script and not pid
 
     @property
@@ -181,7 +183,8 @@ class PolicyEnforcer:
             raise RuntimeError("this worker's rules are no longer enforced") from self._fault
 
     def allow_fetch(self) -> tuple[float | None, float]:
-        """Return the download limit in bytes per second, and the number of bytes left in the budget.
+        """Return the download limit in bytes per second (None if there is none), and the number of bytes left
+        in the day's budget (infinite if there is none).
 
         Raises:
             BudgetSpent: the rules do not currently allow training, or this worker is stopping.
@@ -266,7 +269,7 @@ class PolicyEnforcer:
         try:
             write()
         except ConfigError as error:
-            self._tell(f"{error.reason}: this command will not apply after a restart")
+            self._tell(f"{error.reason}; therefore this command will not apply after a restart")
 
     def _change_rules(self, settings: dict[str, str]) -> None:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
@@ -372,7 +375,7 @@ class PolicyEnforcer:
 
     def _update_name(self, name: str) -> None:
         if name != self._name:
-            self._tell(f"{self._name} is named {name} in this run: gridtrain worker show --worker {name}")
+            self._tell(f"{self._name} is named {name} in this run; use --worker {name} in commands")
             self._name = name
 
     # -- the background thread -------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Stores the rules and the pause that a worker's owner has set, for the next start.
 
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
-    word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}
+    word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}        worker pause, set
 
-`over` holds the command line's values at the time when rules were set.  If the value is the same on the next
-start, as it is when a service restarts, the rule that was set later applies; if it is different, the command
-line applies.
+`over` holds the values that the command line of the start gave for rules that were then set again.  If the
+command line gives the same value at the next start, as it does when a service restarts, the rule that was set
+later applies; otherwise, the command line's value applies.
 """
 
 from __future__ import annotations

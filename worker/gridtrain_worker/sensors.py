@@ -1,4 +1,4 @@
-"""Reads the battery, GPU use, idle time and temperature at intervals, and decides which load counts as use.
+"""Reads the battery, GPU use, idle time and temperature, and decides which load counts as GPU use.
 
     battery      psutil; a machine without a battery is considered plugged in
     gpu          nvidia-ml-py: other programs' processes; absent if these are hidden (containers)

@@ -31,7 +31,8 @@ SENSORS = ("battery", "gpu", "idle", "temperature")
 """The sensors; each has the name of the rule that needs it."""
 
 COOL_BY_C = 5.0
-"""The default difference, in degrees Celsius, between the limits for pausing and for continuing."""
+"""How far, by default, the temperature must fall below the limit for pausing before training continues, in
+degrees Celsius."""
 
 GPU_QUIET_S = 30.0
 """How long the GPU must be unused by other programs before the script continues; a game may leave it unused
@@ -288,12 +289,12 @@ class TrainingPolicy:
         self.is_paused, self._paused_until = False, None
 
     def unreadable(self, readings: SensorReadings) -> dict[str, str]:
-        """Return the sensors that a rule needs but that cannot be read, with reasons."""
+        """Map each sensor that a rule needs but that cannot be read to the reason why it cannot."""
         found = {name: readings.why_absent(name) for name in self.rules.sensors}
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """Apply all rules, after ending a pause that has expired, and return the decision.
+        """End the owner's pause if it has expired, apply all rules, and return the decision.
 
         Args:
             readings: the current readings of the sensors.

@@ -1,4 +1,4 @@
-"""Decides which keys may connect and which members are removed (access control).  Pure.
+"""Decides which keys may connect and which members are removed (access control), without I/O.
 
 Enrol, operator's commands -----> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_limits: bounds, limits, refusals

@@ -4,10 +4,12 @@
             (for a number of uses and a limited time)               |             (needs a new invitation)
                                                                     +--ban--> banned --unban--> stranger
 
-Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
-coordinator restarts.  Only the digest of an invitation's public key is stored, so that nobody who reads
-the journal can use or recognize an invitation.  A peer that connects with the key of an ended invitation
-learns only how the invitation ended; a peer with an unknown invitation is a stranger and receives no reply.
+A stranger's key has no access.  A pending member has connected with the key of an invitation, and has not
+enrolled its own key yet.  Access depends on keys alone: a name proves nothing.  A member's key keeps its
+access when the worker or the coordinator restarts.  Only the digest of an invitation's public key is stored,
+so that nobody who reads the journal can use or recognize an invitation.  A peer that connects with the key of
+an ended invitation learns only how the invitation ended; a peer with an unknown invitation is a stranger and
+receives no reply.
 
 `wall_s` is wall-clock time, because invitations remain valid when the coordinator restarts; `now_s` may come
 from any clock.  Durable changes are returned as journal entries, which the caller writes before sending any
@@ -30,11 +32,14 @@ from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecor
 from gridtrain_coordinator.run.events import JournalEntry
 
 MAX_LISTED = 1000
-"""The maximum number of rows of each kind in `status`."""
+"""The maximum number of rows of each kind that `status` returns, and of keys from `removed_members`."""
 
 
 class AccessRole(StrEnum):
-    """The role of a key; the values equal those of `ConnectionRole`, which a pure package must not import."""
+    """The role of a key: none (STRANGER), an invitation (GUEST), or a member or the operator (PEER).
+
+    The values equal those of `ConnectionRole`, which this package does not import, because it uses no I/O.
+    """
 
     STRANGER = "stranger"
     GUEST = "guest"
@@ -43,7 +48,7 @@ class AccessRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessReply:
-    """A reply, the journal entries to write before it, and the members to remove, with reasons."""
+    """A reply, the journal entries to write before it is sent, and the members to remove, with reasons."""
 
     reply: m.Enrolled | m.OperatorReply | m.Refused
     entries: tuple[JournalEntry, ...] = ()
@@ -58,8 +63,8 @@ class ViolationOutcome:
         entries: journal entries to write.
         removed: members to remove, with reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: whether the violation is counted; False if it was not recorded, or if the accuser is
-            suspected.
+        is_counted: whether the violation is counted; False if it was not recorded, or if its accuser is
+            suspected of false accusations.
         violation_count: the number of the accused member's violations that are currently counted.
     """
 
@@ -158,7 +163,7 @@ class Authorization:
     def enrol(
         self, invitation_key: m.PeerId, peer: m.PeerId, address_range: str, wall_s: float
     ) -> AccessReply:
-        """Handle `Enrol`: make `peer` a member if the invitation with this key is valid.
+        """Handle `Enrol`: make `peer` a member by the invitation with the key `invitation_key`, or refuse it.
 
         Enrolling a key that already belongs to a member does not count as a use of the invitation.
 
@@ -195,9 +200,9 @@ class Authorization:
         )
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
-        """Return whether the worker may join now; if so, count the attempt.
+        """Return whether the worker may join now; if so, count this join.
 
-        The caller refuses other attempts with `TOO_MANY_JOINS`.
+        If it may not join, the caller refuses it with `TOO_MANY_JOINS`.
         """
         return self._joins.allow(peer, now_s, limits.MAX_JOINS_PER_WORKER)
 
@@ -229,7 +234,7 @@ class Authorization:
         """Carry out a command if the operator sent it; otherwise refuse it.
 
         Args:
-            name: the name of the worker to remove, if known.
+            name: the name of the worker to remove; "" if it is not known.
         """
         if not self.is_operator(sender):
             return AccessReply(limits.NOT_OPERATOR)
@@ -242,7 +247,10 @@ class Authorization:
                 return self.pardon(peer)
 
     def invite(self, key: m.PeerId, uses: int, expires_s: float, wall_s: float) -> AccessReply:
-        """Register `key` as the key of an invitation; if `expires_s` is 0, withdraw that invitation."""
+        """Create the invitation with the key `key`, for at most `uses` uses within `expires_s` seconds.
+
+        If `expires_s` is 0 or less, withdraws the invitation that has this key instead.
+        """
         name = invitation_digest(key)
         if expires_s <= 0:
             if self.invitation_refusal(key, wall_s) is not None:
@@ -284,7 +292,7 @@ class Authorization:
         return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick a member, or ban a key, which need not belong to a member."""
+        """Kick the member `peer`, or ban this key (`ban`), which then need not belong to a member."""
         reason = limits.clean_reason(reason) or "the run's owner gave no reason"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
@@ -318,7 +326,7 @@ class Authorization:
     def record_violation(
         self, peer: m.PeerId, reason: str, accuser: m.PeerId | None, now_s: float
     ) -> ViolationOutcome:
-        """Record that `peer` broke the protocol.
+        """Record that `peer` broke the protocol; return the consequences.
 
         Args:
             accuser: the member that reports it; None if the coordinator itself detected it.
@@ -332,7 +340,10 @@ class Authorization:
         return self._evaluate_violations([entry], now_s, peer, accuser)
 
     def tick(self, now_s: float) -> ViolationOutcome:
-        """Remove suspected accusers whose accusations were not confirmed in time; call once a second."""
+        """Remove accusers whose accusations were not confirmed in time, and members with too many violations.
+
+        Call once a second.
+        """
         return self._evaluate_violations([], now_s, None, None)
 
     def _evaluate_violations(
@@ -395,7 +406,7 @@ class Authorization:
         return JournalEntry(kind, body)
 
     def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Apply a journal entry about authorization; ignore all others.
+        """Apply a journal entry if it concerns access control; ignore it otherwise.
 
         Raises `KeyError`, `TypeError` or `ValueError` for an invalid entry.
         """
@@ -440,7 +451,11 @@ class Authorization:
         self._forget_ended_invitations(at_s)
 
     def _forget_ended_invitations(self, wall_s: float) -> None:
-        """Keep the valid invitations and the most recently ended ones."""
+        """Forget invitations that ended too long ago, and surplus ended ones.
+
+        At most `MAX_ENDED_INVITATIONS` ended invitations are kept.  Those that were created or withdrawn
+        first are forgotten first.
+        """
         ended = [name for name, known in self._invitations.items() if known.refusal(wall_s) is not None]
         surplus = set(ended[: max(0, len(ended) - limits.MAX_ENDED_INVITATIONS)])
         self._invitations = {
@@ -478,7 +493,10 @@ class Authorization:
     # -- status --------------------------------------------------------------------------------
 
     def status(self, wall_s: float) -> dict[str, Any]:
-        """Return the rows for `gridtrain members`: JSON-serializable, bounded, and without secrets."""
+        """Return the data for `gridtrain members` as a JSON-serializable dictionary.
+
+        Its size is limited, and it contains no secrets.
+        """
         valid = [
             (name, invitation)
             for name, invitation in self._invitations.items()
@@ -512,11 +530,11 @@ class Authorization:
         }
 
     def removed_members(self) -> list[m.PeerId]:
-        """Return the most recently removed members that were neither banned nor admitted again."""
+        """Return the latest removed members, except those that are banned or were admitted again."""
         return [peer for peer in self._removed if peer not in self._banned][-MAX_LISTED:]
 
     def violation_count(self, peer: m.PeerId) -> int:
-        """Return the number of the peer's violations that currently count."""
+        """Return how many violations currently count against this peer."""
         return self._violations.count(peer)
 
     def _banned_row(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
@@ -540,7 +558,7 @@ def recover_authorization(
     operator: m.PeerId | None = None,
     coordinator: m.PeerId | None = None,
 ) -> Authorization:
-    """Return the access control that these journal entries record.
+    """Return an `Authorization` in the state that these journal entries record.
 
     The counts of recent joins and enrolments restart at zero.
 

@@ -1,4 +1,4 @@
-"""The limits of access control, such as the uses of an invitation or joins per minute, and the refusals.
+"""The limits of access control, such as the most uses of an invitation, and the refusals sent to workers.
 
 The functions keep no state.  `authorization` looks each of them up in this module at every call, so that a
 test can disable a rule and demonstrate the effect.
@@ -57,7 +57,7 @@ def is_banned(key: m.PeerId, banned: Container[m.PeerId]) -> bool:
 
 
 def predates_removal(invitation_serial: int, kicked_at_serial: int) -> bool:
-    """Return whether an invitation is older than a removal; a removed key needs a later invitation."""
+    """Return whether the invitation was created before the removal; a removed key needs a later one."""
     return invitation_serial <= kicked_at_serial
 
 
@@ -70,7 +70,7 @@ def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
 
 
 def clean_reason(reason: str) -> str:
-    """Return a reason without unprintable characters, shortened to at most `MAX_REASON_BYTES` bytes."""
+    """Replace unprintable characters by spaces, and shorten the reason to `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return shorten(plain.strip(), MAX_REASON_BYTES)
 

@@ -6,8 +6,8 @@
     bert            anna, carl          bert is suspected if he is the only accuser of both
     then dora       anna                bert is no longer the only accuser of anna, and no longer suspected
 
-The accusations by a suspected accuser are not counted, and further ones are not recorded.  If no other member
-confirms one of them within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
+The accusations by a suspected accuser are not counted, and its further ones are not recorded.  If no other
+member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
 accusations are withdrawn.
 
 A dishonest member can have at most one other member removed, which is restored when the dishonest one is
@@ -51,7 +51,11 @@ def exceeds_limit(violations: int) -> bool:
 
 
 def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
-    """Return whether an accuser is probably at fault: it is the only accuser of two or more members."""
+    """Return whether an accuser is probably at fault: it is the only accuser of two or more members.
+
+    Args:
+        alone_with: the members of which it is the only accuser.
+    """
     return len(alone_with) >= 2
 
 
@@ -67,7 +71,11 @@ class ViolationLog:
         self._suspects: dict[PeerId, float] = {}  # with the deadline for confirmations
 
     def add(self, accused: PeerId, record: ViolationRecord) -> bool:
-        """Record a violation; return False if it is ignored and changes nothing."""
+        """Record a violation.
+
+        Returns False and records nothing if a member accuses itself, if the accuser is suspected, or if it
+        has already accused this member `VIOLATIONS_BEFORE_REMOVAL` times.
+        """
         records = self._records.get(accused, [])
         count = sum(earlier.accuser == record.accuser for earlier in records)
         if (
@@ -82,7 +90,7 @@ class ViolationLog:
         return True
 
     def review_suspects(self, now_s: float) -> list[PeerId]:
-        """Update the suspects; return those whose accusations were not confirmed in time."""
+        """Update the suspected accusers; return those whose accusations were not confirmed in time."""
         alone: dict[PeerId, list[PeerId]] = {}
         for accused, records in self._records.items():
             accusers = {record.accuser for record in records}
@@ -109,7 +117,7 @@ class ViolationLog:
         return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:
-        """Return the number of the accused's violations that currently count."""
+        """Return how many violations count against this member: those not reported by a suspected accuser."""
         return sum(not self.is_suspected(record.accuser) for record in self._records.get(accused, ()))
 
     def records_of(self, accused: PeerId) -> Sequence[ViolationRecord]:

@@ -348,7 +348,7 @@ class Board:
         return sum(row.value("share") or 0 for row in self._active())
 
     def _waited_for(self, status: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the row of the member for which the others wait, and the reason."""
+        """Return the row id of the member for which the others wait, and the reason; None if none."""
         slow = status.get("waited_for") or {}
         row = self._rows.get(sanitize.text(slow.get("peer", ""), 64))
         return {"id": row.id, "reason": sanitize.text(slow["reason"])} if row is not None else None

@@ -1,4 +1,4 @@
-"""Closes web browsers' connections whose requests or answers make no progress within their timeouts.
+"""Closes web browsers' connections on which a request or an answer makes no progress for too long.
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'

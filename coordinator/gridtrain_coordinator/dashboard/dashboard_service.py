@@ -6,7 +6,7 @@
       take_orders() <--- at most 16 ---------- POST /api/v1/workers/KEY/kick
 
 The daemon never waits for the dashboard: it stores the status and wakes the dashboard's loop, puts events
-into a bounded queue, and fetches orders when it is ready for them.
+into a bounded queue, and fetches the operator's commands when it is ready for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DashboardService:
 
     Args:
         bound: a bound socket; `close` closes it.
-        token: the text that authorizes orders.
+        token: the text that authorizes commands.
         log: a function that receives an event if the dashboard fails.
         allowed_hosts: the host names under which the dashboard may be opened, besides IP addresses and
             localhost.

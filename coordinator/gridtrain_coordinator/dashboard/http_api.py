@@ -6,8 +6,8 @@
     POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
     GET   /metrics  /healthz
 
-Anyone who can reach the port may read; by default, only programs on this machine can. Orders and the members'
-addresses require the token.
+Anyone who can reach the port may read; by default, only programs on this machine can.  Commands, the
+status of access control (/api/v1/door) and the members' addresses require the token.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Api:
     """The handlers of all routes.
 
     Args:
-        submit_order: a function that passes an order to the daemon.
+        submit_order: a function that passes a command to the daemon, and returns its future reply.
         wall: a function that returns wall-clock time in seconds.
     """
 

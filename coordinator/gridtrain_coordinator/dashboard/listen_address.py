@@ -1,7 +1,8 @@
 """Chooses the dashboard's address, free port and token, with their defaults, and names missing packages.
 
-    "127.0.0.1:7780"  this port, or the next free one of 20      ":7780" or "7780"  the same, on 127.0.0.1
-    "0.0.0.0:7780"    only with `open_to_network`
+    ""                  127.0.0.1 and port 7780 or, if it is in use, one of the next 19 ports
+    "127.0.0.1:7780"    only this port; ":7780" and "7780" have the same meaning
+    "0.0.0.0:7780"      only with `open_to_network`
 
 Imports no packages from the extra, so that it can name the missing ones.
 """
@@ -124,7 +125,7 @@ def url(bound: socket.socket) -> str:
 def load_token(folder: Path) -> str:
     """Return the token from its file, which is beside the keys; create the file if it is missing.
 
-    Anyone who can read the file can give orders.  Raises `ConfigError` if the file cannot be used, or if
+    Anyone who can read the file can send commands.  Raises `ConfigError` if the file cannot be used, or if
     other users may read it.
     """
     path = folder / TOKEN_FILE

@@ -31,7 +31,10 @@ def number(value: object) -> float | None:
 
 
 def tree(value: object, depth: int = 4) -> Any:
-    """Return a JSON-serializable copy with sanitized strings and bounded lists and mappings."""
+    """Return a JSON-serializable copy with sanitized strings and bounded lists and mappings.
+
+    Lists and mappings at the depth `depth` are converted to text.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):

@@ -73,7 +73,9 @@ def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> 
 def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
     missing = missing_packages()
     if missing:
-        raise ConfigError(f"the dashboard needs {', '.join(missing)}", remedy=INSTALL)
+        raise ConfigError(
+            f"the dashboard needs packages that are not installed: {', '.join(missing)}", remedy=INSTALL
+        )
     from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 
     token = load_token(folder)

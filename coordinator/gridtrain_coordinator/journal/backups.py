@@ -92,6 +92,9 @@ class Backups:
         """Write a backup; return its folder.
 
         Raises `JournalError` if the backup cannot be written; earlier backups remain unchanged.
+
+        Args:
+            began_s: the current time; the next backup is made at least `every_s` later.
         """
         self._next_s = began_s + self._interval_s
         partial = self.folder / ".backup.partial"
@@ -168,8 +171,12 @@ def restore(backup: Path, state: Path) -> Path:
 
     Returns the backup that was used.
 
+    Args:
+        backup: a backup, or a folder of backups, of which the latest is used.
+
     Raises:
-        ConfigError: `state` already contains a journal, or there is no backup.
+        ConfigError: `state` already contains a journal, there is no backup, or a key file cannot be read or
+            written.
         JournalError: the backup is damaged, or cannot be copied.
     """
     if (state / JOURNAL).exists():

@@ -1,4 +1,4 @@
-"""Makes no decisions, queues events and refuses requests while the coordinator's disk is full.
+"""The coordinator's mode while its disk is full: no decisions are made, and events are queued.
 
     loop --JournalFull--> DiskFullMode(effects not executed) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
@@ -68,7 +68,8 @@ class DiskFullMode:
     def queue_event(self, event: TransportEvent) -> list[io.Effect]:
         """Store an event for later; return the effects to carry out now.
 
-        Heartbeats are dropped, because each one supersedes the last.
+        Heartbeats are dropped, because each one supersedes the last.  If the queue is full, a peer that sends
+        a message or connects is disconnected.
         """
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
             return []

@@ -2,7 +2,7 @@
 
     journal.sqlite   the coordinator's PUBLIC key, written on the first start
     coordinator.key  its secret key                                    0600
-    operator.key     authorizes orders: invite, kick, ban              0600
+    operator.key     authorizes commands: invite, kick, ban            0600
 
 A journal belongs to one key.  Workers recognize the coordinator by this key and reject all others.
 """
@@ -49,7 +49,7 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
 
 
 def operator_identity(journal: Path) -> Identity:
-    """Return the operator's key pair; anyone who can read the key file can give orders.
+    """Return the operator's key pair; anyone who can read its file can send the operator's commands.
 
     The file is created if it is missing, so deleting it replaces the key on the next start.  Raises
     `ConfigError` if the file cannot be used.

@@ -63,7 +63,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
         "check the folder's permissions, or choose another folder with --state",
     ),
     "SQLITE_READONLY": (
-        "may not be written",
+        "is read-only",
         "change its permissions, or choose another folder with --state",
     ),
     "SQLITE_CONSTRAINT": (
@@ -331,7 +331,7 @@ def _migrations() -> list[str]:
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Convert SQLite's errors into `JournalError`, with a remedy."""
+    """Convert SQLite's errors into `JournalError`, or `JournalFull` if the disk is full, with a remedy."""
     try:
         yield
     except UnicodeDecodeError as error:  # a name in a damaged schema

@@ -1,9 +1,9 @@
-"""The coordinator's decisions on members: admission, removal, newcomers and the next generation.  Pure.
+"""The coordinator's decisions on members, without I/O: admission, removal and the next generation.
 
     event --> membership --> worker_admission, departures, catch_up, complaints      single workers
                         `--> freeze_phase --> view_installer --> readiness           view changes
                                          `--> pipeline_recovery                      pipelines
-                        `--> member_recovery <-- generation_reports                  journal behind the run
+                        `--> member_recovery <-- generation_reports                  an outdated journal
 
 `readiness` limits the wait for members that receive or load a state, and `state_sources` replaces a source
 that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.

@@ -1,4 +1,4 @@
-"""Chooses the members that send newcomers the state while all train, and limits the time without progress.
+"""Chooses the members that send newcomers the state while training goes on, and detects stalled newcomers.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes
@@ -81,7 +81,7 @@ class CatchUp:
     def _update(
         self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Return the messages to newcomers and state sources for which something has changed.
+        """Return the messages to newcomers and state sources that a change concerns, and log events.
 
         Args:
             newcomers: admitted workers that have not caught up.

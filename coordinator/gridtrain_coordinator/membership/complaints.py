@@ -139,13 +139,16 @@ class Complaints:
         return effects
 
     def handle_accusation(self, peer: m.PeerId, message: m.ViolationReport) -> list[Effect]:
-        """Return the violation of which one member accuses another; empty if either is not a member."""
+        """Return a `RecordViolation` for the member that `peer` accuses.
+
+        Returns no effects if either of them is not a member, or if the member accuses itself.
+        """
         are_members = {peer, message.peer} <= self._run.members and peer != message.peer
         return [RecordViolation(message.peer, message.reason, accuser=peer)] if are_members else []
 
 
 class StalledStep:
-    """Decides who delays a step, from the stalled generations of this step and each suspect's accusers.
+    """Decides which member delays a step, from the generations in which the step stalled, and the reports.
 
     stall of step 7   reporter   suspect    made progress   dismissed
     1st               root       bert       no              bert
@@ -177,8 +180,7 @@ class StalledStep:
     def find_at_fault(
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
     ) -> dict[m.PeerId, tuple[str, str]]:
-        """Return the members to dismiss because of this stall, each with the code and the reason that it is
-        told."""
+        """Map the members to dismiss because of this stall to the code and the reason for the `Refused`."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
         present, root = self._run.present_members, self._run.member_order[0]
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:

@@ -7,7 +7,8 @@
     dismissed        no               no           no      Refused, with the reason
     refused          no               yes          no      Refused, with the reason
 
-Other parts decide when to remove a worker: heartbeat timeouts, stalls, bad links, the operator.
+An awaited worker may come back with its state: if no other member has a state, `FreezePhase` waits for it.
+Other modules decide when to remove a worker, because of a timeout, stall, bad link or command, for example.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class Departures:
         """Remove the earlier process of a worker when another process joins with the worker's key.
 
         The state of the earlier process is lost.
+
+        Args:
+            name: the worker's name, used if the worker is no longer registered.
         """
         self._divergence.forget(peer)
         reason = "its process has ended, and another process joined with its key"

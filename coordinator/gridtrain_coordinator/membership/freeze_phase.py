@@ -165,7 +165,7 @@ class FreezePhase:
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Record the report of a member of the frozen generation; an impossible report is a violation."""
+        """Record a report on the frozen generation; return a violation if it is impossible or no member's."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []

@@ -96,7 +96,7 @@ class TermRaise:
             self._next_unknown_s = max(self._next_unknown_s, self.deadline_s + TERM_RAISE_INTERVAL_S)
 
     def due_term(self, now_s: float) -> int | None:
-        """Return the highest reported term once, when it takes effect; otherwise None."""
+        """Return the highest reported term when it takes effect, and only once; otherwise None."""
         if now_s < self.deadline_s:
             return None
         self.deadline_s = math.inf

@@ -28,7 +28,7 @@ A list that fits on one page is always sent in full.
 
 @dataclass(slots=True)
 class _Announced:
-    """The shared list of a generation, and the members that hold it if they were ready."""
+    """A generation's shared list, and the members to which it was sent; once ready, they hold it."""
 
     generation: int = 0
     members: tuple[m.Member, ...] = ()
@@ -100,7 +100,7 @@ def _pages(view: m.MembershipView, members: tuple[m.Member, ...]) -> list[m.Memb
 def _changes(
     view: m.MembershipView, base: _Announced, members: tuple[m.Member, ...]
 ) -> m.MemberListChanges | None:
-    """Return the changes from the list `base` to `members`; None if pages are preferable."""
+    """Return the changes from the list `base` to `members`; None if the whole list is to be sent instead."""
     if len(members) <= MEMBERS_PER_PAGE or any(member.pieces for member in members):
         return None
     place_of = {member.peer: place for place, member in enumerate(base.members)}

@@ -4,7 +4,7 @@
                                               not credible -----------------> a violation
                                               of a later coordinator -------> a warning: the later one decides
                                               ... and all members are back --> a higher term, after a while
-                                              lost from the journal --------> a higher term, and Freeze
+                                              not in the journal -----------> a higher term, and Freeze
 
 This module does not make generations: the members of the recovered generation are frozen and report, as after
 any restart.

@@ -116,7 +116,7 @@ class Membership:
         self._restore(recovered)
 
     def _create_parts(self, reports: GenerationReports, quorum: CheckpointQuorum, *, by_links: bool) -> None:
-        """Create the parts of the core in an order in which each part uses only earlier ones."""
+        """Create the parts of the state machine; each part uses only parts that are created before it."""
         run, addresses, divergence = self.run, self._addresses, self._divergence
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
@@ -267,7 +267,7 @@ class Membership:
         return effects, m.OperatorReply(f'the run "{run.name}" {text}{paused}')
 
     def _describe_pending_end(self, now_s: float) -> str:
-        """Return when and how the run ends after its owner has ended it."""
+        """Describe when and how the run will end, now that its owner has ended it."""
         run = self.run
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return pending

@@ -149,8 +149,10 @@ class PipelineRecovery:
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
     def _await_left(self, restart: RestartPoint, last: int) -> tuple[str, str] | None:
-        """Return why the run waits for workers that left with a later state than the restart point's, and why
-        no model is written if the run ends before they rejoin.
+        """Return why the run waits for workers that left with a state later than the restart point.
+
+        The result is a pair: the reason for the wait, and the reason why no model is written if the run ends
+        before these workers rejoin.
 
         Returns None if there are no such workers, or if enough workers for all stages are present; in the
         latter case, the run continues from the restart point, and the later steps are lost.
@@ -341,7 +343,8 @@ class PipelineRecovery:
     def _end_incomplete(self, last: int, reason: str) -> list[Effect]:
         """End the run on its owner's order although the connected workers cannot continue.
 
-        They are refused like workers that join too late, but are told `reason`, and keep their states.
+        These workers are refused, like workers that join too late, but the refusal contains `reason`.  They
+        keep their states.
         """
         self._run.record_step(last + 1)
         self._run.view_change.reset()
@@ -360,7 +363,7 @@ class PipelineRecovery:
         return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
-        """Finish a run that some members left at its end; notify the others without a new generation."""
+        """Finish a run that some members left at its end; notify the others, but install no generation."""
         run, reason = self._run, "the run is over"
         notice = m.StandbyNotice(
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason

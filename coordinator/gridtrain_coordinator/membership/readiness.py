@@ -152,9 +152,9 @@ class Readiness:
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.
 
-        While a member is receiving the state of an unpartitioned model, only received bytes count.  Before
-        and after, its progress counter, which proves only that the member is alive, counts for a limited
-        time.  For other members, and in a pipeline, the counter always counts.
+        While a member receives the state of an unpartitioned model, only received bytes are progress.  Before
+        and after, an increase of its progress counter is accepted as progress for a limited time, because it
+        proves only that the member is alive.  For other members, and in a pipeline, it is always accepted.
         """
         transfer, ready_s = worker.state_progress, self._run.limits.ready_s
         if self._run.partition.is_pipeline or worker.peer not in self._joining():
@@ -205,7 +205,10 @@ class Readiness:
     def _record_failure(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> list[m.PeerId]:
-        """Record that the source has failed late members; return those for which another source is tried."""
+        """Record that the source has not served the late members that still wait for the state.
+
+        Returns those of them for which another source is to be tried.
+        """
         run, source = self._run, self._state_source()
         # Before the first step, the state is one member's own.
         is_shared = run.view is not None and run.view.applied >= 0
@@ -221,7 +224,7 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Return whether the worker is alive and waits for no more bytes; the source is then not at fault."""
+        """Return whether the worker is alive and misses no bytes; if so, the source is not at fault."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 

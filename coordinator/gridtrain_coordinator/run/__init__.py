@@ -1,4 +1,4 @@
-"""The coordinator's record of the run: workers, addresses, liveness, plans, names and problems.  Pure.
+"""The coordinator's record of the run, without I/O: workers, addresses, plans, names and problems.
 
 run_state          the shared state: registered workers, members, phase, with
                    registry, liveness, view_change, stage_bounds

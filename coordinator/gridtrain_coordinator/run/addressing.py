@@ -1,4 +1,4 @@
-"""Determines the address at which each worker is reached (dial-back), and the routes that the others receive.
+"""Determines the address at which each worker is reached (dial-back), and the routes between workers.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses
@@ -82,7 +82,7 @@ class AddressBook:
         return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
-        """Ask the newcomer to probe the other workers, and notify them of its probes."""
+        """Return messages that ask the newcomer to probe the others, and the others to expect its probes."""
         relays = self.route_table.relay_candidates(others)
         effects: list[Effect] = []
         notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal: encoded once
@@ -196,9 +196,10 @@ class AddressBook:
         return list(dict.fromkeys(routes))
 
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
-        """Send these members the routes to a worker outside the generation.
+        """Return messages with the routes between these members and a worker outside the generation.
 
-        The worker itself receives a separate message.
+        They go to the members, to the relays on the routes and, for its routes to these relays only, to the
+        worker itself, which receives its routes to the members separately.
         """
         addresses: dict[m.PeerId, dict[m.PeerId, str]] = {}
         for other in others:

@@ -3,7 +3,7 @@
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once it has all digests of a step, or when the next comparison begins and most agree:
                     the largest group of equal digests is right (ties go to the group with the lowest rank);
-                    a digest from a trainer that had stalled arrives later, and is compared with theirs
+                    a digest that arrives later, because a trainer had stalled, is compared with it
                     --ReplicaDiverged(step)--> the members that differ, which receive the state again
 
 Equal updates do not prove equal models: a bit may flip in memory, another kind of processor may round
@@ -35,7 +35,7 @@ class DigestComparison:
     def __init__(self, members: Sequence[PeerId] = ()) -> None:
         self._ranks = {peer: rank for rank, peer in enumerate(members)}
         self._digests: dict[int, dict[int, bytes]] = {}  # of open comparisons, by step and rank
-        self._agreed: dict[int, bytes] = {}  # the majority's digest, by step
+        self._agreed: dict[int, bytes] = {}  # the digest of the largest group, by step
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """Record a member's digest; return the members that are now known to differ."""

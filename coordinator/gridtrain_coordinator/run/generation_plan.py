@@ -52,7 +52,8 @@ class PlanBasis:
     Attributes:
         peers: the members, longest-serving first.
         links: the round trips between `peers`, and the rates that senders and receivers report.
-        is_direct: whether any two of them can connect without a relay, and no broken link is avoided.
+        is_direct: whether all of them may exchange directly: there are few enough, any two can connect
+            without a relay, and no broken link is avoided.
         setup: the run's definition.
         exchange: the exchange that the coordinator has chosen.
         current: the members of the current generation.
@@ -74,7 +75,7 @@ class GenerationPlanner:
 
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
-        entry_shares: the members that select fewer entries than the others under the latest plan.
+        entry_shares: the members that select fewer gradient entries than others under the latest plan.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
@@ -427,7 +428,11 @@ class GenerationPlanner:
     def _current_measurements(
         self, peers: Sequence[m.PeerId]
     ) -> tuple[int, NetworkModel | None, list[float]]:
-        """Return the arguments for `ExchangeChoice.reconsider`; compute times assume the current shares."""
+        """Return the arguments for `ExchangeChoice.reconsider`.
+
+        These are the number of workers, the links between them, and the times in seconds that the members
+        take to compute their current shares.
+        """
         shares = {member.peer: member.share for member in self._run.member_list}
         members = [peer for peer in peers if shares.get(peer)]
         times_s = [shares[peer] * seconds_per_sample(self._run.workers[peer].figures) for peer in members]

@@ -20,7 +20,7 @@ StateId = tuple[int, bytes, m.LedgerState]
 
 @dataclass(frozen=True, slots=True)
 class LeftWorker:
-    """A member that left or was paused with stage checkpoints on its disk."""
+    """A worker that left or was paused, with the stage checkpoints on its disk."""
 
     name: str
     checkpoints: tuple[m.CheckpointInfo, ...]
@@ -40,13 +40,13 @@ class RecoveredRun:
         is_ending: whether the owner has ended the run.
         end_reason: why the run is finished and, if its model was not written, why not; None if
             the run is not finished.
-        highest_step: the number of committed steps when the run was paused or no worker held the model any
-            longer; otherwise 0.
+        highest_step: the number of committed steps when the run was paused, when no worker held the model any
+            longer, or when a worker left with checkpoints; 0 if none of these followed the latest generation.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
         names: the latest names of all members, including those that have left.
-        left_workers: by key, the members that left with checkpoints since the latest generation, and are not
-            back.
+        left_workers: by key, the workers that have left with checkpoints since the latest generation, and are
+            not back.
     """
 
     definition: m.Setup | None = None

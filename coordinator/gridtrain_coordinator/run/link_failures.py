@@ -1,17 +1,17 @@
 """Decides which member is at fault when connections break repeatedly, and which pairs the next order avoids.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
-    mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
-    anna      -      0      0      0      only one of her pairs failed: not her link
+    mallory   5      4      0      5      at least `FAILURES_BEFORE_AVOIDING` in three pairs: at fault
+    anna      -      0      0      0      so many in only one pair: not at fault
 
 A report concerns only the reporter's own connections, and several pairs must fail, so a single dishonest
 member cannot make another one appear at fault.  Two dishonest members could.  In a group of three they are
 the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
 
-    in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
-                                                   are remembered for `REMEMBERED_S`
-    then       mallory - dora                      a new neighbour reports a failure: mallory is at fault
-    or         no further failure                  the member was honest: its link does not break
+    in 30 s    mallory - anna, mallory - bert      only two pairs: the next ring avoids them, and they are
+                                                   remembered for `REMEMBERED_S`
+    then       mallory - dora                      a third pair has failed: mallory is at fault
+    or         no other pair fails                 mallory is not at fault
 
 A member whose own link is bad reports each of its connections; its reports count like any others.
 """
@@ -33,7 +33,7 @@ Pair = tuple[PeerId, PeerId]
 class LinkFailures:
     """The recent connection failures between members.
 
-    Stores at most `FAILURES_BEFORE_AVOIDING` failure times for each end of a pair.
+    Stores at most `FAILURES_BEFORE_AVOIDING` times of failures that one member reports about another.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,9 @@ class LinkFailures:
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
-        """Return a member with failed pairs that the ring does not yet avoid; None if there is none.
+        """Return a member with two or more failed pairs, of which the ring does not avoid all yet.
 
+        Returns None if there is no such member, or if the group has at most `SMALL_GROUP` members.
         The plan of the next generation avoids these pairs (`begin_avoiding`).
         """
         if members <= SMALL_GROUP:
@@ -93,7 +94,10 @@ class LinkFailures:
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """Return, by member, the other members of its failed pairs; drop old failures."""
+        """Map members to those with which their connections failed too often in the last `within_s` seconds.
+
+        Discards the records of pairs that last failed more than `REMEMBERED_S` ago.
+        """
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]
         self._avoided &= self._broken_s.keys()

@@ -25,7 +25,8 @@ INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 influences the timeout for more than an hour."""
 
 JOIN_WAIT_S = 0.25
-"""The shortest wait for the Join that a worker, but not its agent, sends first over a restored connection."""
+"""The shortest wait for a `Join` over a new connection with a worker's key.  The worker sends it first; other
+programs that connect with the key, such as its agent, send none."""
 
 
 class HeartbeatIntervals:
@@ -41,7 +42,11 @@ class HeartbeatIntervals:
         self._arrived_s, self._count, self._longest_s = math.inf, 0, 0.0
 
     def record(self, now_s: float, *, has_progressed: bool) -> None:
-        """Record a heartbeat, or the worker's registration."""
+        """Record a heartbeat, or the worker's registration.
+
+        Args:
+            has_progressed: whether the heartbeat's progress counter has increased.
+        """
         self._count += has_progressed
         interval_s = min(now_s - self._arrived_s, MAX_INTERVAL_S)
         self._longest_s = max(interval_s, self._longest_s * INTERVAL_DECAY)

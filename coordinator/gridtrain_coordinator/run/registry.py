@@ -37,7 +37,7 @@ class Worker:
         checkpoints: the stage checkpoints on its disk.
         is_disk_full: whether it failed to write to disk a state that only it holds and other workers need.
         standby_reason: the reason why it has no rank although it is eligible; otherwise empty.
-        progress, progressed_s: the latest progress counter in its heartbeats, and when the counter changed.
+        progress, progressed_s: the progress counter in its heartbeats, and when the counter last increased.
         state_progress: the progress of the state transfer that it reports.
         problems: the skipped steps, missed steps and failed checkpoints that it reports.
     """

@@ -1,9 +1,12 @@
 """Chooses how two workers connect: one of them dials the other, or a relay forwards their messages.
 
-    a reaches b at              who dials                            address of b in the member list for a
-    b's verified address        a, or the larger key if both can     tcp://..., or empty if b dials
-    nothing, but b reaches a    b                                    empty
-    neither reaches the other   both, a third worker                 relay:<its key>
+    who can dial whom         who dials                          address of b in the member list for a
+    only a can dial b         a                                  tcp://...
+    only b can dial a         b                                  empty
+    each can dial the other   the one with the larger key (*)    tcp://... if a dials, otherwise empty
+    neither                   both dial a relay                  relay:<its key>
+
+(*) If only one of the two addresses is verified, it is the one that is dialled.
 
 A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
 that address, or if they are behind the same router.

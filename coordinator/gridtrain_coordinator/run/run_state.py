@@ -56,12 +56,12 @@ class RunState:
         partition: how the model is divided into stages.
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
-        highest_step: the highest step reported by generations and finished workers.
+        highest_step: the number of committed steps, as far as generations and members' reports show.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
-        left_workers: by key, the members that have left or paused since the latest generation and have stage
+        left_workers: by key, the workers that have left or paused since the latest generation and have stage
             checkpoints on their disks.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
@@ -311,8 +311,8 @@ class RunState:
     def record_leave(self, worker: Worker) -> list[JournalEntry]:
         """Record that a worker with stage checkpoints left on its own, because it may return with them.
 
-        Returns the journal entry.  There is none for a worker without checkpoints or outside the current
-        generation, if there is one, or after the end of the run.
+        Returns the journal entry.  There is none if the worker has no checkpoints, if the run has members and
+        the worker is not one of them, or if the run is finished.
         """
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:

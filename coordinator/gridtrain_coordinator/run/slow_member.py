@@ -16,7 +16,7 @@ BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to 
 
 
 def busy_s(figures: Mapping[str, float]) -> float:
-    """Return the time that a worker spent on its own work in its latest step; 0.0 if it is not finite."""
+    """Return the seconds that a worker spent on its own work in its latest step; 0.0 if infinite or NaN."""
     seconds = sum(figures.get(name, 0.0) for name in BUSY_METRICS)
     return seconds if math.isfinite(seconds) else 0.0
 

@@ -236,7 +236,13 @@ class WorkerProblems:
     )
 
     def update(self, name: str, step: int, figures: Mapping[str, float], now_s: float) -> list[LogEvent]:
-        """Read the figures in a heartbeat from the worker `name`, which has committed `step` steps."""
+        """Record the metrics in a heartbeat; return the events to log.
+
+        Args:
+            name: the worker's name.
+            step: the number of steps that it has committed.
+            figures: the metrics.
+        """
         skipped = self._skips.update(_count(figures, m.OWN_SKIPPED_STEPS), step, now_s)
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)
         events = []

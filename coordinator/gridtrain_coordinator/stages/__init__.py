@@ -1,4 +1,4 @@
-"""The coordinator's placement and recovery of a pipeline's stages.  Pure.
+"""The placement and recovery of a pipeline's stages by the coordinator, without I/O.
 
 reports of checkpoints --> checkpoint_catalog --> checkpoint_quorum    which of them count
                                   |

@@ -4,7 +4,7 @@
                                       |no               |
                                       v                 +--> trusted checkpoints, for `StagePlacement`
                                    violation
-    StageCheckpointList while a generation forms --> a part is missing --> another generation
+    StageCheckpointList while a generation forms --> a needed checkpoint is missing --> another generation
 
 Example: a disk is full when the model is repartitioned.
 
@@ -47,7 +47,7 @@ class CheckpointCatalog:
     # -- reports -----------------------------------------------------------------------------------
 
     def update(self, worker: Worker, message: m.StageCheckpointList) -> list[Effect]:
-        """Record the checkpoints that a worker reports; an impossible checkpoint is a violation."""
+        """Record the checkpoints that a worker reports, or a violation if one of them is impossible."""
         is_current = message.generation == self._run.generation  # if not, it was sent before the view arrived
         for checkpoint in message.checkpoints:
             if is_impossible(checkpoint, self._run.definition):
@@ -85,14 +85,17 @@ class CheckpointCatalog:
     # -- checkpoints for a placement ---------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """Return, by eligible worker, its checkpoints that `CheckpointQuorum.is_trusted` accepts."""
+        """Map each eligible worker to those of its checkpoints that `CheckpointQuorum.is_trusted` accepts."""
         return {
             peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
         }
 
     def add_digests(self, placement: RankPlacement, outcome: Outcome) -> RankPlacement:
-        """Add the digests of the checkpoints that members receive, as reported by the holders."""
+        """Return the placement with the digests of the checkpoints that members receive.
+
+        The digests are those that the workers with these checkpoints report.
+        """
         at = outcome.applied, outcome.history
         known = {
             (peer, x.layers): x.digest
@@ -110,7 +113,13 @@ class CheckpointCatalog:
     def _stage_digests(
         self, placement: RankPlacement, outcome: Outcome, known: Mapping[tuple[m.PeerId, m.Span], bytes]
     ) -> dict[m.PeerId, bytes]:
-        """Return the digest of each receiving member's stage, by member; a state in memory has no digest."""
+        """Map each member that receives its stage from one checkpoint to the checkpoint's digest.
+
+        A stage that is sent from memory has no digest.
+
+        Args:
+            known: the reported digests, by worker and layers.
+        """
         order, spans = placement.order, stage_spans(self._run.partition.bounds)
         layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
         digests: dict[m.PeerId, bytes] = {}
@@ -136,7 +145,7 @@ class CheckpointCatalog:
     # -- a placement that relied on a missing checkpoint -------------------------------------------
 
     def replan_if_missing(self, worker: Worker, *, is_current: bool = False) -> list[Effect]:
-        """Request another generation if the forming one needs a checkpoint that this worker does not have.
+        """Request another generation if the one that is forming needs a checkpoint that this worker lacks.
 
         Args:
             is_current: whether the worker reported its checkpoints in this generation.

@@ -1,4 +1,4 @@
-"""Decides which reported stage checkpoints are believed: a majority of members must confirm their state.
+"""Decides which reported stage checkpoints are used: those of a state that a majority of members reports.
 
     while all train      anna, bert and clara, who are most of the generation's members, report step 500 with
                          history h and ledger l: the state (500, h, l) is confirmed and journalled
@@ -82,7 +82,7 @@ class CheckpointQuorum:
 
         Args:
             generation: the current generation.
-            stages: by member of this generation, the layers of its stage.
+            stages: the members of this generation, each with the layers of its stage.
 
         Returns:
             The newly confirmed states and those with new digests, which the caller writes to the journal.
@@ -122,7 +122,10 @@ class CheckpointQuorum:
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
-        """Return whether the checkpoint's digest is recorded for its state and layers, or no digest is."""
+        """Return whether the checkpoint's digest is one of those recorded for its state and layers.
+
+        If none is recorded, every digest is trusted.
+        """
         for state, known in self._confirmed.items():
             digests = known.digests.get(checkpoint.layers)
             if state[:2] == (checkpoint.applied, checkpoint.history) and digests:

@@ -3,7 +3,7 @@
     at least as many workers as stages --> the defined partition, or another if a worker's memory is too small
     fewer workers -----------------------> wait `recut_s` for one to come back, then repartition
     a disk is full ----------------------> the previous partition, in which no worker needs that disk
-    newcomers ---------------------------> another replica or, if the model has too few stages, another stage
+    newcomers ---------------------------> another replica, or another stage if there are fewer than defined
 
 The step from which the run continues is chosen by `whole_state`.
 """
@@ -166,9 +166,10 @@ class StagePlacement:
     def place_in_previous_partition(
         self, restart: RestartPoint, live: LiveStates, now_s: float
     ) -> PlacementResult | None:
-        """Place the workers in a partition that includes the stages of the workers whose disks are full.
+        """Place the workers in the current or previous partition, so that no full disk is needed.
 
-        Returns None if no such partition is possible.
+        The stages of this partition include those that workers with full disks hold in memory.  Returns None
+        if there is no such partition, or if the workers or their memory do not suffice for it.
         """
         spans = [span for peer, span in live.items() if self._run.workers[peer].is_disk_full]
         bounds = find_partition(spans, self._run.partition.bounds, self._previous_bounds)
@@ -193,7 +194,7 @@ class StagePlacement:
         self._too_few_since_s = None
 
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
-        """Return whether to wait for a worker to come back, which would make the repartition unnecessary."""
+        """Return whether to wait, at most `recut_s`, for a worker whose return would avoid a repartition."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
         if now_s >= since_s + self._run.limits.recut_s:
             return False
@@ -302,7 +303,7 @@ class StagePlacement:
         return replace(placement, standbys=(*placement.standbys, *standbys), pieces=pieces, reason=reason)
 
     def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Device]:
-        """Return, by worker, the declared memory and the measured relative speed."""
+        """Map each worker to its declared memory (infinite if not declared) and its relative speed."""
         setups = {peer: self._run.workers[peer].setup for peer in peers}
         speeds = device_assignment.relative_speeds(
             {p: s.flops if s is not None else 0.0 for p, s in setups.items()}

@@ -5,7 +5,7 @@ The layers that each worker has, in memory or on disk:
     step             10        20        23 (the last committed step)
     anna, stage 0    0, 1      0, 1      0
     bert, stage 1    1, 2      1         1
-    clara, stage 2   2, 0      2, 0      2           is lost: no worker now has layer 2 of step 23 or 20
+    clara, stage 2   2, 0      2, 0      2           clara is lost: no worker now has layer 2 of step 23 or 20
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
 A state in memory is used only if it is that of the last committed step.  States are recorded by layer, so
@@ -40,7 +40,7 @@ def locate_state(
     Args:
         live: by worker, the layers of the state that it holds in memory.
         reported: the checkpoints of all eligible workers, in joining order.
-        bounds: the bounds of the stages that the result numbers.
+        bounds: the stage bounds to which the stage numbers in the result refer.
     """
     at = (outcome.applied, outcome.history)
     number = {span: stage for stage, span in enumerate(stage_spans(bounds))}
@@ -58,7 +58,7 @@ def locate_state(
 
 
 def missing_stages(locations: StateLocations, bounds: Sequence[int]) -> list[int]:
-    """Return the stages that have a layer held by no worker."""
+    """Return the stages with a layer that no worker holds, except those that a member can create."""
     lost = _incomplete_stages([span for spans in locations.held_spans.values() for span in spans], bounds)
     return [stage for stage in lost if stage not in locations.initial_stages]
 
@@ -136,7 +136,7 @@ def find_restart_point(
         outcome: the outcome according to the members' reports; None if no worker holds a state in memory.
         last: the last step that is known to be committed; -1 if there is none.
         live, reported: see `locate_state`.
-        bounds: the bounds of the stages that the result's locations number.
+        bounds: the stage bounds to which the stage numbers in the result refer.
         quorum: see `latest_whole_state`.
     """
     locations = locate_state(outcome, live, reported, bounds) if outcome is not None else StateLocations()
@@ -193,7 +193,7 @@ UNSAVED_REMEDY = (
     "is missing, in memory or in a checkpoint that it wrote when it left; if they are lost, end this run "
     "with gridtrain finish, and start a new one with another --state"
 )
-"""As `REMEDY`, if no worker has reported a checkpoint."""
+"""The text that replaces `REMEDY` if no checkpoint of the run is known."""
 
 
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
@@ -235,9 +235,10 @@ def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Find the incomplete state on disk that lacks the fewest stages; return these stages and its last step.
+    """Find the incomplete state on disk that lacks the fewest stages.
 
-    If there is no such state, returns all stages and `last`.
+    Returns the missing stages, and the last step in the state.  If there is no such state, returns all stages
+    and `last`.
 
     Args:
         last: the last step that is known to be committed; states after it are not considered.

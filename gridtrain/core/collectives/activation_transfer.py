@@ -94,7 +94,7 @@ class ActivationReceiver:
         check_expected(self._label, from_rank, slot, expected, "no such slice")
         if flags:
             raise RemoteProtocolError(
-                f"{self._label}: rank {from_rank} sent a slice with flags",
+                f"{self._label}: rank {from_rank} sent a slice with flags, which activations never have",
                 remedy=NEVER_SENT,
             )
         self._missing.discard(slot.slice)

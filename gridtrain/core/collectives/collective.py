@@ -120,7 +120,9 @@ class Collective(Protocol):
     def start(self) -> list[CollectiveEffect]: ...
 
     def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
-        """Process a payload of this round and channel; store a payload that arrives early until it is due.
+        """Process a payload of this round and channel, and return the effects to execute.
+
+        A payload that arrives early is stored until it is due.
 
         Raises:
             RemoteProtocolError: the payload cannot belong to this collective, because the slot is impossible,

@@ -115,8 +115,8 @@ class DirectAllReduce(CollectiveBase):
         """
         if self._most_bytes is not None and len(payload) > self._most_bytes:
             raise RemoteProtocolError(
-                f"{self._label}: rank {from_rank} sent {len(payload)} bytes for {slot}; "
-                f"a slice of this segment is at most {self._most_bytes} bytes long",
+                f"{self._label}: rank {from_rank} sent {len(payload)} bytes for {slot}, "
+                f"but a slice of this segment is at most {self._most_bytes} bytes long",
                 remedy="disconnect the peer; all members of a run train the same model",
             )
 

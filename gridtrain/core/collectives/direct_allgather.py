@@ -1,7 +1,7 @@
 """All-gather of stage summaries (a few bytes from each member of a pipeline), in one hop for small groups.
 
     up to 8 members    all send to all            rank 0 --> 1, 2, 3 at once         1 hop
-    more               a tree per origin          rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops
+    9 members or more  a tree for each origin     rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops
 
 The first stage finishes last, when all other payloads have already arrived.  In every step the group can
 therefore vote only after the first stage's payload has passed all hops.  For up to 4 members the direct

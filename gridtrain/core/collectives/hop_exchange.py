@@ -3,8 +3,8 @@
     rank 1 of 6 in a butterfly    fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
                                                ^ the current hop
 
-The current hop has sent this rank's payload.  It ends when the payload that it receives, if any, has been
-merged or adopted; only then is the payload of the next hop sent.
+If this rank sends a payload in the current hop, it has already sent it.  The hop ends when the payload that
+this rank receives in it, if any, has been merged or adopted; only then does the next hop begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Manages a member's attempts at each step: retries after an abort, and early, late and stale messages.
+"""Manages a member's attempts at each step: retries after an abort, and messages of other rounds.
 
     submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
                      ^                                                ABORT: the next attempt, same gradient
@@ -7,8 +7,9 @@
 The first buckets can be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
-In a pipeline, the attempt opens before the first activation is sent (`submit(has_more=True)`), because the
-members wait for each other long before there is a gradient; if one is lost or votes NO, all stop waiting.
+In a pipeline, the members wait for each other's activations long before there is a gradient.  The attempt
+therefore opens before the first activation is sent (`submit(has_more=True)`), so that all members stop
+waiting if one of them is lost or votes NO.
 The trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
 (`add_collectives`) up to the last one.
 
@@ -71,7 +72,7 @@ MAX_EARLY_MESSAGES = 8192
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
 """Largest total size of the early messages from one peer that are deferred.
 
-The size covers a flow control window, one message beyond the window, and small messages.
+The size covers a flow control window (32 MiB), one message beyond the window (64 MiB), and small messages.
 """
 
 MAX_STALE_MESSAGES = 20_000
@@ -99,7 +100,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EarlyViolation:
-    """A deferred message turned out to violate the protocol; handle this effect like `ProtocolViolation`."""
+    """A deferred message from `peer` violates the protocol.  Handle this effect like `ProtocolViolation`."""
 
     peer: m.PeerId
     reason: str
@@ -125,7 +126,7 @@ class Attempts:
     Attributes:
         rank: rank of this member.
         open_attempt: the attempt in progress; None between two attempts.
-        flags: the combined flags of the round's contributions that have arrived (`core.group.round_flags`).
+        flags: the combined flags of the round's complete collectives (`core.group.round_flags`).
         is_absent: whether this member's contribution to the open attempt is empty.
         compute_s: the trainer's delay, which the vote contains (see `m.Vote`); None in a retry, or if the
             trainer is absent or the delay is unknown.
@@ -186,7 +187,11 @@ class Attempts:
     # -- events ----------------------------------------------------------------------------------
 
     def begin(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
-        """Start the collectives of some buckets before the attempt opens; `submit` adds the rest."""
+        """Start the collectives of some buckets before the attempt opens; `submit` adds the rest.
+
+        Raises:
+            LocalProtocolError: an attempt is already open.
+        """
         if self.open_attempt is not None:
             raise LocalProtocolError(
                 f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
@@ -203,11 +208,17 @@ class Attempts:
         has_more: bool = False,
         is_absent: bool = False,
     ) -> list[AttemptEffect]:
-        """Open the attempt with the collectives that `begin` has not started.
+        """Open the attempt, and start the collectives that `begin` has not started.
+
+        If messages for this round may have been lost, or a ring cannot be resumed, this member votes NO
+        instead of starting the collectives.
 
         Args:
             has_more: whether `add_collectives` adds more collectives later.
             is_absent: whether the contribution is empty, because the trainer has stalled.
+
+        Raises:
+            LocalProtocolError: an attempt is already open.
         """
         if self.open_attempt is not None:
             raise LocalProtocolError(
@@ -231,7 +242,10 @@ class Attempts:
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
         """Start the additional collectives of the event or, if it reports a failure, vote NO.
 
-        An event is ignored if its round is over or this member has already voted.
+        The event is ignored if its round is not open or this member has already voted.
+
+        Raises:
+            LocalProtocolError: the round was opened, or last extended, without `has_more`.
         """
         attempt = self.open_attempt
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
@@ -246,8 +260,8 @@ class Attempts:
     def deliver_data(self, rank: int, data: m.Data) -> list[MemberEffect] | None:
         """Process a payload for a collective of the open attempt.
 
-        Return None without processing the payload if it belongs to no such collective; the caller then passes
-        the payload to `receive`.
+        Return None without processing the payload if it belongs to no such collective, or if this member has
+        already voted; the caller then passes the payload to `receive`.
 
         Raises:
             RemoteProtocolError: a correct member would not have sent the payload.
@@ -264,8 +278,8 @@ class Attempts:
     ) -> list[AttemptEffect]:
         """Process a message according to its round (commit rule 1).
 
-        A message of the open round is delivered, a message of a past round is dropped, and a message of a
-        later round, or for a later collective of the open round, is deferred.
+        A message of the open round is processed.  A message of a later round, or for a later collective of
+        the open round, is deferred.  A message of a past round is dropped, but the root may answer a vote.
 
         Args:
             peer: a member of this generation.
@@ -300,8 +314,9 @@ class Attempts:
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
         """Pass an event to the open attempt.
 
-        If no attempt is open, only the reason of a `Failed` event is recorded, if `begin` has started
-        collectives; the next attempt then fails.
+        If no attempt is open, the event is ignored, with one exception: if `begin` has started collectives, a
+        `Failed` event makes the next attempt fail.  A `Prepared` event is treated as `Failed` if the flags
+        are wrong (`find_wrong_flag`).
         """
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
@@ -324,22 +339,22 @@ class Attempts:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """Repeat the vote if the root has reconnected, because the vote or the decision may be lost."""
+        """If the root has reconnected, repeat the vote: it or the decision may have been lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
         return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated", None))]
 
     def peer_disconnected(self, reason: str, now_s: float) -> list[AttemptEffect]:
-        """Vote NO on the open round, because some of its payloads may be lost.
+        """Vote NO on the open round, because some of its payloads may have been lost.
 
-        If no round is open, or this member has already voted, the next round fails instead.
+        If no round is open, or this member has already voted, it votes NO on the next round instead.
         """
         self._loss_reason = reason if self.open_attempt is None or self.open_attempt.vote is not None else ""
         return self.advance(Failed(reason), now_s)
 
     def record_progress(self, peer: m.PeerId, message: m.RoundProgress, now_s: float) -> None:
-        """Record that a member is alive, and whether it has made progress.
+        """Record that a member is alive, and whether it has made progress since its previous message.
 
         Raises:
             RemoteProtocolError: no member can have reached the step that the message names.
@@ -417,9 +432,10 @@ class Attempts:
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
-        """Answer a late vote with the root's verdict again, and drop all other messages of past rounds.
+        """As the root, repeat the verdict in answer to a vote on a past round; drop any other message.
 
-        The voter may have missed the verdict because its connection broke.
+        The voter may have missed the verdict because its connection broke.  Verdicts are repeated for the
+        current step's aborted attempts and for the last committed round.
         """
         there, here = message.round, self.next_round
         if not isinstance(message, m.Vote) or self.rank != ROOT:
@@ -473,7 +489,10 @@ class Attempts:
         return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
 
     def find_wrong_flag(self) -> str:
-        """Return how the complete round's flags contradict this member's state; "" if they do not."""
+        """Return a text that says why the flags of the complete round cannot be correct, or "".
+
+        The flags are wrong if they contradict `is_absent`, or name a rank that is not a member.
+        """
         if is_absent(self.flags, self.rank) != self.is_absent:
             return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
         if self.flags >= absent_flag(self.rank_assignment.world_size):
@@ -517,9 +536,10 @@ class Attempts:
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Return whether each ring resumes its channel's aborted ring or, if there is none, is a first attempt.
+    """Return whether each ring in `now` resumes its channel's ring in `before` or, without one, starts anew.
 
-    A ring can be resumed only if all members resume it.
+    Both arguments contain the collectives of one attempt, by channel.  A ring can be resumed only if all
+    members resume it.
     """
     for channel, collective in now.items():
         earlier = before.get(channel)
@@ -570,7 +590,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Return whether a peer has sent more messages for past rounds than a correct peer could have sent.
+    """Return whether this number of messages for past rounds is larger than a correct peer could have sent.
 
     Reading a message that is then dropped costs as much as reading any other.
     """

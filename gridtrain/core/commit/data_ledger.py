@@ -1,4 +1,4 @@
-"""Assigns each sample of a pass to one worker and one step, and reassigns batches that are lost or too late.
+"""Assigns each sample of a pass to one worker and one step, and re-queues batches that are lost or too late.
 
 Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
 over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`
@@ -14,18 +14,20 @@ The state is replicated.  It changes only when a step commits (`commit`), or whe
 aborted step (`reassign`).  All other values are computed from the state, identically on every worker.
 `commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
+    cursor == consumed + requeued + holders + late + pending + leased      (all as numbers of samples)
+
+`holders` are the positions that members keep after an aborted step (`reassign`).
 
 A member can be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
 batch.  Meanwhile, the member's share counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
 
-If `LedgerSpec.delay` is 1, each batch is pending for a step: a member computes the batch that a step hands
-out while the gradient of its previous batch is exchanged, and the next step consumes it.
+If `LedgerSpec.delay` is 1, each batch is pending for one step: while a member computes the batch that a step
+assigns to it, the gradient of its previous batch is exchanged; the next step consumes the new batch.
 
     step                    0        1        2        3, the last one with `steps=3`
-    handed out              a0 b0    a1 b1    a2 b2    -
+    assigned                a0 b0    a1 b1    a2 b2    -
     exchanged, consumed     -        a0 b0    a1 b1    a2 b2
 
 A share is a batch size in samples.  A step takes as many samples as the sum of all shares, or fewer at the
@@ -34,8 +36,8 @@ samples from two passes unless some samples are re-queued.  A short step is spli
 (largest remainder, ties to the lower rank).  Filling the ranks one after another would leave the last
 ranks idle while the first have full batches, and a step takes as long as its slowest worker.
 
-With `LedgerSpec.shards`, a step gives each member as many samples as without shards, but different positions:
-each member reads from the shard that it has leased (`shard_leases`).
+If `LedgerSpec.shards` is not empty, each member gets as many samples in a step as without shards, but at
+different positions: those of the shard that it has leased (`shard_leases`).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ Assignment = Mapping[PeerId, tuple[Span, ...]]
 
 
 def validate(spec: LedgerSpec) -> None:
-    """Raise `ConfigError` unless `spec` describes a non-empty data set and a finite run."""
+    """Raise `ConfigError` if the data set is empty, the run is not finite, or a number is out of bounds."""
     if spec.size < 1:
         raise ConfigError(
             f"the data set has {spec.size} samples; it must have at least 1",
@@ -149,8 +151,8 @@ def predict_assignments(
 ) -> list[tuple[Span, ...]]:
     """Return the spans of `peer` in each of the `count` steps after `state.step`.
 
-    The prediction holds if all steps commit and no member joins or leaves.  The list is shorter if the run
-    ends earlier.
+    The prediction holds if all steps commit, no member is absent, and none joins or leaves.  The list is
+    shorter if the run ends earlier.
     """
     ahead: list[tuple[Span, ...]] = []
     for _ in range(count):
@@ -164,10 +166,11 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step` as a pair (its samples, all samples).
+    """Return a pair: the samples in a member's contribution to step `state.step`, and those of all members.
 
-    All samples are those of the step that handed out the batch, which is an earlier step if the batch is late
-    or pending.  The result is (0, 0) if the run has a delay and the member has no pending batch.
+    The contribution's weight is the quotient of the two numbers.  If the contribution is a late or pending
+    batch, both refer to the earlier step to which that batch was assigned.  The result is (0, 0) if the run
+    has a delay and the member has no pending batch.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -195,7 +198,8 @@ def commit(
     Args:
         assignment: the result of `assign` for this step.
         skipped: whether the committed update was empty because a member's gradient was not finite.
-        absent: members whose contribution was empty; their batches are late and not consumed.
+        absent: members whose contribution was empty; their batches are not consumed, but become late or,
+            with a delay, stay pending.
 
     Raises:
         LocalProtocolError: `assignment` does not belong to this state.
@@ -243,8 +247,8 @@ def reassign(
 ) -> LedgerState:
     """Return the state for the MembershipView that follows the abort of step `state.step`.
 
-    Survivors keep exactly their positions, and therefore the gradients that they have computed.  The
-    positions of the other members are re-queued and assigned first in the next step.  If no survivor has any
+    Survivors keep exactly their positions, so they can use the gradients that they have computed.  The
+    positions of the other members are re-queued; the next step assigns them first.  If no survivor has any
     positions, the step commits without samples, because a batch that a trainer has begun must not change.  If
     the step aborts again, call this function with the assignment of the new state.
 
@@ -331,7 +335,7 @@ def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> Ledge
     """Return the ledger after removing the newly assigned positions from the free, re-queued and leased ones.
 
     Raises:
-        LocalProtocolError: a run with shards would have assigned other positions.
+        LocalProtocolError: the run has shards, and this state leads to a different assignment.
     """
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
@@ -350,7 +354,7 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
 
 
 def is_balanced(state: LedgerState) -> bool:
-    """Return whether every position below the cursor is accounted for exactly once."""
+    """Return whether the cursor equals the number of positions consumed, re-queued or held by members."""
     return state.cursor == state.consumed + count_samples(state.requeued) + _count_held(state)
 
 
@@ -364,9 +368,10 @@ def _count_held(state: LedgerState) -> int:
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
     """Return whether a correct member of this generation can hold `state`.
 
-    This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
-    assigned only to members, batches are pending only in a run with a delay and leased only in one with
-    shards, and the step and the cursor are so small that no run can make them overflow.
+    This is the case if the state balances, no position occurs twice or lies beyond the cursor, and positions
+    are held only by members; if batches are pending only in a run with a delay, and late only in a run
+    without one; if only a run with shards has leases; and if the step and the cursor are so small that no run
+    can make them overflow.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

@@ -13,7 +13,7 @@ _DEFERRED = ("late", "pending")
 
 
 def spec_entry(spec: m.LedgerSpec) -> dict[str, Any]:
-    """Return `spec` as a JSON object of its fields."""
+    """Return `spec` as a JSON object; `parse_spec` reads it back."""
     body = asdict(spec)
     if not spec.delay:  # as in records of earlier versions
         del body["delay"]

@@ -16,7 +16,7 @@ second half of the longest lease.  The same rule covers groups with more members
 join late.  The next pass begins when no lease of the previous pass is left, so steps are as large as in a run
 without shards.
 
-Everything is computed from the replicated ledger and the members' counts, identically on every worker.
+Everything is computed from the replicated ledger and the members' sample counts, identically on every worker.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from itertools import accumulate
 from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
 
 MAX_LEASES = 256
-"""Maximum number of members with leases, so that a ledger fits into a message; the rest of any other member's
-shard is re-queued after each step."""
+"""Maximum number of members with leases, so that a ledger fits into a message.  If more members have begun a
+shard, the rest of each further member's shard is re-queued after each step."""
 
 
 @lru_cache(maxsize=8)
@@ -77,16 +77,16 @@ def split_at_shards(spec: LedgerSpec, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 class HandOut:
-    """The positions that a step hands out, and the ledger afterwards.
+    """The positions that a step assigns to each member, and the ledger afterwards.
 
     Args:
-        free: the positions of the pass that are neither assigned nor re-queued.
+        free: the positions of the pass that have not been assigned yet.
         counts: the members that take positions, in rank order, each with its number of samples.  The sum of
             these numbers must not exceed the number of positions that are leased, re-queued or free.
 
     Attributes:
         taken: the spans of each member.
-        state: the ledger after the step, with the new leases, excluding the taken positions.
+        state: the ledger with the new leases and without the taken positions.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class HandOut:
     def _split_longest(self, count: int) -> Span | None:
         """Remove and return the second half of the longest lease; return None if there are no leases.
 
-        If the second half has fewer than `count` positions, the last `count` positions are taken instead.
+        If the second half has fewer than `count` positions, the last `count` positions, or the whole lease if
+        it is shorter, are taken instead.
         """
         if not self._leases:
             return None

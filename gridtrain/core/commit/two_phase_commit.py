@@ -3,8 +3,8 @@
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)
       |-------- Vote YES -------->|
-      |<----- Decision -----------|   COMMIT iff every member voted YES for the same digest,
-      v                           v   else ABORT; decided once
+      |<----- Decision -----------|   COMMIT if all members voted YES for the same digest,
+      v                           v   otherwise ABORT; decided once
     Decided                     Decided
 
 After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The
@@ -77,15 +77,17 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message for the next step in this generation arrived; this proves the commit (commit rule 3)."""
+    """A message from the root for the next step of this generation arrived, which proves the commit of the
+    open step (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReceived:
-    """The member is alive: its trainer is computing, or is waiting inside gridtrain for the other members.
+    """The member with this rank reported that it is alive: its trainer is computing, or is waiting inside
+    gridtrain for the other members.
 
     Attributes:
-        has_moved: whether the member has also made progress, for example received a payload.
+        has_moved: whether the member has also made progress, for example by receiving a payload.
     """
 
     rank: int
@@ -217,7 +219,7 @@ class TwoPhaseCommit:
         self._last_movement_s = extend_start(self._last_movement_s, self.timeout_s, until_s)
 
     def _awaited_ranks(self) -> list[int]:
-        """Return the ranks that the root awaits: all that have not voted."""
+        """Return the ranks that have not voted yet."""
         return [rank for rank in range(self.world_size) if rank not in self._votes]
 
     def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:

@@ -2,7 +2,8 @@
 
     S = the members that reported, A = the highest credible step that any of them has applied
     a member at A - 1   is prepared for A, and applies it
-    all of S at A       COMMIT if all are prepared for the same (round, digest) of A + 1, otherwise ABORT
+    all of S at A       COMMIT if all are prepared for the same round of step A + 1 with the same digest and
+                        flags; otherwise ABORT
 
 This is safe, because a step is applied only after all members, including all of S, have voted YES.  The
 coordinator's journal stores the verdict, which never changes afterwards.
@@ -51,8 +52,8 @@ def decide_outcome(
         reports: reports of the members that hold a state (at least one), beginning with the longest-serving
             member's.  If the histories differ, the run continues with the history that most members have.
         shares: shares of the frozen generation's members, in rank order.
-        in_stages: whether the model is in stages.  The members of a pipeline then share a gradient, so an
-            aborted step is reassigned and recomputed as a whole.
+        in_stages: whether the model is partitioned into stages.  The members of a pipeline then share a
+            gradient, so all samples of an aborted step are assigned again, and the step is recomputed.
     """
     applied = _highest_credible_step(list(reports.values()))
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
@@ -79,9 +80,9 @@ def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
 
     A step requires a YES from all members, so correct members of a generation are at most one step apart, and
     those behind are prepared for the step that the others have applied.  A step that exceeds the median by
-    more than one is ignored.  The highest remaining step is ignored if more members contradict than support
-    it: a member one step behind supports it only if it is prepared for it.  Of two members, and in a tie, the
-    longest-serving one is trusted.
+    more than one is ignored.  The highest remaining step is ignored if more members contradict it than
+    support it: a member one step behind supports it only if it is prepared for it.  If there are only two
+    members, or in a tie, the longest-serving one is trusted.
     """
     applied = [report.applied for report in reports]
     median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]
@@ -105,7 +106,8 @@ def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:
 
 
 def _will_hold(report: m.FreezeReport, applied: int, history: bytes) -> bool:
-    """Return whether this member holds the state after the verdict without receiving it."""
+    """Return whether the member that sent this report holds the state after step `applied` with `history`, or
+    will hold it after applying the update for which it is prepared."""
     if report.applied == applied:
         return report.history == history
     return (

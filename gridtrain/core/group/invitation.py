@@ -1,8 +1,9 @@
 """Writes an invitation as one line of text with a checksum, and parses it, detecting damaged text.
 
-    gridtrain1:  base64url, no padding, of
-                 flags  coordinator's key  token    n  run      address   checksum
-                 1      32                 32       1  n bytes  the rest  8 bytes
+    gridtrain1:<these fields in base64url, without padding>
+
+    flags    coordinator's key   token      n        run's name   address    checksum
+    1 byte   32 bytes            32 bytes   1 byte   n bytes      the rest   8 bytes
 
 The token is a CURVE secret key that the run's owner generates.  The volunteer connects with the token's key
 pair, and the coordinator stores only a digest of the public key (`invitation_digest`).  The checksum detects
@@ -95,7 +96,7 @@ def parse(text: str) -> Invitation:
     """Parse an invitation, ignoring white space anywhere in `text` and quotation marks around it.
 
     Raises:
-        ConfigError: `text` is not an invitation, was altered, or was made by a newer gridtrain.
+        ConfigError: `text` is not an invitation, was altered, or has another version than `PREFIX`.
     """
     line = _strip_decoration(text)
     version = _VERSION.match(line)
@@ -165,6 +166,6 @@ def invitation_digest(key: PeerId) -> str:
 
 
 def comparable_key(key: PeerId) -> str:
-    """Return the first 32 digits of a key in groups of four, for people to compare."""
+    """Return the first 32 hexadecimal digits of a key in groups of four, for people to compare."""
     digits = key.hex()[:32]
     return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))

@@ -2,7 +2,7 @@
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
-                   <------- late --------->          (SIGSTOP, a closed laptop, a starved machine)
+                   <------- late --------->          (SIGSTOP, a closed laptop, an overloaded machine)
 
 Messages that arrived in the meantime are still unread, so the caller extends its timeouts.  Lifeguard's local
 health is a similar mechanism (arXiv 1707.00788).
@@ -28,14 +28,18 @@ class LoopStallDetector:
         self._last_call_s = math.inf
 
     def may_have_stalled(self, now_s: float) -> bool:
-        """Return False if `measure_stall` cannot find a stall.
+        """Return whether so much time has passed since the last call that the loop may have stalled.
 
-        This check is cheaper, because it does not need the deadline.
+        This check is cheaper than `measure_stall`, because it does not need the deadline.
         """
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Return how many seconds after the deadline this call was made; 0.0 up to `STALL_THRESHOLD_S`."""
+        """Record this call, and return by how many seconds it is late.
+
+        The result is the time since the deadline, or since the last call if the deadline was earlier; it is
+        0.0 if that time is at most `STALL_THRESHOLD_S`.
+        """
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0

@@ -27,7 +27,7 @@ class MemberPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A message arrived from `peer`; `nbytes`, its size on the wire, counts towards the peer's limits."""
+    """A message arrived from `peer`.  Its size on the wire, `nbytes`, counts towards the peer's limits."""
 
     peer: m.PeerId
     message: m.Message
@@ -73,14 +73,14 @@ class TrainerJoined:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRound:
-    """The trainer's contribution to `round`: collectives by channel.
+    """The trainer submits its contribution to `round`, as collectives by channel.
 
     Attributes:
         is_complete: whether these are the last buckets.  Otherwise more `SubmitRound` events follow; until
             then, payloads are exchanged, but no member votes.
         has_more: whether `AddCollectives` events will add more collectives to the open round.
-        settings: the optimizer settings of the contribution.
-        is_absent: whether the I/O loop submits an empty contribution for the trainer (`absent_round`).
+        settings: the encoded optimizer settings with which the contribution was made.
+        is_absent: whether the I/O loop submits an empty contribution instead of the trainer (`absent_round`).
     """
 
     round: m.RoundId
@@ -108,14 +108,15 @@ class AddCollectives:
 
 @dataclass(frozen=True, slots=True)
 class StayPresent:
-    """The trainer has submitted to `round` or must do so; an empty contribution is no longer allowed."""
+    """The I/O loop will not make an empty contribution to `round`, because the trainer has begun to submit or
+    an empty contribution is impossible; the group waits for the trainer."""
 
     round: m.RoundId
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerReturned:
-    """The trainer has applied the steps from which it was absent."""
+    """The trainer has applied the steps from which it was absent, and can take part again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class DigestComputed:
 
 @dataclass(frozen=True, slots=True)
 class RoundFailed:
-    """The open round cannot complete on this member, for example because of a bad payload or a full queue."""
+    """The open round cannot be completed on this member, for example because a queue is full."""
 
     reason: str
 
@@ -163,7 +164,7 @@ class StageCheckpointsChanged:
 
 @dataclass(frozen=True, slots=True)
 class CompareReplicas:
-    """The trainer has computed the digest of its state after `step`, to be compared with other replicas."""
+    """The trainer has computed the digest of its state after `step`, for comparison with other replicas."""
 
     step: int
     digest: bytes
@@ -176,7 +177,8 @@ class SnapshotLoading:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Catch-up has reached the state after step `applied`, which is close to the group's latest step."""
+    """Catch-up has reached the state after step `applied`, which is close to the group's latest step, so that
+    the worker can become a member."""
 
     applied: int
     history: bytes
@@ -372,7 +374,7 @@ class DeliverMean(MemberEffect):
 
     Attributes:
         value: the average; None if the generation ended before it was computed.
-        missing: the names of the members that finished their part of the step without giving a value.
+        missing: the names of the members that submitted their part of the step without contributing a value.
     """
 
     step: int
@@ -396,7 +398,7 @@ class Disconnect(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers(MemberEffect):
-    """Measure the round-trip times to these peers; `ProbeResults` follows."""
+    """Measure the round-trip times to `targets`, which are pairs (peer, address); `ProbeResults` follows."""
 
     targets: tuple[tuple[m.PeerId, str], ...]
 
@@ -499,7 +501,7 @@ class DiscardCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class BeginCatchUp(MemberEffect):
-    """Begin catch-up with a new snapshot, followed by the sources' updates."""
+    """Begin catch-up: request a snapshot from the sources, and then the updates of later steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,7 +590,7 @@ class ResidualTransferEnded(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class Stop(MemberEffect):
-    """Stop the worker, which was refused or dismissed, or cannot continue."""
+    """Stop the worker, because it was refused or dismissed, or cannot continue."""
 
     error: JoinRefused
 

@@ -50,7 +50,11 @@ class RankLayout:
 
     @classmethod
     def for_world_size(cls, stages: int, world_size: int) -> RankLayout:
-        """Return the layout of a generation; `world_size` must be a multiple of `stages`."""
+        """Return the layout of a generation.
+
+        Raises:
+            LocalProtocolError: `world_size` is not a positive multiple of `stages`.
+        """
         if world_size % stages:
             raise LocalProtocolError(
                 f"the generation has {format_count(world_size, 'member')}; the number of members must be a "
@@ -156,10 +160,10 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """The checkpoints from which this member assembles its stage: layers, and the rank that has them."""
+        """The checkpoints from which this member assembles its stage, as pairs (layers, storing rank)."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:
-        """Return the digest that the member list gives for a checkpoint source; empty if unknown."""
+        """Return the digest of the checkpoint of `layers` that `rank` stores; empty if unknown."""
         own = self.members[self.rank]
         return dict(zip(own.pieces, own.piece_digests, strict=False)).get((layers, rank), b"")

@@ -4,7 +4,7 @@
     bit 1 + r    rank r is absent: its contribution is empty, because its trainer has stalled
 
 Every payload of a collective carries the flags of the contributions that it contains.  A complete collective
-therefore has the flags of all members, and all members that vote for the same digest agree on them.
+therefore has the flags of all members, and members that vote for the same digest have the same flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reading of a machine's sensors (battery, GPU, idle time, temperature) and reasons for absent values."""
+"""Values of a machine's sensors (battery, GPU, idle time, temperature), and reasons why some are missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SensorReadings:
         gpu_used: whether another program is using the GPU.
         idle_s: time since the last user input.
         temperature_C: temperature of the hottest monitored component.
-        absent: by sensor name, the reason why the sensor cannot be read.
+        absent: the reasons why sensors were not read, by sensor name.
     """
 
     on_battery: bool | None = None
@@ -29,7 +29,7 @@ class SensorReadings:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_absent(self, name: str) -> str:
-        """Return the reason why this sensor cannot be read, or an empty string if it can."""
+        """Return the reason why this sensor has no value, or an empty string if it has one."""
         value = getattr(self, _READING[name])
         return "" if value is not None else self.absent.get(name, NO_VALUE)
 

@@ -67,7 +67,10 @@ class MemberContext:
 
     @property
     def is_declared_finished(self) -> bool:
-        """Whether this worker is synced and the run declared finished, so that no other member is needed."""
+        """Whether this worker is synced and the coordinator has declared the run finished.
+
+        In that case this worker needs no other member.
+        """
         is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
         return is_finished and self.trainer is not None
 
@@ -98,7 +101,7 @@ class MemberContext:
         return self.peer_links.disconnect_strangers(self.known_peers(assignment))
 
     def exclude_peer(self, peer: m.PeerId, reason: str) -> list[MemberEffect]:
-        """Disconnect a peer that violated the protocol."""
+        """Exclude and disconnect a peer that violated the protocol."""
         if not self.peer_links.exclude_peer(peer):
             return [Disconnect(peer)]
         event = LogEvent("offence", {"peer": peer.hex()[:8], "reason": reason})

@@ -1,9 +1,11 @@
 """A worker's link to the coordinator: sends Join and Setup, and ignores a coordinator with an outdated term.
 
-PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
-                           Welcome, term t < ours    fenced: CurrentGeneration reports our term
-                           Rejoin                    Join, once
-                           Refused                   Stop
+After connecting, the worker sends Join.  It then handles the coordinator's messages as follows:
+
+    Welcome, term >= own term   the worker is welcomed: it sends Setup, and repeats what may have been lost
+    Welcome, term < own term    the coordinator is ignored; CurrentGeneration tells it the newer term
+    Rejoin                      the worker sends Join again, unless a Join is still unanswered
+    Refused                     the worker stops
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class CoordinatorLink:
     Attributes:
         term: the highest known term; 0 if none is known.
         is_welcomed: whether this connection has received a Welcome with a valid term.
-        is_fenced: whether the coordinator answered in a past term; if so, its messages are ignored.
+        is_fenced: whether the coordinator's last Welcome has an outdated term; if so, the coordinator is
+            ignored.
         run_state: the last (state, reason) that the coordinator sent.
     """
 
@@ -66,7 +69,10 @@ class CoordinatorLink:
     # -- received --------------------------------------------------------------------------------
 
     def is_outdated(self, message: m.Message) -> bool:
-        """Return whether `message` comes from a coordinator whose term is over."""
+        """Return whether to ignore `message`, because the coordinator's last Welcome has an outdated term.
+
+        The receiver of a message that contains a term checks that term itself.
+        """
         return self.is_fenced and not isinstance(message, _CARRIES_TERM)
 
     def connected(self, generation: int) -> list[MemberEffect]:
@@ -80,7 +86,10 @@ class CoordinatorLink:
         return [LogEvent("coordinator_away", {"reason": reason})]
 
     def accept_welcome(self, term: int) -> bool:
-        """Accept a Welcome and its term; return False, and ignore the coordinator, if the term is over."""
+        """Accept a Welcome and its term, and return True.
+
+        If the term is outdated, return False instead and ignore the coordinator from now on.
+        """
         self.is_fenced = term < self.term
         if self.is_fenced:
             return False
@@ -94,7 +103,7 @@ class CoordinatorLink:
         return [LogEvent("rejoin", {"reason": reason}), self._join_message(generation)]
 
     def receive(self, message: m.Refused | m.Reachability | m.RunStateUpdate) -> list[MemberEffect]:
-        """Handle a message that concerns no generation."""
+        """Handle a message that does not concern a generation."""
         match message:
             case m.Refused(code, reason, remedy):
                 event = {DISMISSED: "dismissed", STALLED: "left_out"}.get(code)
@@ -118,7 +127,7 @@ class CoordinatorLink:
     def send(self, message: m.Message) -> list[MemberEffect]:
         """Send `message` if this worker is welcomed.
 
-        Otherwise nothing is sent, because the messages that follow the next Welcome replace it.
+        Otherwise `message` is dropped, because this worker reports its current state after the next Welcome.
         """
         return [Send(self.coordinator, message)] if self.is_welcomed else []
 
@@ -140,7 +149,10 @@ class CoordinatorLink:
         return [Send(self.coordinator, message) for message in messages]
 
     def report_generation(self, assignment: RankAssignment | None) -> list[MemberEffect]:
-        """Send this worker's generation to the coordinator, whose journal may be older (commit rule 11)."""
+        """Send this worker's generation to the coordinator, whose journal may lack it (commit rule 11).
+
+        Nothing is sent if this worker does not know any term.
+        """
         if not self.term:
             return []
         if assignment is None:  # even the term may be unknown to the coordinator

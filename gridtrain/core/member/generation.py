@@ -1,4 +1,4 @@
-"""One member's part in a generation, from its MembershipView to the next one: Ready, rounds and reports.
+"""One member's part in a generation, from the generation's MembershipView to the next one.
 
     FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |
@@ -110,9 +110,9 @@ class Generation:
 
     @property
     def absent_round(self) -> tuple[m.RoundId, bytes] | None:
-        """The round that now needs an empty contribution, and the other members' optimizer settings, or None.
+        """The round that now needs an empty contribution, and the optimizer settings with which to apply it.
 
-        `SubmitRound` or `StayPresent` follows.
+        None if there is no such round.  `SubmitRound` or `StayPresent` follows.
         """
         round_id, absence = self._next_round, self.stragglers.absence
         if round_id is None or absence is None or self._context.residual_transfer.is_refusing:
@@ -130,7 +130,8 @@ class Generation:
 
     @property
     def doomed_round(self) -> m.RoundId | None:
-        """The open round if this member voted NO on it or had not voted before the Freeze; otherwise None."""
+        """The open round if it can no longer commit, because this member has voted NO, or had not voted
+        before the Freeze; otherwise None."""
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is True:
             return None
@@ -139,10 +140,12 @@ class Generation:
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
         """Return this member's data positions in the open step, and two numbers that weight its contribution.
 
-        The numbers are those of `data_ledger.contribution_weight`: its samples, and all members' samples.
+        The numbers are those of `data_ledger.contribution_weight`: the samples in this member's contribution,
+        and those of all members.  In a pipeline, all members of one replica process the same samples, so the
+        positions and the first number include those of all of them, first stage first.
 
-        All members of one replica of a pipeline process the same samples, so the result contains the
-        positions of all of them, first stage first.
+        Raises:
+            LocalProtocolError: the trainer has not joined.
         """
         spans_of, assignment = self.data_assignment(), self.rank_assignment
         spec, ledger = self._ledger_spec, self._context.replica_state.ledger
@@ -154,7 +157,7 @@ class Generation:
         return spans, data_ledger.count_samples(spans), weight[1]
 
     def _count_samples(self) -> list[int]:
-        """Return the number of samples of each rank in the open step."""
+        """Return the number of samples that the open step assigns to each rank."""
         spans_of = self.data_assignment()
         return [data_ledger.count_samples(spans_of[member.peer]) for member in self.rank_assignment.members]
 
@@ -222,7 +225,7 @@ class Generation:
         return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Act on a timeout that has passed, for example by reporting a stall or by aborting the attempt."""
+        """Act on a timeout that has passed: for example, report a stall or abort the attempt."""
         attempts, required = self.attempts, self.required_peers
         if self._is_forming:
             is_synced = self._context.replica_state.is_synced
@@ -247,7 +250,10 @@ class Generation:
 
     @property
     def _mean_due_s(self) -> float:
-        """The time at which the root completes averages without the ranks that have not contributed."""
+        """The time at which the root completes averages without the ranks that have not contributed.
+
+        Infinite if a step cannot continue without some members.
+        """
         if not self.stragglers.is_enabled:
             return math.inf
         return self.stragglers.late_s(self._means.awaited_ranks)
@@ -286,7 +292,8 @@ class Generation:
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         """Report the loss of a required connection to the coordinator; while RUNNING, fail the open round.
 
-        The report is sent in every phase, so that the exit of a member during a view change is also detected.
+        The report is sent in every phase, so that the exit of a member between two generations is also
+        detected.  While FORMING, the member is dialled again.
         """
         effects: list[MemberEffect] = []
         rank, required = self.rank_assignment.rank_of(peer), self.required_peers
@@ -333,7 +340,7 @@ class Generation:
         return [*ready, *self.required_peers.repeat_report()]
 
     def check_ready(self) -> list[MemberEffect]:
-        """Send Ready once this member is synced and connected."""
+        """Send Ready, once, as soon as this member is synced and its required peers are connected."""
         is_synced = self._context.replica_state.is_synced
         if not self._is_forming or self._is_ready_sent or not is_synced or self.required_peers.missing:
             return []
@@ -345,7 +352,7 @@ class Generation:
         return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """Handle StartGeneration, which means that all members are ready: begin training."""
+        """Handle StartGeneration: all members are ready, so training begins."""
         if not self._is_forming:
             return []
         assignment, context = self.rank_assignment, self._context
@@ -395,7 +402,11 @@ class Generation:
         return [ResolveRound(attempt.round_id, False, 0, reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """Close the open step after the run's last step, so that the trainer learns that the run is over."""
+        """Discard the open attempt after the run's last step; the trainer then learns that the run is over.
+
+        Args:
+            first_step: the step after the last one.
+        """
         self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.RUNNING, False, False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
@@ -565,9 +576,9 @@ class Generation:
         return [*self._repeat_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
 
     def _repeat_report(self) -> list[MemberEffect]:
-        """Send a second FreezeReport if FROZEN, because the first says that this member is not synced.
+        """If FROZEN, send a second FreezeReport, because the first one says that this member is not synced.
 
-        The run may be paused for that reason, and the state loaded since then may be the last copy.
+        The run may be paused for that reason, and the state that was loaded since then may be the only copy.
         """
         if self.phase is not MemberPhase.FROZEN:
             return []
@@ -630,7 +641,10 @@ class Generation:
         return self._process_effects(effects, now_s) + self.stragglers.tick(now_s)
 
     def _abandon_round(self, now_s: float) -> list[MemberEffect]:
-        """Vote NO for a trainer that is leaving, and end the round without the root's decision."""
+        """Vote NO for a trainer that is leaving, and end the round for it without the root's decision.
+
+        If the member has already voted YES, the round continues.
+        """
         reason = "this worker is leaving"
         effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
         attempt = self.attempts.open_attempt
@@ -639,7 +653,10 @@ class Generation:
         return [*effects, ResolveRound(attempt.round_id, False, 0, reason)]
 
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
-        """Start transferring the residual of a trainer that is leaving between two rounds."""
+        """Start to transfer the residual of a trainer that is leaving.
+
+        The transfer fails unless this member is RUNNING, and no round is open or it has voted NO on it.
+        """
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
         assignment = self.rank_assignment if is_free else None
@@ -662,7 +679,8 @@ class Generation:
     def _update_round(
         self, act: Callable[[Attempts], list[AttemptEffect]], now_s: float
     ) -> list[MemberEffect]:
-        """Call `act` only while RUNNING, because a frozen member neither votes nor commits (rule 5)."""
+        """Call `act` and process its effects, but only while RUNNING: a frozen member neither votes nor
+        commits (rule 5)."""
         return self._process_effects(act(self.attempts), now_s) if self._is_running else []
 
     def _process_effects(self, effects: list[AttemptEffect], now_s: float) -> list[MemberEffect]:

@@ -1,9 +1,9 @@
 """Handles a new MembershipView: the worker's rank and stage, and whether its state and model are up to date.
 
     member list, partition --> RankAssignment; an error if a correct coordinator would not have sent them
-    verdict                --> the open step is applied or given up, or the state is missing
+    verdict                --> the open step is applied or aborted, or the member lacks the required state
     state                  --> in memory | from checkpoints | from a state source | as the script built it
-                               Stop if catch-up has changed the model and none of these is possible
+                               Stop if the model has changed since it was built, and none of these is possible
     connections            --> disconnect unknown peers, dial members
 
 `view_changes` decides whether a MembershipView is valid or outdated.
@@ -32,7 +32,7 @@ def make_rank_assignment(
     """Return the rank assignment of a MembershipView, whose member list is `listed`.
 
     Raises:
-        RemoteProtocolError: a correct coordinator would not have sent this MembershipView.
+        RemoteProtocolError: the member list, the exchange or the partition is not valid for this worker.
     """
     members = with_own_addresses(own_id, listed)
     bounds = _stage_bounds(view, trainer)
@@ -57,9 +57,10 @@ def make_rank_assignment(
 
 
 def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m.Member, ...]:
-    """Return the members with the addresses that this worker dials, or "" if the member dials this worker.
+    """Return the members with the addresses that this worker dials.
 
-    If this worker itself has an address in the list, the keys decide who dials (see `m.Member.address`).
+    The address of a member that dials this worker is "".  If this worker itself has an address in the list,
+    the keys determine which of two members dials (see `m.Member.address`).
     """
     has_address = any(member.peer == own_id and member.address for member in members)
     return tuple(
@@ -146,8 +147,8 @@ def enter_generation(
 def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
     """Return whether `view` starts from the model that the script built or loaded from its checkpoint.
 
-    Between joining and the MembershipView, the worker may have been in another generation that ended before
-    its state arrived; the model is then unchanged.
+    The worker may have been in another generation that ended before its state arrived; in that case the model
+    is still unchanged.
     """
     if context.setup is None:
         return False
@@ -183,10 +184,11 @@ def _stale_model_error() -> JoinRefused:
 def own_name_events(
     requested: str, before: Sequence[m.Member], members: Sequence[m.Member], rank: int
 ) -> list[LogEvent]:
-    """Return log events about this member's name, and about newcomers that requested the same name.
+    """Return log events about a new name of this member, and about newcomers that requested the same name.
 
     Args:
-        requested: the name that this member requested, or has had until now.
+        requested: the name that this member requested or, if the coordinator has already named it, its
+            current name.
         before: the members of the previous generation.
         members: the members of this generation, in which this member has rank `rank`.
     """

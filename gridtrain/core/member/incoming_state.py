@@ -1,9 +1,9 @@
-"""Requests and serves the state while the group waits; decides which member to ask, and when to ask again.
+"""Requests and sends the state while the group waits; decides which member to ask, and when to ask again.
 
-    member that joins          StateRequest --> the source, or the member that forwards the state
-                               <-- StateBlock .., each stored (StoreStateBlock); at last StateLoaded
-                               no block in time: StateRequest --> the source
-    member with the state      <-- StateRequest; SendState, now or as soon as the member is synced
+    joining member         sends StateRequest to the state source, or to the member that forwards the state
+                           stores each StateBlock that it receives (StoreStateBlock)
+                           sends StateRequest to the source if no block arrives in time
+    member with the state  answers StateRequest with SendState; in a pipeline, as soon as it is synced
 
 The member list names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).
@@ -45,7 +45,10 @@ class IncomingState:
 
     @property
     def source(self) -> m.PeerId | None:
-        """The member that sends the state, or the digest of a forwarded state; None if no state is needed."""
+        """The member that sends the state, or the digest of a forwarded state.
+
+        None if this member is synced or there is no state source.
+        """
         if self._replica_state.is_synced:
             return None
         rank = choose_state_source(self._rank_assignment, self._context.is_pipelined)
@@ -62,9 +65,10 @@ class IncomingState:
         return (applied, history) if applied >= 0 and not self._context.is_pipelined else None
 
     def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
-        """Request the state from all peers that serve it or, if `of` is given, only from that peer.
+        """Request the state and, if another member forwards it, its digest from the state source.
 
-        The I/O loop fills in the number of blocks that have already been received.
+        Only connected peers are asked, and only the peer `of` if it is given.  The I/O loop fills in the
+        number of blocks that have already been received.
         """
         if self._replica_state.is_synced or self._context.checkpoints.loading:
             return []
@@ -101,9 +105,11 @@ class IncomingState:
     # -- the state that this member holds ----------------------------------------------------------
 
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
-        """Send a stored checkpoint of the peer's stage or, once this member is synced, its own state.
+        """Answer another member's request for the state.
 
-        A joining member forwards the blocks of the state, as they arrive, to the next member of the chain.
+        If the peer holds another stage than this member, a stored checkpoint of its stage is sent.
+        Otherwise, this member sends its own state if it is synced, or stores the request.  A joining member
+        instead forwards the blocks of the state, as they arrive, to the next member of the chain.
         """
         at, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = at.rank_of(peer)
@@ -122,7 +128,10 @@ class IncomingState:
         return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """Answer the requests that arrived before this member was synced; without stages, discard them."""
+        """Answer the requests that arrived before this member was synced.
+
+        If the model is not partitioned, they are discarded instead.
+        """
         requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []

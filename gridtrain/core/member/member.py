@@ -79,7 +79,7 @@ class MemberCore:
 
     @property
     def current_generation(self) -> Generation | None:
-        """The generation to which this worker belongs, or None."""
+        """The generation to which this worker belongs; None if it belongs to none."""
         return self._view_changes.generation
 
     @property
@@ -225,7 +225,7 @@ class MemberCore:
                 return generation.handle(event, now_s)
 
     def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Process a payload like `handle` with a `MessageReceived` event, but faster.
+        """Process a payload as `handle` does for a `MessageReceived` event, but faster.
 
         Raises:
             RemoteProtocolError: the payload violates the protocol.
@@ -254,7 +254,7 @@ class MemberCore:
                 return []
 
     def _report_unreachable(self, now_s: float) -> list[MemberEffect]:
-        """Report to the coordinator the catch-up sources that cannot be reached."""
+        """Report to the coordinator which catch-up sources and announced peers cannot be reached."""
         catch_up = self._context.catch_up
         peers = catch_up.take_unreachable(now_s)
         if not peers:
@@ -264,7 +264,7 @@ class MemberCore:
         return [LogEvent("no_route", {"peers": names}), Send(self.coordinator, report)]
 
     def _extend_timeouts(self, now_s: float) -> None:
-        """Extend the timeouts of other peers after a stall of this worker's own loop."""
+        """If this worker's own loop has stalled, extend the timeouts by which other peers are judged."""
         if not self._stall_detector.may_have_stalled(now_s):
             self._stall_detector.record_call(now_s)
         elif self._stall_detector.measure_stall(self.deadline_s, now_s):

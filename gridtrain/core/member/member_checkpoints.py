@@ -1,17 +1,16 @@
 """Decides which stage checkpoints a worker saves, loads, discards, requests, and sends to other members.
 
-    MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
-                     StageCheckpointList    report that a checkpoint expected on this disk is missing
-                     LoadCheckpoints        if all checkpoints of this member's stage are on this disk
-                     CheckpointRequest -->  otherwise: request the missing checkpoints, one at a time
-                     <-- CheckpointRequest  SendCheckpoint, as soon as the checkpoint is on this disk
-    a step           SendCheckpoint         send the latest to the next stage, in case a disk fails
-    StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
+    MembershipView       SaveCheckpoint       writes the state in memory, if a new stage is assembled from it
+                         StageCheckpointList  reports that a checkpoint expected on this disk is missing
+                         LoadCheckpoints      if all checkpoints of this member's stage are on this disk
+                         CheckpointRequest    otherwise, requests the missing checkpoints, one at a time
+    CheckpointRequest    SendCheckpoint       sends the checkpoint as soon as it is on this disk
+    new checkpoint       SendCheckpoint       sends the latest to a member in the next stage, as a backup copy
+    StartGeneration      DiscardCheckpoints   deletes checkpoints of steps that the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
-member needs which checkpoint.  The latest new checkpoint of a stage is copied once, as soon as it is listed;
-`runtime.state_transfer.checkpoint_copy` transfers it, and `training.checkpoint.stage_checkpoint_store` stores
-it.
+member needs which checkpoint.  Checkpoints are transferred by `runtime.state_transfer.checkpoint_copy` and
+stored by `training.checkpoint.stage_checkpoint_store`.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ class MemberCheckpoints:
     def report(self) -> list[MemberEffect]:
         """Send the list of stored checkpoints to the coordinator.
 
-        Nothing is sent while the state in memory is being written, because the coordinator would plan without
-        that checkpoint.
+        Nothing is sent while the state in memory is being written, because the coordinator would then plan
+        the stages without that checkpoint.
         """
         if self._saving is not None and not self._has_failed_write:
             return []
         return self._coordinator_link.send(m.StageCheckpointList(self.stored, self._generation))
 
     def discard(self, applied: int) -> list[MemberEffect]:
-        """Discard any checkpoints of steps after `applied`: the group has rolled back these steps."""
+        """Discard the checkpoints of steps after `applied`, because the group has rolled these steps back."""
         stored = tuple(checkpoint for checkpoint in self.stored if checkpoint.applied <= applied)
         if len(stored) == len(self.stored):
             return []
@@ -145,10 +144,10 @@ class MemberCheckpoints:
     def update_stored(
         self, stored: tuple[m.CheckpointInfo, ...], failed_write: m.CheckpointInfo | None
     ) -> tuple[list[m.CheckpointInfo], bool]:
-        """Record the checkpoints that are now on the disk, and the checkpoint that was not written, if any.
+        """Record the checkpoints that are now on the disk, and the one that could not be written, if any.
 
-        Returns the new checkpoints, and whether a checkpoint that was being loaded is gone; if so, the state
-        may be requested from a state source instead.
+        Return the new checkpoints, and whether a checkpoint that was being loaded is gone.  In that case the
+        state may be requested from a state source instead.
         """
         self._has_failed_write = self._has_failed_write or (
             failed_write is not None and failed_write == self._saving
@@ -180,7 +179,7 @@ class MemberCheckpoints:
     def serve(
         self, assignment: RankAssignment, peer: m.PeerId, request: m.CheckpointRequest
     ) -> list[MemberEffect]:
-        """Send a checkpoint from which another member assembles its stage, as soon as it is stored.
+        """Send a checkpoint from which another member assembles its stage, now or as soon as it is stored.
 
         Raises:
             RemoteProtocolError: the member list does not assign this checkpoint to that member.
@@ -188,8 +187,8 @@ class MemberCheckpoints:
         rank = assignment.rank_of(peer)
         if rank is None or (request.layers, assignment.rank) not in assignment.members[rank].pieces:
             raise RemoteProtocolError(
-                f"rank {rank} requested {_describe_layers(request.layers)}, for which rank {assignment.rank} "
-                "is not its source"
+                f"rank {rank} requested a checkpoint of {_describe_layers(request.layers)}, for which rank "
+                f"{assignment.rank} is not its source"
             )
         stored = self.find(request.layers)
         if stored is None:
@@ -208,7 +207,8 @@ class MemberCheckpoints:
         """Store a block of a checkpoint that this member needs for its stage, or that it backs up.
 
         Raises:
-            RemoteProtocolError: the block belongs to another checkpoint.
+            RemoteProtocolError: the block belongs to any other checkpoint, or the checkpoint has a different
+                digest than in the member list, or is of a step that cannot be committed yet.
         """
         checkpoint, rank = block.checkpoint, assignment.rank_of(peer)
         position = (checkpoint.applied, checkpoint.history)
@@ -233,8 +233,8 @@ class MemberCheckpoints:
             )
         if checkpoint.applied > self._replica_state.applied + 1:
             raise RemoteProtocolError(
-                f"rank {owner} sent a checkpoint of step {checkpoint.applied + 1}; "
-                f"step {self._replica_state.applied + 2} is open on this member"
+                f"rank {owner} sent a checkpoint of step {checkpoint.applied + 1}, but no step after "
+                f"step {self._replica_state.applied + 2} can have been committed yet"
             )
         return [StoreCheckpointBlock(peer, block)]
 

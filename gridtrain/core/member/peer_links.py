@@ -1,13 +1,14 @@
 """Decides which peers a worker dials, accepts messages from, excludes after a violation, and disconnects.
 
                     Dial              PeerConnected
-    not dialled ----------> dialled <--------------> connected     the loop retries until Disconnect
+    not dialled ----------> dialled <--------------> connected     the I/O loop redials until Disconnect
          ^                     |    PeerDisconnected    |
-         +---- Disconnect -----+------------------------+          no longer known, or excluded
+         +---- Disconnect -----+------------------------+          the peer is excluded, or no longer known
 
 A peer that violates the protocol is excluded until the next generation begins.  A peer that was announced
-(ExpectProbes, Admitted) can measure its link to this worker without being a member, until the generation
-after the next one.  `required_peers` determines which members a generation requires.
+(ExpectProbes, Admitted) can measure its link to this worker without being a member.  It stays known during
+the next generation, but not afterwards, unless it becomes a member.  `required_peers` determines which
+members a generation requires.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class PeerLinks:
 
     Attributes:
         connected: peers to which this worker is connected.
-        excluded: peers that have violated the protocol, or were removed, in this generation.
+        excluded: peers that have violated the protocol or were removed in this generation; their messages
+            are ignored.
     """
 
     def __init__(self, own_id: PeerId, coordinator: PeerId) -> None:
@@ -77,11 +79,11 @@ class PeerLinks:
         return self.dial([(peer, addresses.get(peer, "")) for peer in sorted({*needed, *relays})])
 
     def disconnect_strangers(self, known: Collection[PeerId]) -> list[MemberEffect]:
-        """Disconnect all dialled peers that are not in `known`.
+        """Disconnect all dialled peers that are not in `known`, the peers whose messages are accepted.
 
-        An accepted connection stays open until the other peer closes it or sends a message, which the
-        transport's access control then refuses.  If this worker closed the connection, the other peer would
-        still consider the connection open, and would not redial on its return to the group.
+        A connection that the other peer dialled stays open until that peer closes it or sends a message,
+        which the transport's access control then refuses.  If this worker closed the connection, the other
+        peer would still consider it open, and would not dial again when it returned to the group.
         """
         strangers = set(self._dialled_addresses).difference(known)
         self._dialled_addresses = {
@@ -91,9 +93,10 @@ class PeerLinks:
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Accept peers outside the generation while the links between them and this worker are measured.
+        """Accept messages from announced peers, which need not be members, to measure the links to them.
 
-        The peers that have an address are dialled.
+        The peers, given as (peer, address) pairs, are dialled if they have an address.  Only the latest
+        `MAX_EXPECTED` announcements are remembered.
         """
         for peer, _ in peers:
             self._expected_since.pop(peer, None)
@@ -119,7 +122,7 @@ class PeerLinks:
         self.excluded.clear()
 
     def begin_generation(self, assignment: RankAssignment) -> None:
-        """Readmit excluded peers; drop announcements that are too old or whose peers are now members."""
+        """Readmit excluded peers, and drop announcements that are too old or whose peers are now members."""
         self._expected_since = {
             peer: since
             for peer, since in self._expected_since.items()

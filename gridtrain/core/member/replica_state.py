@@ -1,10 +1,11 @@
 """The step, history and layers of the state that a worker holds, and whether a generation can use this state.
 
-    MembershipView at step a, and the worker holds
-        step a, its stage's layers   synced
-        step a, other layers         `memory_layers`: a stage is assembled from these layers, or they are used
-                                     again when the previous partition is restored
-        another step                 not synced: received, or loaded from disk
+If a MembershipView begins after step a, a worker whose memory contains
+
+    its stage's layers after step a   is synced
+    other layers after step a         is not synced, but keeps these layers (`memory_layers`): stages are
+                                      assembled from them, or the previous partition is restored
+    the state of another step         is not synced: it receives the state, or loads it from disk
 
 While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
 the tensors, and `member_checkpoints` manages the checkpoints on disk.
@@ -24,7 +25,7 @@ class ReplicaState:
         applied: the last step applied; -1 if there is none.
         history: chained digest of all updates applied.
         ledger: the data ledger after the last step applied.
-        is_synced: whether the worker holds this state for the layers of its stage.
+        is_synced: whether the worker holds this state for all layers of its stage.
         memory_layers: the layers whose state is in memory, if they differ from those of the worker's stage;
             otherwise None.
         is_modified: whether the model has changed since the script built it or a checkpoint was loaded.
@@ -52,9 +53,9 @@ class ReplicaState:
 
     @property
     def skip_metrics(self) -> dict[str, int]:
-        """Skipped samples and steps, as heartbeat metrics; empty if there are none.
+        """The numbers of skipped samples and steps, as heartbeat metrics; empty if no step was skipped.
 
-        About the steps before it joined, this worker knows only whether all of them were skipped.
+        Of the steps before this worker joined, it knows only whether all of them were skipped.
         """
         if not self.ledger.skipped:
             return {}
@@ -108,7 +109,9 @@ class ReplicaState:
         self.history = extend_history(self.history, digest)
 
     def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
-        """Adopt the state that the coordinator's verdict on the open step requires, or become unsynced.
+        """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
+
+        If this worker then does not hold the state of `view`, it is no longer synced.
 
         Args:
             prepared: the digest of the prepared update; None if there is none.
@@ -125,7 +128,9 @@ class ReplicaState:
         return False
 
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
-        """Begin a generation in which this worker holds `layers`.
+        """Begin a generation in which this worker's stage consists of `layers`.
+
+        If this worker is synced but its state has other layers, they become `memory_layers`.
 
         Args:
             may_recall: whether the state in `memory_layers` is the state with which the generation begins, so

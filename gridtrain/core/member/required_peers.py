@@ -1,9 +1,10 @@
 """Determines the connections that a member needs before and during training; reports unreachable peers.
 
-    unpartitioned model   the exchange's neighbours, the root, the state source; the latter two are connected
-                          to all members
-    model in stages       the exchange's neighbours, the root; the previous and the next stage of the
-                          pipeline, as a ring; the sources of this member's state, and the members for which
+    unpartitioned model   the neighbours in the exchange, the root and the state source; the root and the
+                          state source are connected to all members
+    model in stages       the neighbours in the exchange and the root, which is connected to all members; the
+                          members of this replica in the previous and the next stage, where the last stage is
+                          followed by the first; the sources of this member's state, and the members for which
                           it is a source
 
 Either both ends of a connection require it, or neither does.
@@ -130,7 +131,7 @@ class RequiredPeers:
         return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
 
     def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report the missing peers that this member dials; the coordinator may know another address."""
+        """Report the peers in `missing` that this member dials; the coordinator may know other addresses."""
         self._forming_since_s = math.inf
         assignment = self._rank_assignment
         dialled = tuple(peer for peer in missing if self._addresses[peer])
@@ -141,7 +142,10 @@ class RequiredPeers:
         return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, report)]
 
     def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
-        """Restart the wait for a peer that was connected, because its address is known to be reachable."""
+        """Restart the wait if the missing peers were already reported, or `peer` is the only one missing.
+
+        The address of a peer that was connected is known to be reachable.
+        """
         if math.isinf(self._forming_since_s) or self.missing == (peer,):
             self._forming_since_s = now_s
 
@@ -157,7 +161,7 @@ class RequiredPeers:
         self._disconnected_since_s = now_s
 
     def report_relayed(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report the missing peers whose address names a relay; the coordinator may know another relay."""
+        """Report the peers in `missing` that are dialled by way of a relay; there may be another relay."""
         relayed = [peer for peer in missing if m.relay_of(self._addresses[peer]) is not None]
         return self.report(relayed) if relayed else []
 

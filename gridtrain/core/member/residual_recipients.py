@@ -1,13 +1,13 @@
-"""Chooses which members receive a leaving worker's residual (unsent gradient), and when they add or drop it.
+"""Chooses which member receives a leaving worker's residual (unsent gradient), and when it adds or drops it.
 
     leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
-      | takes part in no steps   |                          |
-      | -- ResidualBlock 0, 1 -> | complete, checked        |
-      | <---- ResidualReply ---- | stored apart             |
+      | votes on no more steps   |                          |
+      | -- ResidualBlock 0, 1 -> | checks and stores them   |
+      | <---- ResidualReply ---- |                          |
       | -- Leave ------------------------------------------> |
       x                          | <- Freeze, ... --------- |
                                  | <---- MembershipView --- |  the sender is no longer a member, and no step
-                                 | adds it to its own       |  was committed in the meantime
+                                 | adds it to its residual  |  was committed in the meantime
 
 A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
 residual that it sent after step s stays complete until a MembershipView continues from s without the sender.
@@ -15,8 +15,8 @@ If the sender nevertheless takes part in another step, the recipient drops the r
 second recipient only if the first has declined.  Therefore, a residual is added once or not at all,
 regardless of which messages are lost.
 
-A recipient that is about to leave accepts no more residuals.  It waits until the residuals that it has
-accepted are added to its own, which it then transfers.
+A recipient that is about to leave accepts no more residuals.  It waits until those that it has already
+accepted are added to its own residual, which it then transfers.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class ResidualTransfer:
         applied: int,
         history: bytes,
     ) -> list[MemberEffect]:
-        """Send the residual to the first recipient; `ResidualTransferEnded` follows.
+        """Send the residual, given as `blocks`, to the first recipient; `ResidualTransferEnded` follows.
 
-        This member must not have contributed to an open round.
+        This member must not have contributed to the open round.  If `assignment` is None, the transfer fails.
         """
         self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(blocks)
         reason = "no generation is running" if assignment is None else "no neighbour is connected"
@@ -102,7 +102,7 @@ class ResidualTransfer:
         connected: Collection[m.PeerId],
         position: tuple[int, bytes],
     ) -> list[MemberEffect]:
-        """Handle the recipient's reply: end the transfer if it accepted, otherwise ask the next recipient."""
+        """Handle the recipient's reply: end the transfer or, if it declined, ask the next recipient."""
         recipient = self._recipient
         if recipient is None or peer != recipient.peer:
             return []
@@ -112,7 +112,7 @@ class ResidualTransfer:
         return self._ask(assignment, connected, *position, f"{recipient.name} declined: {reply.reason}")
 
     def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
-        """End the transfer if `peer` is the recipient; whether it has received everything is unknown."""
+        """End the transfer if `peer` is the recipient, although it may have received the whole residual."""
         recipient = self._recipient
         if recipient is None or peer != recipient.peer:
             return []
@@ -127,7 +127,11 @@ class ResidualTransfer:
         history: bytes,
         reason: str,
     ) -> list[MemberEffect]:
-        """Send the residual to the next recipient; if there is none, end the transfer and state `reason`."""
+        """Send the residual to the next recipient that is connected; end the transfer if there is none.
+
+        Args:
+            reason: the reason to state if the transfer ends.
+        """
         if assignment is None:
             return [ResidualTransferEnded(False, reason)]
         ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
@@ -158,10 +162,10 @@ class ResidualTransfer:
         applied: int,
         is_synced: bool,
     ) -> list[MemberEffect]:
-        """Store a block, or decline the residual after its last block.
+        """Store a block or, if this member cannot use it, decline the residual when its last block arrives.
 
         Raises:
-            RemoteProtocolError: a correct member would not have sent the block.
+            RemoteProtocolError: the sender must not send its residual to this member, or has already sent it.
         """
         if (block.term, block.generation) != (assignment.term, assignment.generation):
             return []
@@ -190,7 +194,11 @@ class ResidualTransfer:
         return ""
 
     def mark_complete(self, assignment: RankAssignment | None, peer: m.PeerId) -> list[MemberEffect]:
-        """Accept a residual whose blocks have all arrived and are valid, unless it is too late."""
+        """Accept a residual whose blocks have all arrived and are valid.
+
+        It is dropped if it is no longer expected or this member is outside a generation, and dropped and
+        declined if this member is about to leave.
+        """
         received = self._received.get(peer)
         if received is None or assignment is None:
             return [DropResidual(peer)]
@@ -203,7 +211,7 @@ class ResidualTransfer:
     def begin_generation(
         self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
     ) -> list[MemberEffect]:
-        """Add the residuals of members that have left; drop those that do not belong to this state."""
+        """Add the complete residuals of members that have left; drop incomplete and outdated residuals."""
         effects: list[MemberEffect] = []
         for peer, received in list(self._received.items()):
             fits = (received.applied, received.history) == (applied, history)
@@ -218,7 +226,7 @@ class ResidualTransfer:
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
-        """Drop the residuals of earlier steps, because their senders have nevertheless voted on this step."""
+        """Drop residuals of steps before `applied`, because their senders have voted on that step."""
         effects: list[MemberEffect] = []
         for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]

@@ -1,25 +1,26 @@
 """The messages of `grid.mean` and `grid.weigh`, for which rank 0 computes the mean of the members' values.
 
-    member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
+    member r: MeanRequest(step, index, x_r) --> rank 0: mean of x_0 .. x_(P-1), if complete --> MeanReply
 
-The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  Calls before
-a step's `optimizer.step()` have the index `BEFORE_STEP_INDEX` + i, and those after it the index i and the
-number of the next step.  Weights have the index `WEIGHTS_INDEX`.
+The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  A call
+before a step's `optimizer.step()` has the index `BEFORE_STEP_INDEX` + i; a call after it has the index i and
+the number of the next step.  A call of `grid.weigh` has the index `WEIGHTS_INDEX`.  Step and index together
+identify an average; the code calls them its key.
 
 If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
 call in the next generation.  Some members may have received the average in the earlier generation.  So that
 all members receive the same value, these members repeat their call with the average as its value and with
-`KNOWN_INDEX` added to its index, and the root sends the average to the others.  If the group can continue
-without stalled trainers, members repeat the averages that they know at the start of the generation, without a
-call by the trainer.
+`KNOWN_INDEX` added to its index, and the root (rank 0) sends the average to the others.  If the group can
+continue without stalled trainers, members repeat the averages that they know at the start of the generation,
+even if their trainers do not call again.
 
-The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
-step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
-without a value to report when they submit, with a MeanReply that has the index `SUBMITTED_INDEX` and their
-own rank as its value; from then on, these ranks report each submission with a MeanRequest of this index.  A
-MeanReply that has this index and another rank as its value precedes an average, and names a rank that has
-made no call.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can
-displace the values of another member.
+The root does not wait for a rank that has made a later call, or whose trainer has submitted its contribution
+to the step.  Nor does it wait for joining members if the calls were made after the last step of the earlier
+generation.  The root asks the ranks without a value to report when they submit: it sends each of them a
+MeanReply with the index `SUBMITTED_INDEX` and the rank as its value.  From then on, these ranks report each
+submission with a MeanRequest of this index.  A MeanReply of this index whose value is another rank announces
+that this rank has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS` values
+of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WEIGHTS_INDEX = 2**31 - 1
 SUBMITTED_INDEX = WEIGHTS_INDEX - 1
 BEFORE_STEP_INDEX = 2**30
 KNOWN_INDEX = 2**29
-"""Added to the index of a repeated call whose value is the average that the member has received."""
+"""Added to the index of a repeated call whose value is the average that the member has already received."""
 MAX_OPEN_MEANS = 64
 """Maximum number of values stored for each member, which has one open call and can repeat a few calls."""
 
@@ -52,7 +53,7 @@ class ScalarMeans:
         known: averages that this member received in earlier generations.
 
     Attributes:
-        known: the latest averages that this member has received, without weights.
+        known: the latest averages of `grid.mean` that this member has received, by key.
         awaited_key: (step, index) of the average that the trainer is waiting for; None if there is none.
     """
 
@@ -72,12 +73,12 @@ class ScalarMeans:
         self._value = 0.0  # this member's value in the awaited average
 
     def set_absent(self, ranks: frozenset[int]) -> None:
-        """Set the ranks whose trainers have stalled; averages are completed without them."""
+        """Set the ranks whose trainers have stalled; averages do not wait for them."""
         self._absent = ranks
 
     @property
     def awaited_ranks(self) -> frozenset[int]:
-        """On the root, the ranks whose values are still missing; empty if no average is open."""
+        """On the root, the ranks without a value in at least one of the open averages."""
         ranks = range(self._rank_assignment.world_size)
         return frozenset(rank for key in self._open_keys for rank in ranks if rank not in self._values[key])
 
@@ -99,7 +100,7 @@ class ScalarMeans:
         return self._request_from_root(key)
 
     def repeat_known(self) -> list[MemberEffect]:
-        """Send the root the averages that other members could request again.
+        """Give the root the averages that this member has received and other members could request again.
 
         This member's trainer may have stalled, in which case it does not repeat its calls.  The averages are
         sent in ascending order, because the root completes an average without a member from which it already
@@ -130,7 +131,10 @@ class ScalarMeans:
         return effects
 
     def trainer_submitted(self, step: int) -> list[MemberEffect]:
-        """Report once, if the root has asked, that the trainer makes no more calls up to `step`."""
+        """Report that the trainer has submitted `step`, and so makes no more calls for it or earlier steps.
+
+        The root records this; another member sends it to the root, once, if the root has asked.
+        """
         at = self._rank_assignment
         if at.rank == ROOT:
             return self._record_submitted(ROOT, step)
@@ -147,7 +151,10 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
-        """Repeat the request if the root has reconnected, because the request or the reply may be lost."""
+        """If the root has reconnected, repeat the request: it or the reply may have been lost.
+
+        If another member has reconnected, the root may ask it again to report its submissions.
+        """
         rank = self._rank_assignment.rank_of(peer)
         if rank != ROOT:
             self._asked_ranks -= {rank}
@@ -156,7 +163,7 @@ class ScalarMeans:
         return self._request_from_root(self.awaited_key) if self.awaited_key is not None else []
 
     def cancel(self) -> list[MemberEffect]:
-        """Cancel the awaited average at the end of the generation."""
+        """Cancel the average that the trainer is waiting for, because the generation ends."""
         key, self.awaited_key = self.awaited_key, None
         return [] if key is None else [DeliverMean(*key, None)]
 
@@ -164,7 +171,7 @@ class ScalarMeans:
         """Process a value or the root's reply; ignore messages from non-members and other generations.
 
         Raises:
-            RemoteProtocolError: a request was not sent to the root, or a reply did not come from the root.
+            RemoteProtocolError: a member other than the root received a request or sent a reply.
         """
         at = self._rank_assignment
         rank = at.rank_of(peer)
@@ -201,9 +208,10 @@ class ScalarMeans:
     def _collect(
         self, key: MeanKey, rank: int, value: float, *, is_known: bool = False
     ) -> list[MemberEffect]:
-        """Store a value, and reply to the members that have called once the average is complete or known.
+        """Store a member's value; send the average to the members that have called if it is now complete.
 
-        A member that repeats a step receives the known result.
+        With `is_known`, the value is the average itself.  If the average has already been computed, only this
+        member receives it.
         """
         self._values.setdefault(key, {})[rank] = value
         self._keep_latest(key, rank)
@@ -234,10 +242,10 @@ class ScalarMeans:
         return self._send_results(key)
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
-        """Return whether a rank has submitted the step or contributed to a later average.
+        """Return whether a rank will not contribute to this average any more.
 
-        Such a rank will not contribute to this average.  With a delay, for example, a newcomer can begin one
-        step after the step that the other members are computing.
+        It has submitted the step or contributed to a later average.  If the run has a delay, for example, a
+        newcomer can begin one step after the step that the other members are computing.
         """
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key
@@ -276,7 +284,8 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
     is_wrong = from_rank != ROOT if isinstance(message, m.MeanReply) else rank != ROOT
     if is_wrong:
         raise RemoteProtocolError(
-            f"rank {from_rank} sent {type(message).__name__} to rank {rank}; rank {ROOT} computes averages",
+            f"rank {from_rank} sent {type(message).__name__} to rank {rank}; only rank {ROOT} receives "
+            "requests for averages and sends replies",
             remedy=NEVER_SENT,
         )
 

@@ -1,9 +1,9 @@
 """The chain in which newcomers pass the state on, and the rule for bypassing a slow member of the chain.
 
-    rank      0        1        2        3        4
-              source   holds    joins    joins    joins
-              blocks ---------> blocks -> blocks -> blocks      about as fast for many members as for one
-              digest ------------------> o -----> o             sent by the source itself, a few bytes
+    rank      0         1         2         3         4
+              source    member    joining   joining   joining
+              blocks -----------> blocks -> blocks -> blocks    about as fast for many members as for one
+              digest ---------------------> digest    digest    sent to each member by the source itself
 
 A forwarded state is accepted only if it has the digest that the source sent.  If a forwarder sends nothing
 for `BLOCK_TIMEOUT_S`, or violates the protocol, it is bypassed, and the source sends the rest.  If the digest
@@ -24,7 +24,7 @@ BLOCK_TIMEOUT_S = 10.0
 MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
 """Longest time to wait for the first block, which passes through all joining members before this one.
 
-The time is `BLOCK_TIMEOUT_S` for each of these members, up to this limit.
+A member waits `BLOCK_TIMEOUT_S` for each of these members, but not longer than this limit.
 """
 
 

@@ -1,25 +1,26 @@
 """Decides, from a trainer's usual delay, when a step continues without that trainer (`wait="auto"`).
 
-    member that waits        root                               member whose trainer has stalled
-      submits, waits
+    waiting member           root                               member whose trainer has stalled
+      has submitted, waits
       longer than usual
-      --- Waiting ------------> members with enough shares wait,
+      --- Waiting ------------> the waiting members have
+                                enough of the shares, and
                                 rank 2 is later than usual
-                                --- ProceedWithout ----------------> its I/O loop contributes nothing,
+                                --- ProceedWithout ----------------> its I/O loop makes an empty contribution,
                                                                      marked as absent, and votes
 
 A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
 deviation.  The limit is computed for each member, in seconds per sample of its share, so that a worker
-that is always slow is never late.  If no member is late, no message is sent.  A member that was absent from
+that is always slow is not late.  If no member is late, no message is sent.  A member that was absent from
 the last step is asked to stay absent as soon as the others have submitted, so that a long stall delays
 the group only once (commit rule 14).
 
-Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
+The late member itself decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
 attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if that trainer were
 absent from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.
-Nor can the trainer be absent from the other buckets alone, because a late batch may be handed out again, and
-the part already sent would be counted twice.
+Nor can the trainer be absent from the other buckets alone, because its late batch may be assigned again, and
+the part that was already sent would then be counted twice.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 QUORUM = 0.5
-"""Smallest sum of the waiting members' shares, as a fraction of the sum of all shares, with which the step
-continues without late members; with less, the group waits."""
+"""The waiting members must have at least this fraction of the sum of all shares for the step to continue
+without late members; otherwise the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -47,7 +48,8 @@ DEVIATIONS = 6.0
 """Number of median absolute deviations above the median at which a delay is unusual."""
 
 MIN_MARGIN_S, MIN_MARGIN_SHARE = 0.05, 0.25
-"""Smallest distance of the limit from the median, in seconds and as a share of the median."""
+"""Smallest distance of the limit from the median, in seconds and as a fraction of the median; the larger of
+the two applies."""
 
 MAX_ABSENT_S = 300.0
 """Longest absence of a member; afterwards the group waits for it, and the usual timeouts apply."""
@@ -59,7 +61,8 @@ MAX_SETTINGS_BYTES = 1 << 20
 class UsualDelay:
     """The limit beyond which a delay is unusual, computed from the latest delays in seconds.
 
-    A delay that is proportional to a scale, such as a number of samples, is recorded with its scale.
+    A delay that is proportional to a quantity, such as a number of samples, is recorded with that quantity as
+    its scale.
     """
 
     def __init__(self) -> None:
@@ -169,7 +172,7 @@ class Stragglers:
     def accepts(self, *, is_absent: bool) -> bool:
         """Return whether to accept the trainer's submission or, with `is_absent`, the I/O loop's empty one.
 
-        The loop makes no empty submission after the trainer's, so the first one that is handled counts.
+        If both occur in one step, the one that is handled first is accepted.
         """
         if is_absent:
             self._has_contributed_nothing = self.absence is not None
@@ -179,10 +182,11 @@ class Stragglers:
         return not self._has_contributed_nothing
 
     def submitted(self, round_id: m.RoundId, settings: bytes, now_s: float) -> float | None:
-        """Record the trainer's submission; return its delay for the vote, or None in a retry.
+        """Record the trainer's submission, and return its delay in seconds for the vote.
 
-        The delay of a late batch begins when its step was opened, so that the limit adapts to a worker that
-        has become slower.
+        The result is None in a retry, or if it is unknown when the step was opened.  The delay of a late
+        batch begins when the first missed step was opened, so that the limit adapts to a worker that has
+        become slower.
         """
         self._submission, self._step = (round_id, now_s, settings), round_id.step
         since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
@@ -198,15 +202,15 @@ class Stragglers:
         self._requested.clear()
 
     def voted(self, rank: int, compute_s: float | None) -> None:
-        """Record the delay in another member's vote; called on the root."""
+        """Record the delay in a vote from the member with this rank; called on the root."""
         if compute_s is not None:
             self._compute[rank].record(compute_s, self._scales[rank])
 
     def committed(self, flags: int, now_s: float) -> list[MemberEffect]:
         """Record that the open step was committed with these flags, and that the next one is open.
 
-        Returns the root's log events about members that were absent from this step, but not from the previous
-        one.
+        On the root, return log events about the members that were absent from this step, but not from the
+        previous one.
         """
         if self._submission is not None:
             self._wait.record(now_s - self._submission[1])
@@ -239,10 +243,11 @@ class Stragglers:
     def receive(
         self, rank: int, message: m.Waiting | m.ProceedWithout, step: int, now_s: float
     ) -> list[MemberEffect]:
-        """Process a message about the open step; ignore a message about another step.
+        """Process a message about the open step, `step`; ignore a message about another step.
 
         Raises:
-            RemoteProtocolError: the sender must not send this message to this member.
+            RemoteProtocolError: the sender must not send this message to this member, or the settings in it
+                exceed `MAX_SETTINGS_BYTES`.
         """
         _check_message(rank, self._assignment.rank, message)
         if not self.is_enabled or message.round.step != step:
@@ -265,8 +270,8 @@ class Stragglers:
         return max(self._earliest_s, min(due_s))
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Report that this member is waiting; as the root, request late members to be absent; comply with
-        such a request."""
+        """Do what is due now: report that this member is waiting, comply with a request to be absent, and, as
+        the root, request late members to be absent."""
         if now_s < self._earliest_s:
             return []
         effects: list[MemberEffect] = []
@@ -303,7 +308,7 @@ class Stragglers:
         return max(self._opened_s, self._returned_s) + self._own_limit_s
 
     def _limit_s(self, rank: int) -> float:
-        """Return the limit of a rank's delay in this generation, in which its share may have changed."""
+        """Return the limit of a rank's delay in seconds, for the rank's share in this generation."""
         return self._compute[rank].limit_s(self._scales[rank])
 
     @property
@@ -319,7 +324,8 @@ class Stragglers:
 
     @property
     def _candidates(self) -> list[int]:
-        """The ranks that have neither reported that they are waiting nor been asked to stay absent."""
+        """The ranks that the root could ask to be absent: they have neither reported that they are waiting,
+        nor been asked already."""
         known = self._waiting.keys() | self._requested
         if self._submission is not None:
             known |= {self._assignment.rank}
@@ -340,11 +346,14 @@ class Stragglers:
         return has_samples and sum(shares[rank] for rank in self._waiting) >= QUORUM * sum(shares)
 
     def late_s(self, ranks: Iterable[int]) -> float:
-        """Return the time from which all of these ranks are late in the open step; infinite if never."""
+        """Return the time from which all of these ranks are late in the open step.
+
+        The result is infinite if `ranks` is empty, or no limit is known for one of them.
+        """
         return max((self._late_s(rank) for rank in ranks), default=math.inf)
 
     def _late_s(self, rank: int) -> float:
-        """Return the time from which this rank is late."""
+        """Return the time from which this rank is late in the open step; infinite if its limit is unknown."""
         return self._opened_s + (0.0 if rank in self.absent else self._limit_s(rank))
 
     def _request_due_s(self, rank: int) -> float:
@@ -374,6 +383,7 @@ def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWith
     if is_wrong or size > MAX_SETTINGS_BYTES:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
-            f"only rank {ROOT} sends requests and receives reports, with at most {MAX_SETTINGS_BYTES} bytes",
+            f"only rank {ROOT} receives Waiting and sends ProceedWithout, and the settings must have at most "
+            f"{MAX_SETTINGS_BYTES} bytes",
             remedy=NEVER_SENT,
         )

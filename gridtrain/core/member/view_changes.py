@@ -6,10 +6,10 @@ APART ----------------------------> FORMING ----------------------> FORMING (Rea
   |                     MembershipView |                                v
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
-message from     goes to
-a member, Data   the open attempt of the generation, after the checks that apply to all messages
-the coordinator  `coordinator_link` (its term), `generation_entry` (a MembershipView), the generation
-a peer           `worker_catch_up` (catch-up), the generation (a member); otherwise ignored
+A message from the coordinator is handled here, by `coordinator_link`, `peer_links` or `worker_catch_up`, or
+by the generation; `generation_entry` handles a MembershipView.  A catch-up message from any other peer goes
+to `worker_catch_up`, and any other message to the generation, provided that its sender is a member; otherwise
+it is ignored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ViewChanges:
         return self.generation.rank_assignment.generation if self.generation is not None else 0
 
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Route a message to its receiver.
+        """Pass a message to its handler.
 
         Raises:
             RemoteProtocolError: the message violates the protocol.
@@ -76,7 +76,7 @@ class ViewChanges:
         return generation.receive(peer, message, nbytes, now_s)
 
     def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Route a payload to the current generation.
+        """Pass a payload to the current generation.
 
         Raises:
             RemoteProtocolError: the payload violates the protocol.
@@ -147,7 +147,7 @@ class ViewChanges:
     def _begin_catch_up(
         self, term: int, sources: Sequence[tuple[m.PeerId, str]], now_s: float
     ) -> list[MemberEffect]:
-        """Start catch-up from these sources; leave the generation, if any, which the group has left."""
+        """Start catch-up from `sources`; a worker that the group left behind leaves its generation first."""
         if term < self._coordinator_link.term:
             return []
         effects: list[MemberEffect] = []
@@ -191,7 +191,7 @@ class ViewChanges:
         return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
-        """Make the next member list from the current one; if that fails, rejoin to receive the whole list."""
+        """Build the next member list from the current one or, if that fails, rejoin to receive it."""
         if changes.term < self._coordinator_link.term or changes.generation <= self.generation_number:
             return []
         members = changes.apply(self._listed) if changes.base == self.generation_number else None
@@ -233,10 +233,11 @@ class ViewChanges:
         return self.generation.start(now_s)
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
-        """Handle a StandbyNotice: execute the verdict, and leave the generation; the next one has no rank for
-        this worker.
+        """Handle a StandbyNotice: execute the verdict and leave the generation, because the next one has no
+        rank for this worker.
 
-        Afterwards, this worker is in the same situation as a worker that has just joined.
+        Afterwards, this worker is in the same situation as a worker that has just joined, unless the run has
+        ended; in that case it stays in the generation and reports the end.
         """
         context, before = self._context, self.generation
         is_old = before is not None and notice.generation <= self.generation_number

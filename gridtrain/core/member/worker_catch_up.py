@@ -1,9 +1,9 @@
-"""Catch-up while the members train: a newcomer copies state and updates from members, which serve them.
+"""Catch-up while the members train: a newcomer copies the state and later updates from some of the members.
 
-    CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
-      |                          CaughtUp --> CatchUpReport
-      +-- `route_s` without any connected source --> PeersUnreachable --> CatchUpFrom with other addresses
-    ServeCatchUp(receivers)  --> TakeSnapshot                             receivers' requests are delivered
+    newcomer   CatchUpFrom(sources) --> BeginCatchUp, Dial, SourceConnected ..; then the sources' messages are
+                 |                      delivered to the I/O loop until CaughtUp --> CatchUpReport
+                 +-- no source connected for `route_s` --> PeersUnreachable --> CatchUpFrom, other addresses
+    member     ServeCatchUp(receivers) --> TakeSnapshot; the receivers' requests are delivered to the I/O loop
 
 A worker that is catching up has no rank, so no member notices a missing connection to it; the worker itself
 therefore reports sources that it cannot reach.  The coordinator decides which sources a worker uses.
@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start catching up from these sources; report as disconnected the sources that they replace."""
+        """Start to catch up from these (peer, address) pairs, or replace the current sources with them."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected
@@ -86,7 +86,7 @@ class WorkerCatchUp:
         return [SourceConnected(peer)] if peer in self.sources else []
 
     def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
-        """If a source was disconnected, restart the wait for a connection: it may soon reconnect."""
+        """If a source was disconnected, restart the wait for a connection, because it may soon reconnect."""
         if peer in self.sources:
             self._unreachable_since_s = now_s
         return self.source_lost(peer)
@@ -100,7 +100,7 @@ class WorkerCatchUp:
         return self.last_report
 
     def fail(self) -> m.CatchUpReport:
-        """Abandon catch-up and return a report that this worker holds no state and needs the whole state."""
+        """Abandon catch-up; return a report that this worker holds no state and needs the whole state."""
         self.sources = ()
         return self.report(-1, b"")
 
@@ -122,9 +122,10 @@ class WorkerCatchUp:
         return self._unreachable_since_s + self._route_s
 
     def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
-        """Return the unreachable peers once the wait for a connection is over; later calls return ().
+        """Return the peers to report as unreachable when the wait for a connection is over; otherwise ().
 
-        The sources come first, then announced peers, which could serve as relays.
+        They are the sources, and then announced peers, which could serve as relays, except those that are
+        connected.  They are returned only once.
         """
         if now_s < self.deadline_s:
             return ()

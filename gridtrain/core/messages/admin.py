@@ -24,10 +24,10 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 @message(84)
 @dataclass(frozen=True, slots=True)
 class DiagnosticRequest(Message):
-    """Request from `gridtrain doctor` for the run's state, members to probe, and an incoming connection.
+    """Request from `gridtrain doctor` for the run's status, members to probe, and an attempt to dial it.
 
     The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
-    empty, it also dials `peer` back and answers with Reachability.
+    empty, it also dials `peer` at that address and sends the result as Reachability.
     """
 
     peer: PeerId
@@ -37,7 +37,10 @@ class DiagnosticRequest(Message):
 @message(6)
 @dataclass(frozen=True, slots=True)
 class Invite(Message):
-    """Order to accept a new invitation.  `key` is the public key of its token; the token is never sent."""
+    """Operator's command to accept a new invitation.
+
+    `key` is the public key of the invitation's token; the token itself is never sent.
+    """
 
     key: PeerId
     uses: Positive
@@ -47,7 +50,10 @@ class Invite(Message):
 @message(7)
 @dataclass(frozen=True, slots=True)
 class RemoveWorker(Message):
-    """Order to remove a worker: its key is refused until a new invitation or, with `ban`, until `Unban`."""
+    """Operator's command to remove a worker.
+
+    The worker's key is refused until the worker is invited again; if `ban` is set, Unban must come first.
+    """
 
     peer: PeerId
     ban: bool
@@ -57,7 +63,7 @@ class RemoveWorker(Message):
 @message(8)
 @dataclass(frozen=True, slots=True)
 class Unban(Message):
-    """Order to lift a ban, so that the key may be invited again."""
+    """Operator's command to lift a ban, so that the key may be invited again."""
 
     peer: PeerId
 
@@ -65,13 +71,13 @@ class Unban(Message):
 @message(90)
 @dataclass(frozen=True, slots=True)
 class EndRun(Message):
-    """Order to end the run after its open step, even if its script would train for longer."""
+    """Operator's command to end the run after its open step, even if the script would train for longer."""
 
 
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Message):
-    """Request from `gridtrain status` for a StatusReply.  Read-only; the sender need not be a member."""
+    """Request from `gridtrain status` for a StatusReply.  The sender need not be a member."""
 
 
 @message(87)
@@ -99,8 +105,8 @@ class OperatorReply(Message):
 class DiagnosticReply(Message):
     """Answer to DiagnosticRequest.
 
-    `probe_targets` are members that expect the requester's connection, with their addresses; `payload` is as
-    in StatusReply.
+    `probe_targets` are members that expect a connection from the requester, with their addresses; `payload`
+    has the same content as that of StatusReply.
     """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(8)]

@@ -57,7 +57,7 @@ class Hello(Message):
 @message(5)
 @dataclass(frozen=True, slots=True)
 class Enrol(Message):
-    """Request, sent under an invitation's key, to admit `peer`, which is the sender's own public key."""
+    """Request to admit the sender's own key, `peer`, on a connection that uses an invitation's key."""
 
     peer: PeerId
 
@@ -92,8 +92,8 @@ class Setup(Message):
         facts: short strings that must be equal on all workers of a run, such as
             ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
         checkpoint: this worker's checkpoint; the run resumes from it if no worker holds a later state.
-        can_catch_up: whether the worker can copy a state while the members train, and then apply their
-            updates.
+        can_catch_up: whether the worker can copy a state from members that continue to train, and then apply
+            their updates.
         stages: number of stages of the model (`core.group.rank_layout`); 1 if every worker holds the whole
             model.
         stage_checkpoints: for a model in stages, the checkpoints on this worker's disk.
@@ -189,8 +189,8 @@ FAILED_UPLOADS = "failed_uploads"
 """Heartbeat metric: number of consecutive failed attempts, up to the latest, to upload a checkpoint."""
 
 EXPORT_ATTEMPTS = "export_attempts"
-"""Heartbeat metric: number of attempts to write the final model, including the one in progress; 0 once this
-worker has written it."""
+"""Heartbeat metric: number of attempts by this worker to write the final model, including the one in
+progress; 0 once the model is written."""
 
 
 MAX_METRICS = 64
@@ -243,7 +243,7 @@ class FreezeReport(Message):
 @message(23)
 @dataclass(frozen=True, slots=True)
 class CurrentGeneration(Message):
-    """The worker's generation: its members with their shares, in rank order, and its partition.
+    """The worker's generation: its members with their shares, in rank order, and the partition of its model.
 
     A member sends it after each Welcome, because a coordinator that was restored from a backup may not know
     the generation (commit rule 11).  If the term of the Welcome is outdated, other workers also send it, with
@@ -269,7 +269,7 @@ class Ready(Message):
 @message(16)
 @dataclass(frozen=True, slots=True)
 class RoundStalled(Message):
-    """Report that a round does not end because the suspects are silent, are not connected, or disagree.
+    """Report that a round cannot end, because the suspects are silent, are not connected, or disagree.
 
     Attributes:
         silent_s: the time for which the suspects have been silent; 0 if they are suspected for another
@@ -323,8 +323,8 @@ class ReplicaDigest(Message):
 
 
 MODEL_NOT_WRITTEN = "could not write the final model"
-"""The beginning of the reason for leaving a finished run, if this worker should have written the final model,
-or a part of it, but could not."""
+"""The beginning of `Leave.reason` if this worker should have written the final model of a finished run, or a
+part of it, but could not."""
 
 
 @message(17)
@@ -340,11 +340,12 @@ NOTHING_LEARNED = "nothing is being learned"
 
 
 ON_REQUEST = "on request"
-"""The beginning of the reason for a pause that the owner ordered, rather than a rule."""
+"""The beginning of the reason for a pause that the worker's owner has ordered, as opposed to a rule."""
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether only the owner has ordered a pause, so that `gridtrain worker resume` ends it."""
+    """Return whether a pause with this reason was only ordered by the owner, so that `gridtrain worker
+    resume` ends it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
@@ -359,7 +360,7 @@ class TemporaryLeave(Message):
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished(Message):
-    """Notice that this worker is at the end of the run: at its last step, or because it was ended early."""
+    """Notice that the sender has reached the end of the run, which may have been ended early."""
 
     applied: AppliedStep
     history: Digest
@@ -378,7 +379,10 @@ class Welcome(Message):
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Refuses a Join or a Setup, or dismisses a worker.  Only `code` is stable; the rest is for display."""
+    """Notice that a Join or a Setup is refused, or that the worker is dismissed.
+
+    Only `code` is stable; the other fields are for display.
+    """
 
     code: Name
     reason: Reason
@@ -450,8 +454,8 @@ class HeartbeatReply(Message):
 class Freeze(Message):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
-    The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
-    disconnected immediately, before the next MembershipView.
+    The receiver answers with FreezeReport.  It disconnects the members in `removed`, which have left or were
+    removed, immediately, and not only at the next MembershipView.
     """
 
     term: UInt
@@ -461,7 +465,7 @@ class Freeze(Message):
 
 
 MAX_MEMBERS_PER_PAGE = 384
-"""Number of members that fit into a header even if all names and addresses have their maximum length."""
+"""Number of members that fit into a message's header even if names and addresses have their full length."""
 
 MAX_MEMBER_PAGES = 256
 
@@ -471,7 +475,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    The coordinator can send MemberListChanges instead to a receiver that has its current generation's list.
+    The coordinator can send MemberListChanges instead if the receiver has the list of its generation.
     """
 
     term: UInt
@@ -514,7 +518,7 @@ class MemberListChanges(Message):
 
     Attributes:
         base: the receiver's generation, whose list is changed.
-        order: the new list, as spans of indices into the list of `base` followed by `members`.
+        order: the new list, as spans of indices into the concatenation of the list of `base` and `members`.
         members: the entries that are not in the list of `base`.
         digest: `member_list_digest` of the new list.
     """
@@ -547,8 +551,8 @@ class MembershipView(Message):
     Attributes:
         decided_round: the round that the verdict commits; None if the verdict is ABORT.
         applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
-        exchange: the exchange that the coordinator chose, as `Exchange.describe` writes it, if the script
-            leaves the choice to the coordinator; empty before it has chosen, when no round can begin.
+        exchange: if the script leaves the choice of the exchange to the coordinator, the chosen exchange, as
+            `Exchange.describe` writes it; empty before the choice, when no round can begin.
         stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
             the number of layers.
     """

@@ -47,9 +47,9 @@ def message(code: int) -> Callable[[C], C]:
 
 
 class FieldError(Exception):
-    """Raised for a value that is outside its bounds.
+    """Raised for a value that has the wrong type or is outside its bounds.
 
-    `path` names the field, for example "members[3].peer"; each enclosing field prepends its name.
+    `path` names the field, for example "members[3].peer"; each enclosing field prepends its own name.
     """
 
     def __init__(self, problem: str, path: str = "") -> None:
@@ -68,7 +68,7 @@ class FieldError(Exception):
 class FieldType(ABC):
     """A type of field, which checks a value and converts it to and from its plain form.
 
-    PROTOCOL.md calls the type `name` and defines it as `bounds`.
+    In PROTOCOL.md, `name` is the name of the type, and `bounds` is its definition.
 
     A plain value is an int, float, bool, None, str, bytes, or a tuple of plain values.
     """
@@ -165,9 +165,10 @@ class TextField(FieldType):
 
 
 class ReasonField(TextField):
-    """A sentence that explains something to the user.
+    """A text that explains something to the user.
 
-    Instead of raising an error, `pack` shortens and cleans the text, so that no reason crashes its sender.
+    `pack` shortens a text that is too long and replaces control characters instead of raising `FieldError`,
+    so that no reason crashes its sender.
     """
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -193,7 +194,7 @@ class WordField(FieldType):
 
 
 class PayloadField(FieldType):
-    """The payload, the last field of its message; it is not part of the header, but the whole of frame 1."""
+    """A payload, which is the last field of its message; it is not in the header, but forms frame 1."""
 
     name = "frame 1"
     bounds = "0 .. 64 MiB, opaque here"
@@ -204,7 +205,7 @@ class PayloadField(FieldType):
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Annotation of a variable-length tuple with its maximum number of items."""
+    """Annotation that limits the number of items in a variable-length tuple."""
 
     items: int
 
@@ -233,7 +234,7 @@ SourceRank = Annotated[
     IntField("source", -1, 2**31 - 1, "an integer -1 .. 2^31-1, a rank; -1: the lowest that holds the state"),
 ]
 WHOLE_SHARE = 256
-"""The unit of an entries share: a member with this share selects all k entries of a sparse exchange."""
+"""The value of `Member.entries_share` with which a member selects all k entries of a sparse payload."""
 
 EntriesShare = Annotated[int, IntField("fraction", 1, WHOLE_SHARE, "an integer 1 .. 256, in 256ths")]
 Rate = Annotated[float, FloatField("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")]

@@ -1,4 +1,4 @@
-"""Messages between workers in one round: payloads, votes, decisions, progress, stragglers and means."""
+"""Messages between workers in a round: payloads, votes, decisions, progress, stalled trainers, averages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
     Attributes:
-        compute_s: the time from the opening of the step, or of the first step that the trainer has missed, to
-            the trainer's submission, from which the root estimates when to expect the next submission; None
-            if the trainer was absent or the time is unknown, in a retry, and in a repeated vote.
+        compute_s: the time from the opening of the step to the trainer's submission or, after an absence,
+            from the opening of the first step that the trainer missed.  The root estimates from it when to
+            expect the next submission.  None if the trainer is absent, if the time is unknown, in a retry,
+            and in a repeated vote.
     """
 
     round: RoundId
@@ -65,7 +66,7 @@ class Decision(Message):
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
-    """Report that the sender is alive and working on this round; extends the deadline for the sender."""
+    """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
 
     round: RoundId
     progress: UInt

@@ -32,7 +32,7 @@ from gridtrain.core.messages.types import (
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Credit(Message):
-    """Number of bytes of bulk messages from the receiver that the sender has processed on this connection.
+    """Number of bytes of bulk messages that the sender has received on this connection and processed.
 
     Flow control permits at most `network.transport.flow_control.WINDOW_BYTES` unacknowledged bytes.
     """
@@ -43,7 +43,10 @@ class Credit(Message):
 @message(25)
 @dataclass(frozen=True, slots=True)
 class CatchUpReport(Message):
-    """Report to the coordinator that a worker that is catching up holds the state after step `applied`."""
+    """Answer to CatchUpFrom: the sender holds the state after step `applied`.
+
+    If catch-up has failed, `applied` is -1 and `history` is empty.
+    """
 
     applied: AppliedStep
     history: Digest
@@ -91,13 +94,13 @@ class Pong(Message):
 
 
 MAX_STATE_BLOCKS = 1 << 16
-"""Maximum number of blocks of a state or checkpoint, which is then 64 GiB long.
+"""Maximum number of blocks in a state or checkpoint, which corresponds to 64 GiB.
 
 A receiver accepts at most the size that its own model needs (`runtime.state_transfer`).
 """
 
 MAX_RESIDUAL_BLOCKS = 16
-"""Maximum number of blocks of a residual, which is then 16 MiB long and fits into a flow control window."""
+"""Maximum number of blocks in a residual, which corresponds to 16 MiB and fits into a flow control window."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Number of messages in a burst, and bytes in each: 256 KiB in total."""
@@ -143,8 +146,8 @@ class StateRequest(Message):
     Attributes:
         is_whole: True to request the whole state; False to request only the part that can differ between
             sources, which is sufficient after catch-up, or if another source resumes a transfer.
-        blocks_received: number of blocks that the requester has; the source sends the blocks after these, or
-            the last block again if the requester has all of them.
+        blocks_received: number of blocks that the requester already has; the source sends only later blocks
+            or, if the requester has all of them, the last block again.
         digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 
@@ -202,8 +205,9 @@ class CheckpointRequest(Message):
 class CheckpointBlock(Message):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
-    The receiver, which stores the checkpoint on its own disk, either holds the next stage (the first stage,
-    if the sender holds the last stage), or has sent a CheckpointRequest.
+    The receiver stores the checkpoint on its own disk.  It is either a member that has sent a
+    CheckpointRequest, or the member in the next stage that keeps copies of the sender's checkpoints (in the
+    first stage, if the sender is in the last one).
     """
 
     term: UInt

@@ -54,8 +54,8 @@ BASE_ORIGIN = "base_origin"
 """Name of the text in `WorkerInfo` that says from where the worker loaded its base."""
 
 LATER_FACTS = (BASE_FACT, "adapter")
-"""Names of facts that earlier versions did not record: if one is missing in a journal or a checkpoint, its
-value may be unknown.  Facts that later versions add to existing runs belong in this tuple."""
+"""Names of facts that earlier versions did not record.  If one is missing in a journal or a checkpoint, the
+run may have it nevertheless.  A version that adds a fact to existing runs must list it here."""
 
 
 RELAY_PREFIX = "relay:"
@@ -197,8 +197,8 @@ class LedgerState:
     Attributes:
         step: the next step to commit.
         cursor: the first position that has not been assigned.
-        requeued: positions that were assigned, but taken back because their member was lost or too late;
-            they are assigned first.
+        requeued: positions that were assigned to a member that was lost or too late, and were therefore taken
+            back; they are assigned before others.
         consumed: number of samples in committed steps, including steps whose update was skipped.
         skipped: number of samples in committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
@@ -207,8 +207,8 @@ class LedgerState:
         pending: the batches of the previous step, if `LedgerSpec.delay` is 1, sorted by peer.
         leases: the positions of a shard that later steps assign to each member, if `LedgerSpec.shards` is
             not empty, sorted by peer.
-        restart_generation: the generation that began again at step 0, because earlier states were lost; 0 if
-            there is none.
+        restart_generation: the generation in which the run began again at step 0, because all later states
+            were lost; 0 if there is none.
     """
 
     step: UInt = 0
@@ -229,10 +229,10 @@ class Member:
 
     Attributes:
         address: the address at which the receiver of this list reaches the member; the coordinator chooses
-            it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal names the
+            it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal name the
             member, or the coordinator, that relays end-to-end encrypted messages; if the address is empty,
-            the member dials.  If the receiver itself has an address in the list, the list is the same for
-            all members that can be dialled; of two members with addresses, the one with the larger key dials.
+            the member dials the receiver.  If the receiver itself has an address in the list, the list is the
+            same for all members that can be dialled; of two such members, the one with the larger key dials.
         share: the member's batch size in samples.
         joining: whether the member must first receive the state.
         donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.
@@ -315,9 +315,10 @@ class StagedModel:
 
     Attributes:
         cuts: (stages + 1,) first layer of each stage, then the number of layers.
-        blocks: cost of each layer; () if the model is not repartitioned.
+        blocks: the cost of each layer; () if the model must not be repartitioned.
         fill_drain: whether the pipeline schedule is fill-drain; otherwise it is 1F1B.
-        fixed: whether the user chose `cuts`, which are then used whenever there are workers for all stages.
+        fixed: whether the user chose `cuts`; if so, they are used whenever there are enough workers for all
+            stages.
 
     The other fields are those of `core.stages.stage_cost.ExecutionSettings`.
     """
@@ -345,7 +346,10 @@ class StagedModel:
 
 
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
-    """Return the problem with block `index` of `total`, or None; at most `max_blocks` blocks are allowed."""
+    """Return the problem with block `index` of `total`, or None if it is valid.
+
+    It is valid if `index` < `total` <= `max_blocks`, and `payload` has at most `MAX_BLOCK_BYTES` bytes.
+    """
     if not index < total <= max_blocks:
         return f"block {index} of {total}; blocks are numbered from 0, and there may be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)

@@ -4,14 +4,19 @@ Contains pure functions of measurements, and the state of a run's choice of exch
 sends.
 
     exchange_facts        the facts of a run --> Dense | TopK | GTopK | Auto, number of parameters
-    network_model         links, latencies and rates;  workload: bytes and CPU time of an exchange
+    network_model         latencies and rates of links
+    workload              messages, bytes and CPU time of an exchange
     message_schedule      an exchange as a list of messages that depend on each other
-    exchange_simulation   the times of these messages on a network;  cost_model: the cost of an exchange
-    rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports
-    entry_shares          which members select fewer entries, because their uploads are slow
-    exchange_comparison   the fastest exchange;  exchange_choice: the choice of a run
+    exchange_simulation   the times of these messages on a network
+    cost_model            the cost of an exchange in seconds, bytes and CPU time
+    rank_order_search     the fastest order of ranks on a network
+    rank_order            the order of ranks for the links that workers report
+    entry_shares          which members send fewer entries, because their uploads are slow
+    exchange_comparison   the fastest of several exchanges
+    exchange_choice       the exchange that a run uses
     topology_choice       whether an exchange is direct, or uses a ring or butterfly
     worker_memory         the memory of a worker, in bytes per trainable parameter
-    batch_shares          each worker's samples of a step;  local_steps_proposal: steps between exchanges
+    batch_shares          each worker's share of a step's samples
+    local_steps_proposal  the number of local steps between two exchanges
     svg_elements          elements that several charts have in common
 """

@@ -46,7 +46,7 @@ MAX_NAMED_WORKERS = 8
 
 @dataclass(slots=True)
 class _SpeedEstimate:
-    """Decaying sums of one worker's samples and compute time."""
+    """Sums of one worker's samples and compute time, in which earlier observations have less weight."""
 
     samples: float = 0.0
     seconds_s: float = 0.0
@@ -74,7 +74,11 @@ class WorkerSpeeds:
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
-        """Record the totals from a heartbeat's figures; ignore missing or invalid totals."""
+        """Record the totals in a heartbeat's figures; a missing total counts as 0.
+
+        If a total is smaller than before, the worker has restarted, and its earlier observations are
+        discarded.  Totals are ignored if one of them has not increased or is not finite.
+        """
         totals = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
         known = self._speeds.setdefault(peer, _SpeedEstimate())
         samples, seconds_s = totals[0] - known.last_totals[0], totals[1] - known.last_totals[1]
@@ -92,7 +96,10 @@ class WorkerSpeeds:
         self._speeds.pop(peer, None)
 
     def speed(self, peer: PeerId) -> float | None:
-        """Return the worker's samples per second of compute time, or None before the first measurement."""
+        """Return the worker's samples per second of compute time.
+
+        Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).
+        """
         known = self._speeds.get(peer)
         if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < MIN_SECONDS_S:
             return None
@@ -105,6 +112,7 @@ class WorkerSpeeds:
         speed.
 
         Args:
+            names: (len(peers),) the workers' names, for the text of the reason.
             most: (len(peers),) the largest share of each worker; 0 means no limit.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
@@ -125,6 +133,10 @@ class WorkerSpeeds:
 
         Returns "" if different shares do not justify a new generation, if there are fewer than 2 workers, or
         if the speed of a worker with samples has not been measured.
+
+        Args:
+            current: (len(peers),) the current share of each worker.
+            most: see `plan_shares`.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
@@ -143,7 +155,7 @@ class WorkerSpeeds:
 
 
 def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Return the compute time of the slowest worker, in seconds."""
+    """Return the longest compute time (samples / speed) of all workers, in seconds."""
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
@@ -156,7 +168,7 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
     Args:
         speeds: (P,) samples per second of each worker, all > 0 and finite.
         most: (P,) the largest share of each worker; 0 means no limit.  If the sum of these limits is less
-            than `total`, the limits are scaled up.
+            than `total`, all limits are scaled up by the same factor.
     """
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
@@ -186,7 +198,11 @@ def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence
         for name, count, limit in zip(names, counts, most, strict=True)
         if 0 < limit < count
     ]
-    return f"; too few workers for max_batch_size: {list_first(above, MAX_NAMED_WORKERS)}" if above else ""
+    return (
+        f"; too few workers, so max_batch_size is exceeded: {list_first(above, MAX_NAMED_WORKERS)}"
+        if above
+        else ""
+    )
 
 
 def _share_limits(total: int, most: Sequence[int]) -> list[int]:
@@ -197,10 +213,11 @@ def _share_limits(total: int, most: Sequence[int]) -> list[int]:
 
 
 def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], least: int) -> list[int]:
-    """Return shares proportional to speed within their bounds, rounded down so that none exceeds the optimum.
+    """Return shares that are proportional to the speeds, but at least `least` and at most the limits.
 
-    A worker whose share would be outside its bounds gets the nearest bound, and the remaining samples are
-    divided again among the other workers, in at most one pass for each worker.
+    The shares are rounded down, so that none exceeds its optimum; the caller distributes the remaining
+    samples.  A worker whose proportional share would be out of bounds gets the nearest bound, and the other
+    samples are divided again among the other workers, in at most one pass for each worker.
     """
     counts = [0] * len(speeds)
     unbounded = list(range(len(speeds)))

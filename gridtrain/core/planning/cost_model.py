@@ -41,7 +41,7 @@ class ExchangeCost:
     """The cost of one exchange, from the moment at which all members have their gradients.
 
     Attributes:
-        exchange_s: time until the last member may apply the update, including the vote.
+        exchange_s: time until the last member may apply the update, including the vote if it is predicted.
         select_s: the part of `exchange_s` that is spent on selecting and encoding.
         sent_bytes: bytes sent by the member that sends the most.
         received_bytes: bytes received by the member that receives the most.
@@ -58,8 +58,8 @@ class ExchangeCost:
 
 
 _CONTENTION_ROUNDS, _MAX_CORE_SHARE = 4, 0.75
-"""The estimate of how much packet handling slows down members that share one host's cores: its number of
-iterations, and the largest share of the cores that it attributes to packet handling."""
+"""If members share one host's cores, the slowdown by packet handling is estimated iteratively.  These are the
+number of iterations, and the largest share of the cores that packet handling is assumed to take."""
 
 _MIN_SIMULATED_DIRECT = 500
 """A direct exchange of at most this many messages is always simulated; 16 members send 480."""
@@ -97,7 +97,7 @@ def exchange_cost(
 
 
 def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
-    """Return whether the exchange has more messages than may be simulated.
+    """Return whether the exchange has too many messages to simulate, so that its cost must be estimated.
 
     For a ring or a direct exchange, the messages of one slice of each segment are counted; for a dense star,
     the messages of all slices.  Other exchanges are always simulated.

@@ -1,7 +1,9 @@
-"""Decides which members with slow uploads send fewer than k entries of a sparse exchange, how many, and when.
+"""Chooses smaller shares of a sparse exchange's k entries for members with slow uploads.
 
-    upload rates --slow members--> shares to try --simulated exchanges--> the largest shares that are nearly
-                                                                          as fast as the fastest
+A member normally sends the k largest entries of its gradient; with a smaller share, it sends fewer.
+
+    upload rates --> members with slow uploads --> shares to try --> simulated exchanges
+                 --> the largest shares with which an exchange is nearly as fast as with the fastest
 
 A member sends its own payload once.  A leaf of a tree or of a star, and a rank that is folded in a butterfly,
 send nothing else, so a small share keeps such a member from delaying the others.  In the later hops of a
@@ -31,8 +33,8 @@ MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
 """The smallest share; with a smaller share, a member's gradient would reach the model very late."""
 
 THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
-"""An upload is slow if the median upload of the other members is this many times as fast; the second value is
-for a member that already has a smaller share."""
+"""An upload is slow if the median upload of the other members is at least this many times as fast; the second
+value is for a member that already has a smaller share."""
 
 KEPT_SPEEDUP = 1.1
 """Current shares are kept if they make the exchange at least this many times as fast as it is with whole
@@ -42,11 +44,11 @@ MIN_CHANGE = 1.5
 """A share is not changed by less than this factor."""
 
 RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
-"""The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
+"""The shares to try, as multiples of the ratio of a member's upload to the median upload of the others."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""Of the shares tried, the largest are chosen with which an exchange takes at most this many times as long as
-with the fastest."""
+"""Of the shares tried, the largest ones are chosen with which an exchange takes at most this many times as
+long as with the shares that make it fastest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
@@ -79,11 +81,14 @@ def choose_entry_shares(
 ) -> EntryShares:
     """Choose the members' shares of the k entries of a sparse exchange.
 
+    All members keep the whole share if no upload is slow, or if smaller shares do not make the exchange
+    sufficiently faster (`MIN_SPEEDUP`, `KEPT_SPEEDUP`).
+
     Args:
         load: the workload; None if it is unknown.  A dense exchange has no shares.
         peers: the members in join order.
         firsts: the members that may be rank 0.
-        current: the shares of the current generation, below `WHOLE_SHARE`.
+        current: the shares in the current generation that are smaller than `WHOLE_SHARE`.
         names: the members' names, for the text of the reason.
     """
     network = _rated_network(load, measured, peers)
@@ -130,8 +135,8 @@ def share_change_reason(
 ) -> str:
     """Return the reason for a new generation with different shares; "" if the current shares are kept.
 
-    No member alone can cause a change: the reports of all other members must confirm that the upload of each
-    member whose share changes is slow, or is no longer slow.
+    No member alone can cause a change: even if the reports of any one member are ignored, the other reports
+    must show that the upload of each member whose share changes is slow, or is no longer slow.
     """
     wanted = choose_entry_shares(load, measured, peers, peers, current, names)
     changed = [peer for peer in peers if wanted.share_of(peer) != current.get(peer, WHOLE_SHARE)]
@@ -166,7 +171,7 @@ def _rated_network(
 def _thin_ratios(
     network: NetworkModel, peers: Sequence[PeerId], current: Mapping[PeerId, int]
 ) -> dict[PeerId, float]:
-    """Return the ratio of each slow upload to the median upload of the other members."""
+    """Map each member whose upload is slow to the ratio of its upload to the median upload of the others."""
     ratios = {}
     for at, peer in enumerate(peers):
         others_Bps = median(rate for i, rate in enumerate(network.up_Bps) if i != at)
@@ -182,7 +187,7 @@ def _bounded_share(share: float) -> int:
 
 
 def _settled_share(wanted: int, now: int) -> int:
-    """Return the current share unless the desired one differs from it by a factor of `MIN_CHANGE`."""
+    """Return `wanted` if it differs from `now` by at least the factor `MIN_CHANGE`, otherwise `now`."""
     return wanted if max(wanted, now) >= MIN_CHANGE * min(wanted, now) else now
 
 

@@ -1,13 +1,15 @@
-"""Chooses a run's exchange for `exchange="auto"`, and the topology of `Dense()` and `GTopK()` if it is open.
+"""Chooses a run's exchange for `exchange="auto"`, and the topology that `Dense()` and `GTopK()` leave open.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.
 
-    first generation: "" -----> all have computed a batch, links are known -----> a view with the choice
-                                        |                                                |
-                members compute, and wait before the exchange          they continue with the same gradient
-
-    later: links, speeds or members change --> another choice, if it is worth a new generation (`reconsider`)
+    first view, no exchange chosen     members compute a batch, and wait before the exchange
+        |  all have computed, and links have been measured (`choose_first`)
+        v
+    second view, with the choice       members exchange the same gradient
+        |  links, speeds or members have changed (`reconsider`)
+        v
+    later view, with another choice    only if this is worth a new generation
 
 A worker's first batch takes longest because kernels are compiled.  Compared with that compute time, a dense
 exchange costs little, so the first choice may be a dense exchange, and a later choice a sparse exchange.  The
@@ -101,7 +103,8 @@ class ExchangeChoice:
             script specifies an exchange.
         topology: the current generation's topology for an exchange whose topology is open.
         reason: the reason for the choice, as text.
-        rate_timeout_s: how long the first choice waits for a measured link once all members have reported.
+        rate_timeout_s: how long the first choice waits for a measured link, once all members have reported
+            or `report_timeout_s` has passed.
         report_timeout_s: how long after the first report the choice waits for members that have not reported
             their first batch.  No round is open yet, so no deadline applies; without this limit, a member
             that hangs would block all members.
@@ -162,7 +165,7 @@ class ExchangeChoice:
 
     @property
     def view_exchange(self) -> str:
-        """The choice for `MembershipView.exchange`."""
+        """The value of `MembershipView.exchange` for the current exchange and topology."""
         if not self.topology.is_direct:
             return self.chosen_text
         if (direct := as_direct(self.chosen)) is not None:
@@ -171,7 +174,7 @@ class ExchangeChoice:
 
     @property
     def description(self) -> str:
-        """The choice as text; empty if the run's script specifies an exchange."""
+        """The choice and its reason, as text; empty if the run's script specifies an exchange."""
         if not self.is_auto:
             return ""
         if self.chosen is None:
@@ -202,7 +205,7 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the exchange is sparse; its updates are then small enough for newcomers to catch up."""
+        """Whether the exchange is known to be sparse; newcomers can then catch up, as updates are small."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 
@@ -228,7 +231,9 @@ class ExchangeChoice:
         *,
         is_urgent: bool = False,
     ) -> None:
-        """Choose the topology of an exchange with open topology for a generation of `size` members.
+        """Choose the topology for a generation of `size` members.
+
+        The usual topology is chosen if the script specifies a topology or divides the model into stages.
 
         Args:
             network, edges: see `topology_choice.choose_topology`.
@@ -258,7 +263,9 @@ class ExchangeChoice:
         *,
         edges: bool = False,
     ) -> str:
-        """Make the first choice and return the reason for it; return "" while reports or rates are awaited.
+        """Make the first choice and return the reason for it.
+
+        Returns "" if there is nothing to choose, or while reports or rates are awaited.
 
         Args:
             reported_s: `FIRST_STEP_FIGURE` of each member that has reported it, in seconds.
@@ -294,11 +301,16 @@ class ExchangeChoice:
     ) -> str:
         """Change the choice if it is worthwhile; return the reason, or "" if the choice does not change.
 
-        A sparse exchange is replaced by a dense one if steps then take at most `DENSE_RETURN_RATIO` times as
-        long.  Otherwise, a denser exchange is chosen if workers still compute for more than the desired share
-        of the time; if they do not reach that share now, another exchange is chosen if steps can become
-        `MIN_SPEEDUP` times as fast.  A choice that was made when the run had only one worker is replaced once
-        there are several; without measurements, it becomes open again.
+        The desired share is the share of the time that workers should compute (`Auto.computing`).
+
+        - A sparse exchange is replaced by a dense one if steps then take at most `DENSE_RETURN_RATIO` times
+          as long.
+        - Otherwise, if workers compute for at least the desired share, a denser exchange is chosen with which
+          they wait for at most half of the time that the desired share permits.
+        - If they compute for less, another exchange is chosen if steps can become at least `MIN_SPEEDUP`
+          times as fast.
+        - A choice that was made when the run had only one worker is replaced once there are several; without
+          measurements, it becomes open again.
 
         Args:
             compute_s: each member's compute time per step, in seconds; empty if unknown.
@@ -454,10 +466,10 @@ def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFac
         best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
     )
     what = (
-        "" if auto.sparse else "; with exchange=Auto() in it, sparse exchanges work with this optimizer, too"
+        "" if auto.sparse else "; with exchange=Auto() in LocalSteps, this optimizer can use sparse exchanges"
     )
     return (
         f"; only {best.efficiency:.0%} of a step is spent computing: "
         f"LocalSteps(every={proposed.every}{', overlap=True' if best.overlapped else ''}) "
-        f"in the script would make it {1.0 - proposed.share:.0%}{what}"
+        f"in the script would raise this to {1.0 - proposed.share:.0%}{what}"
     )

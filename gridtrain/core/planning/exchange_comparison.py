@@ -46,7 +46,7 @@ class ExchangeEstimate:
 
     @property
     def step_s(self) -> float:
-        """The step time in seconds, including the step's share of the exchange."""
+        """The mean time of an optimizer step in seconds, including its share of the exchange."""
         overlapped_s = self.overlapped * self.local_steps * self.compute_s
         hidden_s = min(self.hideable_s, overlapped_s)
         return self.compute_s + (self.cost.exchange_s - hidden_s) / self.local_steps
@@ -80,7 +80,10 @@ def estimate_exchange(
     """Estimate a step with this exchange.
 
     Args:
+        compute_s: the compute time of an optimizer step, in seconds.
+        local_steps: the number of optimizer steps between two exchanges.
         order: `order[rank]` is the member of `network` with that rank; None to keep the order of `network`.
+        max_messages: see `exchange_cost`.
 
     Raises:
         ConfigError: `compute_s` is not above 0, or `local_steps` is less than 1.
@@ -187,14 +190,18 @@ def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> L
 
 
 def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
-    """Recommend a number of local steps that lets workers compute for the share `computing` of the time.
+    """Return a text that recommends an exchange and a number of local steps.
 
-    All estimates are for the same network.  The exchange with the fewest local steps is recommended, unless a
-    dense one needs at most `MAX_DENSE_LOCAL_STEPS`.  The exchange overlaps with the next local steps, unless
-    one step is enough without overlap.
+    With these, workers compute for the share `computing` of the time, or nearly so if no number suffices.  A
+    dense exchange is recommended if it needs at most `MAX_DENSE_LOCAL_STEPS` steps, otherwise the exchange
+    that needs the fewest.  It overlaps with the next local steps, unless one step is enough without overlap.
+
+    Args:
+        estimates: estimates of at least one exchange, all for the same network.
+        computing: the desired share, 0 < computing < 1.
 
     Raises:
-        ConfigError: `computing` is not between 0 and 1.
+        ConfigError: `computing` is out of range.
     """
     waiting, overlapped = (
         [propose_for(each, computing, overlap=overlap).every for each in estimates]
@@ -205,7 +212,10 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
         f"{name} {every} ({fewer})" for name, every, fewer in zip(names, waiting, overlapped, strict=True)
     )
     workers = estimates[0].world_size
-    text = f"Local steps for {computing:.0%} computing with {workers} workers (with overlap=True): {shown}."
+    text = (
+        f"Local steps for {computing:.0%} computing with {workers} workers (in brackets: with overlap=True): "
+        f"{shown}."
+    )
 
     def preference(at: int) -> tuple[bool, int]:
         is_lossless = estimates[at].load.kind in LOSSLESS_KINDS

@@ -24,7 +24,7 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 chosen the direct topology for it."""
 
 DIRECT_GTOPK = "GTopK(topology=direct)"
-"""The same value for gTop-k."""
+"""The same value for a gTop-k exchange."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(True|\d{1,9}))?\)")
@@ -53,7 +53,7 @@ def make_exchange(name: str, options: str) -> Exchange | None:
 
 
 def parse_exchange(text: str) -> Exchange | Auto | None:
-    """Parse the exchange of one round; for local steps, this is the exchange inside `LocalSteps`.
+    """Parse the text of an exchange; if it describes local steps, return the exchange inside `LocalSteps`.
 
     Returns None if the text cannot be parsed.
     """

@@ -1,9 +1,10 @@
 """Simulates the messages of one exchange on a network's links and the members' CPUs, event by event.
 
-    needs handled --> [sender's CPU] --> links --latency--> [download] --> [receiver's CPU: work] --> next
+    ready --> [sender's CPU] --> links --latency--> [download] --> [receiver's CPU: work] --> handled
 
-A member's CPU does one thing at a time, while its links transfer data.  With `host_cores`, all members run
-on one machine and share that many cores, as in the benchmarks.
+A message is ready once its sender has handled all messages that it needs (`PlannedMessage.needs`).  A
+member's CPU does one thing at a time, while its links transfer data.  With `host_cores`, all members run on
+one machine and share that many cores, as in the benchmarks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CpuOccupancy:
         self._cores_s = [0.0] * host_cores if host_cores else None
 
     def reserve(self, rank: int, ready_s: float, seconds: float) -> float:
-        """Queue work for the CPU of `rank`; return the time at which the work is done."""
+        """Queue work that can begin at `ready_s` for the CPU of `rank`; return the time when it is done."""
         start_s = max(ready_s, self._free_s[rank])
         if self._cores_s is not None and seconds > 0:
             start_s = max(start_s, heapq.heappop(self._cores_s))
@@ -176,7 +177,7 @@ class ExchangeSimulation:
         return vote_end_s(ends_s, self.network, self.cpu, self._cpus)
 
     def _queue_to_send(self, index: int, now_s: float) -> None:
-        """Reserve the sender's CPU for the message, ahead of other messages that have arrived."""
+        """Reserve the sender's CPU for sending the message, ahead of arrived messages not yet handled."""
         message = self.messages[index]
         out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))

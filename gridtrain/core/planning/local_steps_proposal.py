@@ -1,4 +1,4 @@
-"""Proposes how many local steps separate two exchanges (`gridtrain plan`, `LocalSteps(every=)`, overlap).
+"""Proposes the number of local steps between two exchanges: the value of `LocalSteps(every=)`.
 
     | step | step | ... | step | exchange |        turn_s = every * step_s + exchange_s
     '------- every times ------'
@@ -6,9 +6,11 @@
     | select | step | step | ... | step |            turn_s = blocking_s + max(every * step_s, hidden_s)
              | send, receive, merge |                overlap=True, where exchange_s = blocking_s + hidden_s
 
-    share = 1 - every * step_s / turn_s
+    share = 1 - every * step_s / turn_s              the share of the time in which a worker does not compute
 
-The number is only a proposal: all workers of a run need the same number, so the script sets it.
+With overlap, `blocking_s` is the part of the exchange before the next local steps can begin, and `hidden_s`
+the part that may overlap with them.  The number is only a proposal: all workers of a run need the same
+number, so the script sets it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class LocalStepsProposal:
 
     Attributes:
         every: the number of steps for `LocalSteps(every=...)`.
-        share: the share of the time in which this worker does not compute, 0 .. 1.
+        share: the share of the time in which the slowest worker does not compute, 0 .. 1.
         reason: the reason for the proposal, as text.
     """
 
@@ -48,7 +50,8 @@ def propose_local_steps(
 ) -> LocalStepsProposal:
     """Propose the fewest steps for which exchanges take at most `target_share` of the time.
 
-    The fewest are proposed, because a model learns better with fewer local steps.
+    The fewest are proposed, because a model learns better with fewer local steps.  If more than `most` steps
+    would be needed, `most` is proposed.
 
     Args:
         step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).

@@ -62,7 +62,7 @@ class PlannedMessage:
 def ring(world_size: int, slices: int) -> list[PlannedMessage]:
     """Return the messages of `collectives.ring`, a reduce-scatter and an all-gather.
 
-    Each of the `world_size` segments is sent in `slices` messages.
+    In each hop, each of the `world_size` segments is sent in `slices` messages.
     """
     messages: list[PlannedMessage] = []
     part, last = 1 / (world_size * slices), world_size - 1
@@ -108,8 +108,8 @@ def direct(
 
 
 BUNDLING_MIN_RANKS = 32
-"""In an all-gather with more ranks, all payloads of a hop are counted as one message, so that there are
-P log P messages instead of P * P."""
+"""In an all-gather with more ranks, all payloads that a rank sends in a hop are counted as one message, so
+that there are P log P messages instead of P * P."""
 
 
 def all_gather(world_size: int) -> list[PlannedMessage]:
@@ -171,7 +171,9 @@ def _messages_of_hops(hops: Sequence[Sequence[Hop]]) -> list[PlannedMessage]:
 
 
 def send_levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
-    """Group the sends of all ranks by phase and hop; sends in one group do not depend on each other.
+    """Group the sends of all ranks, as (rank, hop), by phase and hop, and return the groups in order.
+
+    Sends in one group do not depend on each other.
 
     Args:
         hops: for each rank, its hops.

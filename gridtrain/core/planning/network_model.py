@@ -45,8 +45,8 @@ class NetworkModel:
         shared_Bps: bytes per second of each link that several pairs share, by its name.
         entry_shares: (size,) the fraction of the k entries of a sparse payload that each rank contributes,
             > 0 and <= 1; empty if each rank contributes all k entries.
-        burst_bytes: the number of bytes that a rank's upload or download passes without delay after a pause,
-            as with a token bucket.
+        burst_bytes: the number of bytes that a rank's upload or download transfers without delay after a
+            pause, as with a token bucket.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
@@ -115,7 +115,7 @@ class LinkOccupancy:
         self._free_s: dict[Hashable, float] = {}
 
     def earliest_departure_s(self, src: int, dst: int) -> float:
-        """Return the earliest time at which a message from src to dst may depart; 0.0 without shared links.
+        """Return the earliest departure of a message from src to dst; 0.0 if its path has no shared links.
 
         A message is queued for shared links only when it departs, not while it waits for other messages from
         src.
@@ -123,7 +123,10 @@ class LinkOccupancy:
         return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """Send a message; return when its first byte and, at the earliest, its last byte reach dst."""
+        """Send a message that is ready at `ready_s`.
+
+        Returns the times at which its first byte and, at the earliest, its last byte reach dst.
+        """
         network = self._network
         link = network.link(src, dst)
         start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)
@@ -136,7 +139,11 @@ class LinkOccupancy:
         return start_s + link.alpha_s, last_s + link.alpha_s
 
     def arrive(self, dst: int, nbytes: float, reached_s: float, not_before_s: float) -> float:
-        """Receive a message whose first byte has reached dst; return the time of its last byte at dst."""
+        """Receive a message whose first byte reached dst at `reached_s`; return the arrival of its last byte.
+
+        Args:
+            not_before_s: the earliest possible arrival of the last byte, as returned by `depart`.
+        """
         _, end_s = self._reserve(~dst, self._network.down_Bps[dst], nbytes, reached_s)
         return max(end_s, not_before_s)
 

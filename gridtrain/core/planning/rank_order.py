@@ -1,4 +1,4 @@
-"""Decides whether to change the order of ranks, and why; limits reported rates and fills in missing ones.
+"""Finds the order of ranks from workers' reports of links, and decides if a new order is worth a generation.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
@@ -33,7 +33,8 @@ from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, m
 from gridtrain.quantities import format_count, format_seconds
 
 MIN_SPEEDUP = 1.2
-"""Start a generation with another order only if the exchange is predicted to be this many times as fast."""
+"""Another order of ranks justifies a new generation only if it is predicted to make the exchange at least
+this many times as fast."""
 
 MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
 MAX_LISTED_MEMBERS = 32  # number of members whose links the status shows
@@ -148,7 +149,8 @@ class LinkMeasurements:
         """Build the network of these members, in this order; return None if no link has been measured.
 
         A link without a measurement gets the median of the measured links, and a member's upload or download
-        gets the rate of its fastest link.
+        gets the rate of its fastest link.  If no rate has been measured, uploads and downloads get
+        `DEFAULT_LINK_Bps`.
 
         Args:
             bounded: whether to limit a rate that only one end reports to the median of the other rates.
@@ -191,7 +193,10 @@ class LinkMeasurements:
         return trips
 
     def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
-        """Return the rates in bytes per second, by (sender's index, receiver's index)."""
+        """Return the rates in bytes per second, by (sender's index, receiver's index).
+
+        If both ends report a rate, the smaller value is used; `bounded` is explained in `build_network`.
+        """
         rates: dict[tuple[int, int], float] = {}
         unconfirmed: dict[tuple[int, int], int] = {}  # the only reporter
         for known, others, end in (
@@ -293,7 +298,7 @@ def search_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """Return the join order, which the operator has chosen, but with the first of `firsts` as rank 0."""
+    """Return the join order, which the operator has configured, but with the first of `firsts` as rank 0."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks in the order of joining, as configured")
 
@@ -307,8 +312,8 @@ def compare_rank_orders(
 ) -> Pieces[str]:
     """Return the reason for a new generation with another order, in pieces (see `Pieces`).
 
-    Returns "" if no other order justifies a new generation, if no rate has been measured, or if there are
-    fewer than 3 or more than `MAX_REPLANNED_MEMBERS` members.
+    Returns "" if no other order justifies a new generation, if the workload is unknown, if no rate has been
+    measured, or if there are fewer than 3 or more than `MAX_REPLANNED_MEMBERS` members.
 
     Args:
         peers: the members of `current` in join order, by default `current`; each of them may be rank 0,
@@ -348,10 +353,9 @@ def _corroborate(
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
 ) -> Pieces[bool]:
-    """Return whether the order `then` justifies a new generation even if any one member's reports are
-    ignored.
+    """Return whether the order `then` still justifies a new generation if one member's reports are ignored.
 
-    This check ensures that no member alone can cause a new order.
+    The check is made for each member, so that no member alone can cause a new order.
     """
     for peer in peers:
         network = measured.without_reporter(peer).build_network(peers, bounded=False)
@@ -411,7 +415,7 @@ def _latency_reason(found: RankOrderEstimate) -> str:
     size = len(found.order)
     if size > MAX_SEARCHED_PEERS:
         return f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members the order is not optimized"
-    took = f"the smallest exchange takes {format_seconds(found.exchange_s)}"
+    took = f"an exchange of one element takes {format_seconds(found.exchange_s)}"
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
 
 

@@ -51,9 +51,10 @@ class SearchLimits:
     """Limits on the work of one search.
 
     Attributes:
-        edges: the maximum number of edges in all estimated orders together; an edge takes 0.2 to 0.7 us.
+        edges: the maximum number of edges in all estimated orders together.  An edge is one send from a rank
+            to another, and takes 0.2 to 0.7 us to estimate.
         messages: the maximum number of messages in all simulated orders together; a message takes 10 to
-            25 us.
+            25 us to simulate.
         simulated_orders: the number of orders that may be simulated even if they exceed `messages`.
         searched_peers: the largest group for which an order is searched.
     """
@@ -192,7 +193,7 @@ def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> l
 
 
 def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, order: Sequence[int]) -> float:
-    """Predict the exchange time in this order by simulation, including the vote."""
+    """Predict the exchange time with this order of ranks, including the vote, by simulation."""
     ordered = network.reordered(order)
     return cost_model.exchange_cost(load, ordered, cpu, max_messages=SIMULATED_MESSAGES).exchange_s
 
@@ -201,7 +202,7 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 
 
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
-    """Return a function that estimates how long an exchange takes in an order, without simulating queues.
+    """Return a function that estimates an exchange's time with an order of ranks, without simulating queues.
 
     Links that several pairs share add only a lower bound: an exchange takes at least as long as the busiest
     shared link.
@@ -257,6 +258,8 @@ def _gather_estimator(
     load: Workload, alpha_s: PairTable, byte_s: PairTable, own_bytes: Sequence[float]
 ) -> OrderEstimator:
     """Return an estimator for the all-gather, which adds up the times of the slowest pair in each hop.
+
+    The longest hop counts twice.
 
     Args:
         own_bytes: (P,) the size of each member's own payload.

@@ -48,7 +48,7 @@ def svg_text(
     extra: str = "",
     halo: bool = False,
 ) -> str:
-    """Return a line of text; a `halo` keeps it legible over lines, and `extra` adds SVG attributes."""
+    """Return an SVG text element; a `halo` keeps it legible over lines, and `extra` adds SVG attributes."""
     around = ' stroke="#FFFFFF" stroke-width="3.5" paint-order="stroke"' if halo else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size:g}" '

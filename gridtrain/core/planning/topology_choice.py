@@ -1,11 +1,11 @@
-"""Chooses between a direct exchange and a ring (`Dense()`) or butterfly (`GTopK()`), and limits direct ones.
+"""Chooses between a direct exchange and the usual ring (`Dense()`) or butterfly (`GTopK()`).
 
 In a small group whose members can all connect directly, over similar links, the exchange is direct, in two
 hops, if that is predicted to be faster.  `exchange_choice` holds the choice of a run.
 
-By reporting a slow link, one worker can make all members use the ring or butterfly.  This costs less than a
-worker that really is slow.  Requiring the reports of both ends would not prevent it: the receiver's answer
-determines what the sender measures, and a busy receiver measures too high a rate.
+By reporting a slow link, one worker can make all members use the ring or butterfly.  This costs the group
+less than a worker that really is slow.  Requiring the reports of both ends would not prevent it: the
+receiver's answer determines what the sender measures, and a busy receiver measures too high a rate.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ USUAL_TOPOLOGY = Topology(False)
 def choose_topology(
     load: Workload | None, size: int, network: NetworkModel | None, edges: bool, *, is_urgent: bool = False
 ) -> Topology:
-    """Choose how `size` members exchange a `load` with open topology.
+    """Choose how `size` members exchange `load` if the script does not specify the topology.
 
-    The exchange is direct if the rates of the links are similar and a direct exchange is faster; a dense one
-    must also be small.  Otherwise data pass around a ring, or in a butterfly.
+    The exchange is direct if the group is small, all pairs can connect, the rates of the links are similar
+    and a direct exchange is faster; a dense vector must also be small (`MAX_DIRECT_BYTES`).  Otherwise, dense
+    data pass around a ring, and sparse data through a butterfly.
 
     Args:
         load: the workload, or None if it is unknown.
@@ -104,14 +105,18 @@ def _without_times(
         return USUAL_TOPOLOGY
     name = _USUAL_NAME[kind]
     if size > MAX_DIRECT_MEMBERS:
-        return Topology(False, f"{name}, because {size} members are more than {MAX_DIRECT_MEMBERS}")
+        return Topology(False, f"{name}, because direct exchanges have at most {MAX_DIRECT_MEMBERS} members")
     if not edges:
         return Topology(False, f"{name}, because some members cannot connect directly")
     if network is None:
         small = "" if kind.is_sparse else f"{load.unit_bytes} bytes is small, and "
         return Topology(True, f"direct: {small}no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
-        return Topology(False, f"{name}, because a link has only {share:.0%} of the rate of its ends", inf)
+        return Topology(
+            False,
+            f"{name}, because a link has only {share:.0%} of the rate that its ends reach otherwise",
+            inf,
+        )
     return None
 
 

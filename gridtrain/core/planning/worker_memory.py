@@ -1,6 +1,7 @@
 """Estimates the memory of a worker, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
 
-    always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
+    always                parameter, gradient, optimizer's state, flat gradient, residual, local steps,
+                          update log
     during an exchange    the buffers of the exchange
     for a newcomer        a copy of the state, until the newcomer has received it
 
@@ -80,6 +81,7 @@ def worker_memory(
     """Return the bytes that a worker of this run holds per trainable parameter.
 
     Args:
+        wire: the exchange; for local steps, the exchange inside `LocalSteps`.
         parameters: the number of trainable parameters.
         workers: the number of workers.
         optimizer_values: the number of values that the optimizer keeps for each parameter, such as 2 for

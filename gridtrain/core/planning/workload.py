@@ -195,7 +195,7 @@ class Workload:
         return f"{self.kind}:{self.dense_values}" if self.is_rounded else str(self.kind)
 
     def payload_bytes(self, fraction: float) -> float:
-        """Return the size in bytes of a payload that is this fraction of the unit."""
+        """Return the size in bytes of a payload that is this fraction of `unit_bytes`."""
         if fraction == 1.0 or not self.kind.is_sparse or self.kind in DIRECT_KINDS:
             return fraction * self.unit_bytes  # the parts of a direct exchange are as dense as the whole
         return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
@@ -310,7 +310,10 @@ _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """Return a receiver's CPU time for a payload whose size is the fraction `part` of the exchange's unit."""
+    """Return a receiver's CPU time for a payload whose size is the fraction `part` of the exchange's unit.
+
+    A merge is counted with all k entries, regardless of `part`.
+    """
     match work:
         case ReceiveWork.ADD:
             return part * (load.vector_bytes * cpu.add_byte_s + _recoding_s(load, cpu, is_sent_on=True))
@@ -333,7 +336,7 @@ def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
-    """Return the CPU time for selecting and encoding before anything is sent."""
+    """Return the CPU time for selecting and encoding, or rounding, before anything is sent."""
     if not load.kind.is_sparse:  # in a ring a member rounds only its own segment before it sends
         is_rounding = load.is_rounded and load.kind is not ExchangeKind.DENSE
         return load.parameters * cpu.round_element_s if is_rounding else 0.0

@@ -3,16 +3,15 @@
 The cost of a stage is a function of (stage, start, stop).  The best partition of a prefix does not depend on
 the remaining layers, so the best partitions of all prefixes are computed, one stage at a time.
 
-    bound      5          no stage may cost more, because a partition within this bound is known
-    layers     1 4 2 2 3 1 4 1
-    stage 0    |---|                 may stop after 1 .. 2    (1 + 4 <= 5; a third layer would make it 7)
-    stage 1      |-------|           after 3 .. 4             (the two later stages can reach back that far)
-    stage 2          |-----|         after 6 .. 6
-                               ---> few prefixes remain to be examined
+    costs of 8 layers                  1 4 2 2 3 1 4 1      bound: no stage may cost more than 6
+    4 stages; stage 0 ends after       1 or 2 layers        with a third layer, it would cost 7
+              stage 1 ends after       3 or 4 layers        stages 2 and 3 can hold at most the last 5 layers
+              stage 2 ends after       5 or 6 layers        stage 3 can hold at most the last 3 layers
 
-The bound only excludes stages that no partition within the bound contains, so the result is the same as
-without a bound.  `bottleneck_cuts_within` tries ascending bounds, beginning just above the smallest possible
-bound, because a search with a small bound is fast.
+Only these few prefixes need to be examined.  The bound only excludes stages that no partition within the
+bound contains, so if such a partition exists, the result is the same as without a bound.
+`bottleneck_cuts_within` tries ascending bounds, beginning just above the smallest possible bound, because a
+search with a small bound is fast.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ StageCostFunction = Callable[[int, int, int], float]
 """Returns the cost of (stage, start, stop): layers `start` to `stop` - 1 as stage number `stage`."""
 
 FoundCuts = tuple[tuple[int, ...] | None, float]
-"""The cuts (the first layer of each stage, then the number of layers), and the highest cost of a stage."""
+"""The cuts (the first layer of each stage, then the number of layers), and the highest cost of a stage; None
+and infinity if there is no partition."""
 
 EdgeCosts = Sequence[Sequence[float]]
 """[stage][stop]: a lower bound on the costs of a stage and of the next stage if the boundary between them is
@@ -101,7 +101,7 @@ def bottleneck_cuts_within(
 
     Args:
         cost, least, edges: see `bottleneck_cuts`; all costs must be at least 0.
-        known: the cost of a known partition, which the result does not exceed.
+        known: the cost of a known partition; the best partition costs at most as much.
     """
     within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):

@@ -85,7 +85,8 @@ def assign_devices(
         peers: the workers, longest-serving first, at least as many as stages.
         devices: each worker's device.
         cost_s: returns the round trip between two workers in seconds.  It decides between partitions that are
-            about equally fast, so that neighbouring stages are near each other.
+            about equally fast, so that neighbouring stages are near each other.  None if no link has been
+            measured.
 
     Raises:
         ConfigError: no partition fits into the memory.
@@ -175,7 +176,12 @@ def check_memory_fit(
     devices: Mapping[PeerId, Device],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raise `ConfigError` if a worker's stage is known to need more memory than the worker's device has."""
+    """Raise `ConfigError` if a worker's stage is known to need more memory than the worker's device has.
+
+    Args:
+        order: the members in rank order.
+        name: returns a worker's name, for the text of the error.
+    """
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)

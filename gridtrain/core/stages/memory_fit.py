@@ -55,7 +55,7 @@ def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
 
 
 def fits(layers: Sequence[Layer], devices: Sequence[Device], running: ExecutionSettings) -> bool:
-    """Return whether a partition fits into the memory of all devices."""
+    """Return whether there is a partition, with a stage for each device, that fits into their memory."""
     if len(devices) > len(layers):
         return False
     return find_fitting_partition(StageCostModel(layers, devices, None, running)) is not None
@@ -80,7 +80,7 @@ def shortage_text(
         f"fits: in the best one, stage "
         f"{worst} ({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its device "
         f"has only {format_bytes(devices[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
-        f"(the {format_bytes(needed.total)} are: "
+        f"(the {format_bytes(needed.total)} consist of: "
         f"{format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
     if stop - start > 1:

@@ -1,9 +1,9 @@
 """Chooses the number of micro-batches for `micro_batches="auto"` from trials in a run's first steps.
 
-After a committed step all members have the same timings, so all members choose the same number.
+After a committed step all members have the same timings, so all choose the same number.  With S stages:
 
     step       0        1         2         3         4 ...
-    number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
+    number   4 S      4 S       8 S       8 S       the number chosen for the rest of the run
             warm-up  measured  warm-up  measured
                         |                   |
                   t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x time per sample
@@ -11,8 +11,8 @@ After a committed step all members have the same timings, so all members choose 
 Here t(n) is a stage's time for a micro-batch of n samples, and hop(n) is the time of its payload on a link.
 The times of two sizes give the fixed cost of a micro-batch, which `step_time.propose_micro_batches` weighs,
 together with the cost of the links, against the bubble.  The trials use at least the number of micro-batches
-that GPipe recommends (4 for each stage, section 2.3), so they need no more memory than GPipe.  The chosen
-number is smaller only if all members have reported that a larger micro-batch fits into their memory.
+that GPipe recommends (4 for each stage, section 2.3), so they need no more memory than GPipe.  A smaller
+number is chosen only if its micro-batches do not exceed any bound that a member has reported for its memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class StepTimings:
     """The measurements of one member in one step.
 
     Attributes:
-        forward_s, backward_s: the mean time of a micro-batch; `backward_s` includes a second forward pass.
+        forward_s, backward_s: the mean time of a micro-batch's forward pass, and of its backward pass
+            including a second forward pass if there is one.
         round_trip_s: on the first stage, the time from sending the first micro-batch until its gradient
             arrives; 0 if it is unknown because the stage was still busy when the gradient arrived.
         samples: the number of samples in this replica's batch.
@@ -101,6 +102,8 @@ def choose_micro_batches(
 ) -> MicroBatchChoice:
     """Choose the number of micro-batches for the rest of the run from the timings of all trials.
 
+    If the times of two sizes cannot be compared, the number of the first measured trial is chosen.
+
     Args:
         timings: the timings of each trial, as many as `TRIALS`.
         layout: the layout of the generation that ran the last trial.
@@ -118,7 +121,7 @@ def choose_micro_batches(
         return MicroBatchChoice(
             first,
             f"{first} micro-batches, {TRIAL_MICRO_BATCHES_PER_STAGE} for each stage: "
-            "only one size could be measured",
+            "the times of two sizes could not be compared",
         )
     layers = [_stage_layer(stage, layout, (once, twice), sizes) for stage in range(layout.stages)]
     hops_s = [_hop_s(each, layout) for each in (once, twice)]
@@ -166,8 +169,10 @@ def _stage_layer(
 
 
 def _fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds per sample, overhead), both at least 0, that match the time measured for the larger
-    size."""
+    """Return (seconds per sample, overhead in seconds), which match the time of the larger size exactly.
+
+    Both are at least 0.  `sizes` and `times_s` begin with the larger size.
+    """
     (large, small), (large_s, small_s) = sizes, times_s
     per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
     return per_sample_s, large_s - large * per_sample_s

@@ -53,8 +53,8 @@ def best_partition(
             more free memory.  It is above 0 for measured times, because they are not exact.
 
     Raises:
-        ConfigError: there are more devices than layers or than trained layers, or no partition fits (see
-            `memory_fit`).
+        ConfigError: there are no devices, more devices than layers or than trained layers, or not as many
+            devices as ranks in `network`; or no partition fits (see `memory_fit`).
     """
     from gridtrain.core.stages import memory_fit
 
@@ -62,7 +62,7 @@ def best_partition(
     if not 1 <= len(devices) <= len(layers):
         raise ConfigError(
             f"{format_count(len(layers), 'layer')} cannot be divided into {len(devices)} stages",
-            remedy="use at most as many stages as layers, or divide the model into smaller layers",
+            remedy="use from 1 stage to as many stages as layers, or divide the model into smaller layers",
         )
     trained = sum(each.trainable > 0 for each in layers)
     if 0 < trained < len(devices):
@@ -105,6 +105,9 @@ def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence
 
 def _emptiest_cuts(costs: StageCostModel, known: Sequence[int], bound_s: float) -> Sequence[int]:
     """Return the cuts that leave the fullest device the most free memory, with a period of at most `bound_s`.
+
+    The fullest device is the one whose memory is filled to the largest share.  If a device has no memory
+    limit, it is instead the device that needs the most bytes.
 
     Args:
         known: cuts that fit into the devices' memory and have a period of at most `bound_s`.

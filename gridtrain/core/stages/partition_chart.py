@@ -64,7 +64,7 @@ def _shortened(text: str) -> str:
 
 
 def _bar(share: float) -> str:
-    """Return a text bar that is full at 1; any share above 0 fills at least one character."""
+    """Return a bar of `BAR` characters, full for a share of 1; a share above 0 fills at least one."""
     filled = min(BAR, max(share > 0, round(BAR * share)))
     return "#" * filled + "." * (BAR - filled)
 

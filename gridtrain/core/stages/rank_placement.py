@@ -1,6 +1,6 @@
 """Assigns workers to stages and replicas, by the state they hold and then by links; chooses state sources.
 
-    connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is standby
+    connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is a standby
                                                                  (n): holds the state of stage n
               replica 0   replica 1
     stage 0     anna        bert         a worker that holds a stage's state keeps that stage
@@ -80,7 +80,8 @@ class RankPlacement:
         state_sources: for each member that needs its stage's state, the rank that sends it.
         standbys: the workers without a rank.
         reason: the reason for the placement, as text.
-        pieces: for each assembler, the layers that it receives and the ranks that send them.
+        pieces: for each assembler (see `repartition`), the layers that it receives and the ranks that send
+            them.
         digests: for each member that receives a checkpoint, the digest of the checkpoint; a member that
             receives a state from memory has no entry.
         piece_digests: for each assembler, the digests of the checkpoints of its `pieces`.
@@ -104,7 +105,7 @@ def place_ranks(
     cost_s: PairCost | None = None,
     name: Callable[[PeerId], str] = lambda peer: peer.hex()[:8],
 ) -> RankPlacement:
-    """Place workers in as many complete replicas of the pipeline as possible.
+    """Assign workers to the ranks of as many complete replicas of the pipeline as possible.
 
     Args:
         peers: the workers that may be members, at least `stages`, longest-serving first, without
@@ -115,7 +116,8 @@ def place_ranks(
         name: returns a worker's name, for the text of the reason.
 
     Raises:
-        LocalProtocolError: there are too few workers, or there is a stage whose state no worker has.
+        LocalProtocolError: there are too few workers, `peers` contains a duplicate, or there is a stage whose
+            state no worker has.
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
         raise LocalProtocolError(f"{format_count(len(peers), 'worker')} cannot be placed in {stages} stages")
@@ -147,7 +149,8 @@ def place_ranks(
 def _place_holders(
     layout: RankLayout, peers: Sequence[PeerId], locations: StateLocations
 ) -> tuple[list[list[PeerId]], list[PeerId]]:
-    """Return (for each stage, up to `replicas` workers that hold it in memory; the other workers)."""
+    """Return, for each stage, up to `layout.replicas` workers that hold its state in memory, and a list of
+    all other workers."""
     placed: list[list[PeerId]] = [[] for _ in range(layout.stages)]
     rest: list[PeerId] = []
     for peer in peers:
@@ -163,7 +166,7 @@ def _place_holders(
 def _place_disk_holders(
     layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """Place workers so that each stage that no worker holds in memory is on the disk of a placed worker.
+    """Place workers so that a placed worker has on its disk each stage that no worker holds in memory.
 
     Moves these workers from `rest` to `placed`.  Initial stages are left out.
 
@@ -224,7 +227,8 @@ def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
 
 
 def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
-    """Return (time of the slowest pipeline + time of the slowest group of replicas, sum of all), in seconds.
+    """Return two times in seconds: that of the slowest pipeline plus that of the slowest group of replicas,
+    and the sum over all pipelines and groups, which is compared if the first times are equal.
 
     All pipelines run at the same time, and all groups run at the same time after the pipelines, so the step
     time depends only on the slowest pipeline and the slowest group.
@@ -237,7 +241,7 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 def _improve_by_links(
     layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
-    """Return the best placement found that keeps the pinned members in their stages."""
+    """Return the cheapest placement found (`placement_cost_s`) that leaves pinned members in their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:

@@ -1,4 +1,4 @@
-"""Divides a model again over fewer or more workers, and chooses who supplies the state of each stage.
+"""Divides a model again for fewer or more workers, and chooses the workers that supply each stage's state.
 
     3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
     bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)
@@ -45,7 +45,7 @@ partition takes about 5 ms."""
 
 MIN_SPEEDUP = 1.1
 """States are moved for a partition into more stages only if its slowest stage is at least this many times as
-fast."""
+fast as that of the best partition into the current number of stages."""
 
 MAX_GROUPED_WORKERS = 6
 """The maximum number of workers for which all groups are tried."""
@@ -56,6 +56,7 @@ HeldSpans = Mapping[PeerId, Sequence[Span]]
 """The layers whose state each worker has."""
 
 Pieces = tuple[tuple[Span, int], ...]
+"""For each checkpoint from which a stage is assembled: its layers, and the rank that has it."""
 
 PartitionCache = dict[tuple[Device, ...], PartitionCost | ConfigError]
 """The best partition for each sequence of devices along the pipeline, or the error if no partition fits.  It
@@ -377,9 +378,10 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
             assemblers[peer] = stage
     if len(needed) > size or len(assemblers) < len(missing):
         raise ConfigError(
-            f"the state is spread over {format_count(len(needed), 'worker')}, and {size} can be members; "
-            f"{format_count(len(assemblers), 'worker')} can assemble a stage, and "
-            f"{format_count(len(missing), 'stage')} must be assembled",
+            "too few workers to assemble the state: it is spread over "
+            f"{format_count(len(needed), 'worker')}, and {size} can be members; "
+            f"{format_count(len(missing), 'stage')} must be assembled, and "
+            f"{format_count(len(assemblers), 'worker')} can assemble one",
             remedy="wait for more workers",
         )
     return Repartition(cuts, tuple(members), assemblers, f"stages are assembled with cuts at {list(cuts)}")
@@ -444,9 +446,10 @@ def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocat
 def assembler_pieces(
     recut: Repartition, order: Sequence[PeerId], locations: StateLocations
 ) -> dict[PeerId, Pieces]:
-    """Choose the checkpoints that each assembler uses, as (layers, rank that has them).
+    """Choose the checkpoints that each assembler uses, each as (layers, rank that has them).
 
-    An assembler that already has the exact state of its stage, in memory or on disk, needs no checkpoints.
+    An assembler needs no checkpoints, and is left out, if it has the exact state of its stage in memory or on
+    disk, or if the state of this stage is created.
     For each layer an assembler uses its own checkpoint if it has one, else the checkpoint that extends
     furthest, so that few checkpoints are needed.
 

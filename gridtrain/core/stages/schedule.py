@@ -1,13 +1,14 @@
 """Pipeline schedules (fill-drain, 1F1B): the order in which a stage computes its micro-batches.
 
-Each stage executes its own list of actions, and waits if the payload of an action has not arrived.
+Each stage executes its own list of actions, and waits if the payload of an action has not arrived.  Below, S
+is the number of stages, M the number of micro-batches, and F2 the forward pass of micro-batch 2:
 
     fill-drain (GPipe, arXiv 1811.06965, figure 2c), S = 3, M = 4       time ->
     stage 0    F0  F1  F2  F3   .   .   .   .  B0  B1  B2  B3
     stage 1     .  F0  F1  F2  F3   .   .  B0  B1  B2  B3   .
     stage 2     .   .  F0  F1  F2  F3  B0  B1  B2  B3   .   .
 
-    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): equally long; stage s keeps S - s micro-batches
+    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): equally long; stage s keeps at most S - s
     stage 0    F0  F1  F2   .   .  B0  F3  B1   .  B2   .  B3
     stage 1     .  F0  F1   .  B0  F2  B1  F3  B2   .  B3   .
     stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   .
@@ -153,6 +154,9 @@ def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int
 
     Then forward and backward passes alternate until no forward pass is left; the remaining backward passes
     follow.
+
+    Raises:
+        ConfigError: `stages` is below 1, or `micro_batches` is below 0.
     """
     if stages < 1 or micro_batches < 0:
         raise ConfigError(

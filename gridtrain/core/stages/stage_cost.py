@@ -3,14 +3,14 @@
     bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 
     parameters      parameters and buffers
-    copies          gradients and the optimizer's state: `copies` x the trainable parameters
+    copies          gradients, optimizer's state and residual: `copies` x the trainable parameters
     activations     b (k input + kept + output)   with re-materialization: one micro-batch is recomputed
                     b k (input + kept + output)   without re-materialization
                     + b work + fixed work         each for the layer in which it is largest
     transit         2 b (all payloads received or sent): one micro-batch in use, one in transfer
 
-With S stages and M micro-batches, k is M in fill-drain, and at most S - s in 1F1B if `ahead` is 0
-(`schedule`).
+Here input, kept, output and work are the bytes per sample in `Layer`.  With S stages and M micro-batches, k
+is M in fill-drain, and at most S - s in 1F1B if `ahead` is 0 (`schedule`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class StageMemory:
 
     Attributes:
         parameters: parameters and buffers.
-        copies: gradients and the optimizer's state.
+        copies: gradients, the optimizer's state and the residual.
         activations: activations kept for the backward pass or in use.
         transit: payloads just received or being sent.
     """
@@ -257,6 +257,9 @@ class StageCostModel:
 
     Args:
         network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
+
+    Raises:
+        ConfigError: the network does not have one rank for each device.
     """
 
     def __init__(
@@ -321,7 +324,7 @@ class StageCostModel:
         return work / self._per_s[stage] + self._messages_s[stage]
 
     def boundary_bytes(self, at: int) -> tuple[int, int]:
-        """Return (activations, gradients), the bytes per micro-batch at the boundary before layer `at`."""
+        """Return the bytes of activations and of gradients that pass before layer `at` for a micro-batch."""
         layer = self.layers[at - 1]
         return self.running.samples * layer.output_bytes, self.running.samples * layer.gradient
 

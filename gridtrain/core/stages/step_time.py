@@ -40,7 +40,7 @@ STEP_TIME_TOLERANCE = 0.02
 them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Values of `ahead` to try besides that for the slowest hop, which is too small for unbalanced stages."""
+"""Values of `ahead` to try besides the one for the slowest hop, which may be too small for unequal stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _partition_for(
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:
-    """Return the `ahead` for the slowest hop, assuming that all stages are as slow as the slowest stage."""
+    """Return the `ahead` for the slowest hop of activations, as if all stages were as slow as the slowest."""
     forward_s = max(stage.forward_s for stage in cut.stages)
     backward_s = max(stage.backward_s for stage in cut.stages)
     hops_s = [

@@ -1,4 +1,6 @@
-"""Checks whether a key may connect and whether it may still send; limits pending members' connections.
+"""Checks whether a key may connect and send, and defines the limit on connections of pending members.
+
+A stranger holds a key that may not connect.  A pending member has proven only the key of an invitation.
 
     handshake   is_admitted                         a stranger gets no answer, not even our Hello
     Hello       is_key_match                        Hello must name the key that the connection has proven
@@ -37,15 +39,17 @@ def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bo
 
 
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
-    """Return a name for a connection of a pending member; several connections may share an invitation's key.
+    """Return a name for one connection of a pending member.
 
-    The name has the form of a public key, but is not a public key.
+    A name is needed because several connections may share an invitation's key.  It has the form of a public
+    key, but is not one.
     """
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()
 
 
 class PeerAllowlist:
-    """A worker's `AccessPolicy`: the coordinator, the members of its generation, and announced workers.
+    """A worker's `AccessPolicy`: admits the coordinator, and the peers that the worker's core knows (members
+    of its generation, workers that the coordinator has announced, and state sources or newcomers).
 
     The I/O loop replaces the set of admitted keys when its core requests it; the transport calls the policy
     in the same thread.

@@ -1,9 +1,14 @@
 """Injects faults (fail, kill, freeze, slow, stall, corrupt) into a worker of a real run at a given step.
 
-    faults = Faults()                                   before   nothing of the step has been sent
-    faults.kill_at("anna", step=10, point="during")     during   the step's first Data has been sent
-    faults.slow_at(2, step=12, seconds=0.5)             after    all Data have been sent, but not the Vote
-                                                                 (rank 0: not the Decision)
+    faults = Faults()
+    faults.kill_at("anna", step=10, point="during")
+    faults.slow_at(2, step=12, seconds=0.5)
+
+The points of a step at which a fault can happen:
+
+    before   nothing of the step has been sent
+    during   the step's first Data has been sent
+    after    all Data have been sent, but not the Vote (rank 0: not the Decision)
 
 A stall affects the training thread, which calls `Faults.stall`; all other faults affect the I/O thread:
 
@@ -84,7 +89,7 @@ class PlannedFault:
         numbers = isinstance(self.step, int) and isinstance(self.seconds, int | float)
         if not (known and named and numbers and self.step >= 0 and 0.0 <= self.seconds < float("inf")):
             raise ConfigError(
-                f"{asdict(self)!r} is not a fault; step must be >= 0, and seconds must be finite and >= 0",
+                f"{asdict(self)!r} is not a valid fault; step must be >= 0, and seconds finite and >= 0",
                 remedy=f"use one of the actions {', '.join(get_args(Action))}, one of the points "
                 f"{', '.join(get_args(Point))}, and a rank or a name",
             )
@@ -185,7 +190,7 @@ class Faults:
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
     def stall(self, name: str, rank: int, step: int) -> None:
-        """Sleep for the time planned for a worker's training thread at this step."""
+        """Sleep in a worker's training thread for as long as the stalls planned for this step last."""
         for fault in self.strike(name, rank, step, ("before",), of_trainer=True):
             time.sleep(fault.seconds)
 
@@ -236,7 +241,7 @@ class _DelayedMessage:
 
 
 class FaultyTransport(WrappingTransport):
-    """Implements `Transport` over `inner`, for one worker."""
+    """Implements `Transport` over `inner`, and injects the planned faults of one worker."""
 
     def __init__(self, inner: Transport, faults: Faults, name: str, die: Callable[[], None]) -> None:
         super().__init__(inner)
@@ -304,7 +309,7 @@ class FaultyTransport(WrappingTransport):
             self._apply_faults(step, "during")
 
     def _apply_faults(self, step: int, point: Point) -> list[PlannedFault]:
-        """Execute the due faults that terminate or pause the worker; return those that change messages."""
+        """Execute the due faults that terminate or pause the worker; return those that affect messages."""
         rest: list[PlannedFault] = []
         for fault in self._faults.strike(self._name, self._rank, step, (point,)):
             match fault.action:

@@ -1,7 +1,7 @@
-"""Flow control by credit: limits the bytes that a peer is sent and has not processed yet (the window).
+"""Flow control by credit: limits the bytes that were sent to a peer and not processed by it (the window).
 
-Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so messages with credit always
-arrive.
+Bulk (`send_queue.BULK_MESSAGES`) waits for credit.  Control messages never wait, so Credit, which is one of
+them, always arrives.
 
     sender                                                     receiver
     loop -- send --> waiting --fits?--> inner =========> inner --exceeds?--> Received --> loop
@@ -59,7 +59,8 @@ def needs_credit(message: Message) -> bool:
 
 
 def fits_window(unacknowledged_bytes: int, nbytes: int, window_bytes: int) -> bool:
-    """Return whether another message of `nbytes` may be sent."""
+    """Return whether another message of `nbytes` may be sent to a peer that has this many unacknowledged
+    bytes."""
     return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
 
 
@@ -67,8 +68,9 @@ def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, wind
     """Return whether a received message of `nbytes` exceeds the credit of a correct peer.
 
     Args:
-        outstanding_bytes: bytes that were received and for which no new credit has been granted.
-        largest_bytes: size of the largest message from this peer, including this message.
+        outstanding_bytes: the number of received bytes for which no new credit has been granted.
+        nbytes: the size of the received message.
+        largest_bytes: the size of the largest message from this peer, including this message.
     """
     return outstanding_bytes + nbytes > 2 * (window_bytes + largest_bytes)
 
@@ -235,7 +237,7 @@ class FlowControlTransport(WrappingTransport):
         account.largest = max(account.largest, nbytes)
         if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
             text = (
-                f"{describe_type(event.message)} of {nbytes} bytes arrived while "
+                f"{describe_type(event.message)} of {nbytes} bytes exceeded the credit: "
                 f"{account.outstanding_bytes} bytes were not acknowledged; the window is "
                 f"{self._window_bytes} bytes"
             )

@@ -53,7 +53,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Event: both sides have sent Hello, so messages can be sent; repeated after a reconnect.
+    """Event: both sides have sent Hello, so messages can be sent.  The event is repeated after a reconnect.
 
     Attributes:
         host: the address of the other end as this side sees it; empty if this side dialled.
@@ -98,7 +98,11 @@ class ConnectionDenied:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """The result of `Transport.reach`: the first address at which the peer has answered, or ""."""
+    """Event: the result of `Transport.reach`.
+
+    Attributes:
+        address: the first address at which the peer has answered; "" if it has answered at none.
+    """
 
     peer: PeerId
     address: str
@@ -150,7 +154,8 @@ class Transport(Protocol):
     def listen(self, address: str) -> str:
         """Accept connections at `address` ("tcp://host:port"; port 0 or "*" stands for any free port).
 
-        Returns the address that peers can dial.  Raises `TransportError` if the address is taken or invalid.
+        Returns the address that peers can dial.  Raises `TransportError` if the address is taken or invalid,
+        or is not allowed without encryption.
         """
         ...
 
@@ -159,7 +164,7 @@ class Transport(Protocol):
 
         Only the holder of `peer`'s secret key can answer.  If a connection to `peer` exists, this method does
         nothing.  `PeerUp` follows when both sides have sent Hello, or `ConnectionDenied` if our key is not
-        admitted.
+        admitted.  Raises `TransportError` if `peer` is our own key, or the address cannot be used.
         """
         ...
 

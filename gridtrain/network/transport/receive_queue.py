@@ -1,10 +1,11 @@
-"""Limits the download rate (`download_limit`): received messages wait, and a sender's excess counts as debt.
+"""Limits the download rate (`download_limit`) by delaying the delivery of received bulk messages.
 
-Pure: times are passed as arguments.
+The bytes of a delivered message are added to its sender's debt.  The debts of all senders together decrease
+at the rate of the cap, in equal shares.  Pure: times are passed as arguments.
 
-    read --control--------------------------------------> delivered at once, and charged to the sender
-         --bulk--> the sender's queue: delivered when the sender has no debt from earlier messages
-                   |  the debts of all senders decrease at the rate of the cap, in equal shares
+    read --control--> delivered at once; its bytes are added to the sender's debt
+         --bulk-----> the sender's queue: delivered when the sender has no debt from earlier messages
+
     anna  [60 MiB] ######################################-->
     bert  [4 kB] #-->  [4 kB] #-->                             does not wait for anna's message
 
@@ -68,7 +69,7 @@ class ReceiveQueue(Generic[S, T]):
         return self.rate_Bps is None and not self._queues
 
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
-        """Charge the sender for a message that was delivered without waiting."""
+        """Add to the sender's debt the bytes of a message that was delivered without waiting."""
         if self.rate_Bps is not None:
             self._start_accounting(now_s)
             self._queues.setdefault(sender, _SenderQueue()).debt_bytes += nbytes
@@ -99,7 +100,7 @@ class ReceiveQueue(Generic[S, T]):
         return taken
 
     def add_sender(self, sender: S, owner: bytes, now_s: float) -> None:
-        """Add a new connection and charge it with the debt of its owner's closed connections."""
+        """Add a new connection, which takes over the debt of its owner's closed connections."""
         debt_bytes = self._take_departed_debt(owner, now_s)
         if debt_bytes > _DEBT_EPSILON:
             self.charge(sender, math.ceil(debt_bytes), now_s)

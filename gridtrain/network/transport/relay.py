@@ -1,4 +1,4 @@
-"""Connections through a relay for two peers that cannot dial each other (NAT): calls, retries and shutdown.
+"""Connects two peers that cannot dial each other (NAT) through a relay: opens, restores and closes sessions.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?
@@ -8,9 +8,9 @@
                               ^                      ^--- back-off, new session ------+  RelayFailed, a gap,
                               +--- the relay has disconnected ------------------------+  hang-up of the peer
 
-Packets are encrypted end to end (`secure_channel`).  The peer is not accused of a violation for bytes that a
-relay may have forged.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
-preferred as soon as it exists.
+A call is an offer to begin an encrypted session; a gap means that packets were lost.  Packets are encrypted
+end to end (`secure_channel`).  The peer is not accused of a violation for bytes that a relay may have forged.
+Both sides dial "relay:" followed by the relay's key.  A direct connection is preferred as soon as it exists.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from gridtrain.network.wire import codec
 CALL_INITIAL_S = 0.25
 CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
-"""The longest wait, before a new call is made, for the first encrypted packet after answering an offer."""
+"""How long to wait for the first encrypted packet after answering an offer, before another call is made."""
 
 FORGED_LIMIT = 16
 """The number of packets in a session that may fail to decrypt before the session is abandoned."""

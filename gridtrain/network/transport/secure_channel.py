@@ -5,6 +5,9 @@ Pure: converts frames to packets and back, with X25519, XSalsa20-Poly1305 (NaCl'
     offer       1 | nonce 24 | box(session key 32, seen 32, greeting)       nonce: random
     encrypted   class 2 or 3 | session 8 | counter 8 | box(more 1, piece)   nonce: the counter
 
+Sizes are in bytes; the first byte is the packet's class.  box(...) is encrypted and authenticated.
+`SecureChannel` describes `greeting`.
+
 Each side has a fresh X25519 key pair for each session, its *session key*; a session is derived from one
 session key of each side.  `seen` is a session key of the other side, or zeros.  Either side may call:
 

@@ -137,7 +137,8 @@ def _parse(header: bytes | memoryview) -> Any:
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         problem = str(error) or type(error).__name__
         raise RemoteProtocolError(
-            f"the header of {len(header)} bytes is not msgpack within the limits: {problem}", remedy=_REMEDY
+            f"the header of {len(header)} bytes is not valid msgpack or exceeds a limit: {problem}",
+            remedy=_REMEDY,
         ) from None
 
 

@@ -1,6 +1,6 @@
 """The bytes of a sparse payload's indices in Elias-Fano encoding: K strictly increasing integers below n.
 
-    index i   | high part: bit (index_i >> L) + i of a field with H bits | low part: L bits at i L |
+    index i   | high part: bit (index_i >> L) + i of a section of H bits | low part: L bits at bit i L |
     L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K
 
 (Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n determine the lengths

@@ -1,10 +1,12 @@
-"""Encodes the fields of messages as bytes, derived from each message's declaration (`MESSAGES`).
+"""Converts the fields of messages to plain values and back, as each message is declared (`MESSAGES`).
 
 `gridtrain.core.messages.declaration` specifies how a message is declared, and defines the field types of
 single values.  This module defines the field types that are composed of other field types.
 
     value  -- FieldType.pack -->    plain value     a FieldError means a bug in this process
     value  <-- FieldType.unpack --  plain value     a FieldError means that the peer violates the protocol
+
+Plain values are those that msgpack encodes as bytes: integers, strings, byte strings, arrays and the like.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class RecordField(FieldType):
         self.has_frame = len(self._header) < len(field_types)
 
     def pack(self, value: Any) -> list[Any]:
-        """Return the encoded fields of the header, excluding the payload."""
+        """Return the plain values of all fields except the payload."""
         if type(value) is not self.cls:
             raise FieldError(f"{describe(value)}; it must be of type {self.name}")
         plain: list[Any] = []
@@ -149,7 +151,7 @@ class RecordField(FieldType):
 
 
 class RepeatedRecordField(RecordField):
-    """A record of integers that is often equal in consecutive messages; the last record is cached."""
+    """A record of integers that is often the same in consecutive messages; caches the last conversion."""
 
     def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
         super().__init__(cls, field_types)
@@ -200,7 +202,7 @@ def _field_type(hint: Any) -> FieldType:
 
 @cache
 def record_field(cls: type) -> RecordField:
-    """Return the encoding of a dataclass, which is a message or a part of a message."""
+    """Return the field type for a dataclass, which is a message or a part of a message."""
     hints = typing.get_type_hints(cls, include_extras=True)
     field_types = {name: _field_type(hint) for name, hint in hints.items()}
     of_integers = all(isinstance(kind, IntField) for kind in field_types.values())

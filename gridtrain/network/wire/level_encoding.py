@@ -4,9 +4,12 @@
     int4   sign and 3 of magnitude  1/2, 1, 2, 3, 4, 5, 6, 7                 2**e
     int2   sign and 1 of magnitude  3/8, 1                                   (1, 1.25, 1.5 or 1.75) * 2**e
 
-    indices   | 2**(L + 6) neighbours | 2**(L + 6) neighbours | ...     L: see `elias_fano`; a block has 32 to
-    blocks    | scale                 | scale                 | ...     64 entries on average
-    section   the scales of all blocks, 2 bytes each | codes, in each byte the lowest bits first
+    indices   | the first 2**(L + 6) | the next 2**(L + 6) | ...        L as in `elias_fano`
+    blocks    | scale                | scale               | ...
+    section   | scales of all blocks, 2 bytes each | codes of all entries, lowest bits of a byte first |
+
+The entries whose indices lie in the same range of 2**(L + 6) indices form a block, which has 32 to 64 entries
+on average.
 
 An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The remainder v - q is then exactly
 representable in float32 (Sterbenz' lemma).  Entries that are too small for their block's scale are left out
@@ -44,8 +47,8 @@ class LevelCode:
         levels: the magnitudes, as multiples of the scale, ascending.
         limits: the smallest magnitude that is rounded to each level, as a multiple of the scale.
         top: the lower bound of a block's largest magnitude, as a multiple of the scale; the magnitude is less
-            than 2 top times the scale.
-        steps: the number of scales per octave.
+            than twice this bound.
+        steps: the number of scales between two successive powers of two.
         max_scale: the number of the largest scale.
     """
 
@@ -144,7 +147,7 @@ def _block_count(k: int, n: int) -> int:
 
 
 def _runs(blocks_K: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Return the first positions and the lengths of the runs of equal blocks."""
+    """Return the first position and the length of each run of entries in the same block."""
     is_first_K = np.ones(blocks_K.size, np.bool_)
     np.not_equal(blocks_K[1:], blocks_K[:-1], out=is_first_K[1:])
     starts_B = np.flatnonzero(is_first_K)

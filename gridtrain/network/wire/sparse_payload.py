@@ -7,8 +7,9 @@ payload.
             | header | low bits, K x L     | high bits, unary, H   | values                 |
               K u32, exponent i16, kind u16    (little-endian; in a byte, the lowest bit first)
 
-`elias_fano` encodes the two bit fields, and `value_encoding` encodes the values.  K, n and the kind determine
-the length.  The encoding is canonical: encoding a decoded payload produces the same bytes.
+`elias_fano` defines L and H and encodes the low and high bits of the indices; `value_encoding` encodes the
+values.  K, n and the kind determine the length.  The encoding is canonical: encoding a decoded payload
+produces the same bytes.
 """
 
 from __future__ import annotations

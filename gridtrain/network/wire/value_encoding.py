@@ -218,7 +218,7 @@ def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
 
 
 def _check_scale(top_bits: int, exponent: int) -> None:
-    """Raise `RemoteProtocolError` if the scale of fp16 values is invalid, or if one is NaN or infinite."""
+    """Raise `RemoteProtocolError` if the scale of fp16 values is invalid, or a value is NaN or infinite."""
     zeros_only = top_bits == 0 and exponent == 0
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX

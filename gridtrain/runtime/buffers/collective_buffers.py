@@ -479,8 +479,8 @@ def sparse_digest(update: SparseVector) -> bytes:
 def _check_contribution(contribution_N: FloatArray) -> None:
     if contribution_N.ndim != 1 or contribution_N.dtype != _FLOAT or not contribution_N.flags.c_contiguous:
         raise LocalProtocolError(
-            f"the contribution is {contribution_N.dtype} of shape {contribution_N.shape}; "
-            "it must be float32 of shape (n,), contiguous"
+            "the contribution must be a contiguous float32 array of shape (n,); this one has type "
+            f"{contribution_N.dtype}, shape {contribution_N.shape} and strides {contribution_N.strides}"
         )
 
 

@@ -57,9 +57,10 @@ class SparseDirectBuffer(ButterflyBuffer):
     are in a few columns of a matrix.
 
         own entries  --by owner--> a part for each owner
-        parts of my elements, one of each rank --> sum --k / P largest--> result --> all ranks
-                                                    |
-                                                    +--> truncated: what the result leaves out
+        one part from each rank, with the elements that this rank owns
+            --> sum --k / P largest--> result --> all ranks
+                 |
+                 +--> truncated: the entries that the result leaves out
 
     Entries are rounded when they are selected.  In formats whose scale depends on the other entries, they are
     rounded again when they are divided among the owners.  The rounding errors are truncated entries, too.
@@ -112,7 +113,10 @@ class SparseDirectBuffer(ButterflyBuffer):
         return -(-self.n // self._world_size)
 
     def _divide(self) -> list[SparseVector]:
-        """Return this rank's entries by owner."""
+        """Divide this rank's entries among their owners; return one part for each rank, in rank order.
+
+        The indices in a part are numbers of elements of the owner's part.
+        """
         indices = self.update.indices.astype(np.uint32)
         elements = indices // np.uint32(self._world_size)
         owners = _remainder(indices - elements * self._world_size + _rotation(elements), self._world_size)
@@ -123,7 +127,8 @@ class SparseDirectBuffer(ButterflyBuffer):
         return [SparseVector(elements_by_owner[start:stop], values[start:stop]) for start, stop in bounds]
 
     def _truncate(self, owner: int, entries: SparseVector, most: int) -> MergeResult:
-        """Encode the largest entries and keep the rest for this rank's residual."""
+        """Encode the largest entries, at most `most`; the other entries and the rounding errors are added to
+        `truncated`."""
         made = truncate(entries, n=self._elements, k=most, kind=self._kind)
         if made.truncated_indices.size:
             self.truncated.append((self._indices(owner, made.truncated_indices), made.truncated_values))
@@ -156,7 +161,8 @@ class SparseDirectBuffer(ButterflyBuffer):
 
 
 def _rotation(elements: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return a number below 2**16 for each element of a part, scattered by a multiplication (Knuth)."""
+    """Return a number below 2**16 for each element of a part, computed by multiplicative hashing (Knuth), so
+    that the numbers of neighbouring elements differ widely."""
     return elements * np.uint32(0x9E3779B1) >> np.uint32(16)
 
 

@@ -94,6 +94,8 @@ class AgentLink:
         moved_bytes: a thread-safe function that returns the number of bytes that this process has sent and
             received so far.
         why_waiting: a thread-safe function that returns why no worker is training; "" if the run is training.
+
+    Raises `OSError` if no agent listens at `path`.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent's process has ended; normally the agent stops the script first."""
+        """Whether the connection to the agent is closed, because the agent's process has ended.
+
+        Normally, the agent stops the script before it ends.
+        """
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)
@@ -124,15 +129,9 @@ class AgentLink:
             return True
 
     def report(self, **state: Any) -> None:
-        """Report this worker's state to the agent, as fields such as `state` and `step`.
-
-        If only `step` has changed since the last report, nothing is sent now.  The thread's next report,
-        within about `REPORT_INTERVAL_S`, then contains the new step.
-        """
-        is_urgent = {**state, "step": 0} != {**self._state, "step": 0}
+        """Report this worker's state to the agent, as fields such as `state` and `step`."""
         self._state = state
-        if is_urgent:
-            self._report()
+        self._report()
 
     def wait(self, timeout_s: float, known: AgentDirective) -> None:
         """Wait until the directive differs from `known`, but not longer than `timeout_s`."""

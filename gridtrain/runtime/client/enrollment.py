@@ -112,8 +112,11 @@ def enroll(
 
     Raises:
         CoordinatorUnreachable: the coordinator did not answer in time.
-        JoinRefused: the invitation is not valid, or this identity was removed or banned.
-        ConfigError: the key files cannot be used.
+        JoinRefused: the invitation is not valid, this identity was removed or banned, or the coordinator
+            refuses the request for another reason.
+        RemoteProtocolError: the program at the address is not a coordinator.
+        ConfigError: the run is encrypted although it must not be or vice versa, or the key files cannot be
+            used.
     """
     if invitation.encrypted == unencrypted:
         raise ConfigError(
@@ -304,7 +307,8 @@ def _status_if_admitted(
 ) -> dict[str, Any] | None:
     """Return the status of the run, or None if the coordinator does not admit this identity.
 
-    Raises the errors of `CoordinatorClient.ask`.
+    Also returns None if an unencrypted coordinator does not answer.  Otherwise, raises the errors of
+    `CoordinatorClient.ask`.
     """
     if not invitation.encrypted:
         timeout_s = min(timeout_s, PLAIN_ANSWER_TIMEOUT_S)

@@ -2,9 +2,9 @@
 
 Only the coordinator can decide whether an invitation is still valid and whether a key is admitted.  Example:
 
-    worker-0.key         was admitted with invitation A; its worker is stopped, and two workers are started
-    first worker, B      takes worker-0.key, which is free and admitted; B is not needed and is stored
-    second worker, A     gets a new key; A has no uses left, so the new key is admitted with B
+    worker-0.key was admitted with invitation A.  Its worker is stopped, and two workers are started:
+    the first, started with B    takes worker-0.key, which is free and admitted; B is not needed and is stored
+    the second, started with A   gets a new key; A has no uses left, so the new key is admitted with B
 
 The file (mode 0600, like the keys in the same folder) contains an invitation only until the invitation is
 used or refused.
@@ -47,7 +47,7 @@ class _StoredInvitations:
 class InvitationStore:
     """Records which of this machine's keys were admitted, and which invitations are unused.
 
-    The record is a file next to the keys.  Methods raise `ConfigError` if this file cannot be written.
+    The record is a file next to the keys.  A method raises `ConfigError` if it cannot write this file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,10 @@ class InvitationStore:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Return a context manager that keeps other processes on this machine from choosing a key."""
+        """Return a context manager that keeps other processes on this machine from choosing a key.
+
+        Raises `ConfigError` if the keys' folder cannot be written to.
+        """
         try:
             make_private_folder(self._folder)
             lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this try
@@ -83,9 +86,9 @@ class InvitationStore:
         return any(name != key.stem for name in self._read().used_by_key)
 
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
-        """Store `invitation` as unused if its worker, which takes `key`, does not need it.
+        """Store `invitation` as unused if the worker started with it can join using `key` alone.
 
-        This is the case if `key` was admitted with another invitation, and no key was admitted with this one.
+        This is assumed if `key` was admitted with another invitation, and no key was admitted with this one.
         The caller holds `lock`, so that other processes see the unused invitation before they need an
         invitation.
         """

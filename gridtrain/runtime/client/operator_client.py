@@ -76,7 +76,8 @@ class CoordinatorEndpoint:
 
         Raises:
             CoordinatorUnreachable: no coordinator is running.
-            ConfigError: the coordinator belongs to another run, or a file cannot be read.
+            ConfigError: `run` is not a valid name, the coordinator belongs to another run, or a file cannot
+                be read.
         """
         if not RUN_NAME.fullmatch(run):
             raise ConfigError(
@@ -242,7 +243,9 @@ def _describe_wait(run: str, state: Path | None, wait_s: float) -> str:
 
 def _not_running_error(folder: Path, run: str, state: Path | None) -> CoordinatorUnreachable:
     if (folder / OPERATOR_KEY).exists():
-        return CoordinatorUnreachable(f"the coordinator of {folder} is not running", remedy=RESTART_REMEDY)
+        return CoordinatorUnreachable(
+            f"the coordinator whose state folder is {folder} is not running", remedy=RESTART_REMEDY
+        )
     if state is not None:
         return CoordinatorUnreachable(
             f"no coordinator is running in {state}: {folder / CONTACT_FILE} does not exist",

@@ -17,7 +17,7 @@ from gridtrain.errors import ConfigError
 LEFTOVER_AGE_S = 60.0
 MAX_LEFTOVERS = 100
 PARTIAL = "partial-"
-"""Part of the name of a file that is being written; no user's file has it in its name."""
+"""Part of the name of a file that is being written, by which `_remove_leftovers` recognizes such files."""
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:

@@ -96,8 +96,8 @@ def run_folder_name(run: str) -> str:
 def default_listen_address(coordinator: str) -> str:
     """Return the address of the network interface that leads to the coordinator, with port 0 (any free port).
 
-    The interface is the loopback interface if the coordinator is on this machine.  No packet is sent to
-    determine the interface.
+    The interface is the loopback interface if the coordinator is on this machine, or if its host cannot be
+    resolved or has no route.  No packet is sent to the coordinator to determine the interface.
     """
     target = urlsplit(coordinator)
     host, port = target.hostname or _LOOPBACK, target.port or 1

@@ -3,9 +3,11 @@
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
 one after the other, so that the bursts do not share the worker's link.
 
-    sender    Burst 0, 1, 2 .. 15 --------------->  receiver   message 0 arrives .. message 15 arrives
-                               <------ BurstReceived           received_Bps = bytes of 15 messages / this time
-              sent_Bps = bytes of 16 messages / (time until BurstReceived - round-trip time)
+    sender    Burst 0, 1, 2 .. 15 --------------->  receiver
+                               <------ BurstReceived
+
+    receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15
+    sender    sent_Bps = bytes of 16 messages / (time until BurstReceived arrives - round-trip time)
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
@@ -90,9 +92,10 @@ class BandwidthProbe:
         self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Start measuring at most `MAX_TARGETS` of the peers in `rtt_s`, one after the other, in order.
+        """Start measuring the rates to the peers in `rtt_s`, one peer after the other, in this order.
 
-        Peers whose latest rate is still valid are not measured; this rate is reported again.
+        A peer whose latest rate is still valid is not measured, and this rate is reported again.  If more
+        than `MAX_TARGETS` peers remain, that many of them are selected at random.
 
         Args:
             rtt_s: the round-trip time to each peer in seconds.
@@ -135,7 +138,8 @@ class BandwidthProbe:
         return self._current_burst is not None
 
     def handle_burst_request(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
-        """Return the burst that a peer has requested; an empty list if the peer sends too many requests."""
+        """Return the messages of the burst that a peer has requested; an empty list if the peer has sent too
+        many requests."""
         times = self._request_times.setdefault(peer, deque(maxlen=MAX_REQUESTS))
         if len(times) == times.maxlen and now_s - times[0] < BURST_WINDOW_S:
             return []
@@ -189,9 +193,11 @@ class BandwidthProbe:
             self._current_burst = None
 
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
-        """Return (peer, rate to the peer, rate from the peer) for `LinkRates`; a rate that is not new is 0.
+        """Return a triple (peer, rate to the peer, rate from the peer) for each peer with a new rate.
 
-        Returns None if there have been no new rates since the last call, or while a burst is in progress.
+        At most 256 peers are reported.  The rates are in bytes per second; a rate that is not new is 0.
+        Returns None if there have been no new rates since the last call, or while this worker's burst is
+        unanswered.
         """
         if not self._has_new_rates or self._current_burst is not None:
             return None
@@ -204,11 +210,12 @@ class BandwidthProbe:
 
 
 def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
-    """Return the rate of a burst whose end was observed `whole_s` after the burst was sent or requested.
+    """Return the rate of a burst in bytes per second.
 
-    The round-trip time is subtracted from `whole_s`, but at least `MIN_BURST_FRACTION` of `whole_s` is kept,
-    because `rtt_s` is too large if a busy loop delayed the pings, and the burst would then seem to have taken
-    no time.
+    `whole_s` is the time from sending or requesting the burst until its sender receives the acknowledgement,
+    or its receiver the last message.  The round-trip time is subtracted from `whole_s`, but at least
+    `MIN_BURST_FRACTION` of `whole_s` is kept, because `rtt_s` is too large if a busy loop delayed the pings,
+    and the burst would then seem to have taken no time.
     """
     return (
         BURST_MESSAGES * BURST_MESSAGE_BYTES / max(MIN_BURST_S, whole_s - rtt_s, MIN_BURST_FRACTION * whole_s)

@@ -55,10 +55,10 @@ class RoundTripProbe:
             self._ping(peer, transport, now_s)
 
     def take_results(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
-        """Return (peer, round-trip time in seconds) in the order of the targets, once for each probe.
+        """Return a pair (peer, shortest round-trip time in seconds) for each target that has answered.
 
-        Targets that have not answered are left out.  Returns None if the probe is still running, its results
-        were already returned, or no probe was requested.
+        The pairs are in the order of the targets, and are returned once for each probe.  Returns None if the
+        probe is still running, its results have already been returned, or no probe has begun.
         """
         if not self._running or (any(self._pings_left.values()) and now_s < self.until_s):
             return None

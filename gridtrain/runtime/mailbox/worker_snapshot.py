@@ -18,8 +18,9 @@ class WorkerSnapshot:
     Attributes:
         open_round: the round to which the trainer can submit now; None if the trainer has to wait.
         spans: the data positions of this worker's samples in the open step.
-        samples, total_samples: the number of samples in this worker's contribution to the open step, and in
-            the contributions of all members; with a delay (`LedgerSpec.delay`) they do not match `spans`.
+        samples, total_samples: the number of samples in this worker's contribution to the open step, and the
+            number of samples of all members in the step to which the contribution's batch was assigned.  With
+            a delay (`LedgerSpec.delay`), that is an earlier step, and `samples` may not match `spans`.
         shares: the key and the share, in samples, of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
         is_ended_early: whether the owner ended the run before all of its steps were completed.

@@ -1,4 +1,4 @@
-"""Splits a state into blocks for a waiting group, and joins them; checks digests; limits sizes and requests.
+"""Splits a state into blocks for a waiting group and joins them; checks digests, sizes and request counts.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 

@@ -3,12 +3,12 @@
 This module decides which data are requested from which source, what the trainer has to do next, and when the
 worker has caught up or cannot catch up.  It does not open sockets or access the model.
 
-    source_up(peer)                                members keep training
+    source_up(peer)                                members keep training       S, T, A: numbers of steps
       |  blocks of a snapshot, from several sources    |
       |  later updates, from one source  <-------------+---- as they commit
       v
-    take_work() -> SnapshotWork -> loaded by the trainer    -> position S
-    take_work() -> ReplayWork [S+1 S+2 ...] -> replayed     -> position T; is_caught_up near the latest step
+    take_work() -> SnapshotWork -> loaded by the trainer     -> position S
+    take_work() -> ReplayWork [S+1, S+2, ..., T] -> replayed -> position T; is_caught_up near the latest step
     set_target(A, history)   the membership view names this worker; updates up to A arrive as before
     has_reached_target       the position is A, and the chained history equals the view's history
 """
@@ -115,7 +115,7 @@ class CatchUpReceiver:
 
     @property
     def idle_key(self) -> object | None:
-        """A key that stays the same while no data arrives.
+        """A value that stays equal as long as no data arrive; the caller detects silent sources with it.
 
         None if this worker is not waiting for data, because the trainer has work to do or the target has been
         reached.
@@ -200,7 +200,10 @@ class CatchUpReceiver:
         return self._snapshot.is_complete if self.position is None else bool(self._pending)
 
     def take_work(self) -> CatchUpWork:
-        """Take the next piece of work, if `has_work` is true; call `finish_work` afterwards."""
+        """Return the trainer's next work: the snapshot, or else the next updates.
+
+        Call this method only if `has_work` is true, and `finish_work` after the work is done.
+        """
         if self.position is None:
             self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
@@ -311,7 +314,8 @@ class ProgressBar:
 
 
 def progress_line(progress: Sequence[int], width: int = 24) -> str:
-    """Format the progress as one line of text."""
+    """Return `CatchUpReceiver.progress` as one line of text, with a bar of `width` characters while blocks of
+    a snapshot are being received."""
     here, total, at, latest = progress
     if total == 0:
         return "waiting for a snapshot of the state"

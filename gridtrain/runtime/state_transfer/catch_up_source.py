@@ -144,7 +144,10 @@ class CatchUpSource:
         if not isinstance(message, m.SnapshotBlocksRequest):
             self._request_counts[peer] += 1
             if exceeds_request_limit(self._request_counts[peer]):
-                reason = f"the snapshot or the updates were requested {self._request_counts[peer]} times"
+                reason = (
+                    f"the snapshot or the updates were requested {self._request_counts[peer]} times; at most "
+                    f"{MAX_REQUESTS} requests are answered"
+                )
                 return [m.SnapshotUnavailable(reason)]
         match message:
             case m.SnapshotRequest() | m.SnapshotBlocksRequest():

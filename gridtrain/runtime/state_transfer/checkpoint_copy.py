@@ -233,7 +233,8 @@ class _IncomingCopy:
     def receive(self, block: m.CheckpointBlock) -> bool:
         """Write a block; return whether the checkpoint is now complete.
 
-        Blocks that follow a gap or belong to another checkpoint are dropped.
+        Blocks that follow a gap or belong to another checkpoint are dropped.  Raises `RemoteProtocolError` if
+        the block has the wrong length, and `OSError` if it cannot be written.
         """
         if (block.checkpoint, block.total, block.index) != (self.checkpoint, self._total, self._index):
             return False

@@ -48,10 +48,15 @@ class ResidualSelection:
 def select_entries(
     residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int
 ) -> ResidualSelection:
-    """Select the largest entries that fit into the budget; ties go to the lowest index.
+    """Select the entries with the largest magnitudes that fit into the budget.
 
-    Values are encoded with full float32 precision.  Entries with a magnitude above `largest_summable` are not
-    selected.
+    Of entries with equal magnitudes, those with the lowest indices are selected first.
+    Entries with a magnitude above `largest_summable` are not selected.
+
+    Args:
+        residual_N: this worker's residual.
+        budget_bytes: the maximum size of the payload; at most `MAX_BUDGET_BYTES` are used.
+        world_size: the number of members of the group.
     """
     magnitudes_N = np.abs(residual_N)
     total = float(magnitudes_N.sum(dtype=np.float64))
@@ -109,7 +114,8 @@ class IncomingResiduals:
         """Store a piece; return whether the residual is now complete.
 
         Pieces after a gap are dropped, because a broken connection may have lost pieces.  Raises
-        `RemoteProtocolError` if the residual is not valid for this model.
+        `RemoteProtocolError` if the residual is not valid for this model, or has a value that is too large
+        for a group of `world_size` members.
         """
         _check_total(piece.total, self.n)
         if piece.index == 0:

@@ -1,4 +1,4 @@
-"""Receives the state that this worker lacks while the group waits; passes it to the trainer and to members.
+"""Receives the state that this worker lacks while the group waits; passes it to the trainer and to peers.
 
 The core decides from which worker the state is requested.
 
@@ -42,14 +42,17 @@ class StateReceiver:
     def take_state(self, generation: int) -> tuple[int, int, list[memoryview]] | None:
         """Take this generation's state: its term, its generation and its blobs.
 
-        Submit `StateLoaded` after loading the state.  Returns None if the next generation's state has already
-        begun to arrive.
+        Submit `StateLoaded` after loading the state.  Returns None if the state is not complete, for example
+        because the next generation's state has already begun to arrive.
         """
         with self._mailbox.condition:
             return self.blobs.take_blobs() if self.blobs.is_complete_for(generation) else None
 
     def reject_state(self, generation: int, reason: str) -> None:
-        """Report that the state source has sent an invalid state, and why it is invalid."""
+        """Report that the state source has sent an invalid state for this generation, and why it is invalid.
+
+        Has no effect if the generation has ended.
+        """
         snapshot = self._mailbox.read()
         if snapshot.generation == generation and snapshot.state_source is not None:
             self._mailbox.submit(io.ProtocolViolation(snapshot.state_source, reason))
@@ -85,8 +88,8 @@ class StateReceiver:
     def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> bool:
         """Store a block; return whether the rest of the state must be requested now.
 
-        This is the case if the block has completed the first blob of a transfer that continues a lost
-        source's transfer.
+        This is the case if the source of the state was lost, and the block has completed the first blob from
+        the new source: the remaining blocks are requested only then.
 
         Raises `RemoteProtocolError` if the block does not match the other blocks.
 

@@ -5,7 +5,7 @@ checkpoint.
 
     io.SendState --> request --> CaptureState, ReadCheckpoint (tasks) --> trainer --> supply_...
                                                                                           |
-    BlobSender: sends blocks to the members that requested them, as the transport drains <+
+    BlobSender: sends blocks to members while the transport's queue for them has room <---+
 """
 
 from __future__ import annotations

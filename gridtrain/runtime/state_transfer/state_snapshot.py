@@ -46,8 +46,9 @@ SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
 have sent their tables, the second value otherwise."""
 
 BLOCK_TIMEOUT_S, SLOWEST_FACTOR = 10.0, 8.0
-"""A source is too slow if it has sent no block for both `BLOCK_TIMEOUT_S` and `SLOWEST_FACTOR` times the mean
-time that the fastest source needs for a block.  Its blocks are then requested from the other sources."""
+"""A source is too slow if it has sent no block for at least `BLOCK_TIMEOUT_S`, and for at least
+`SLOWEST_FACTOR` times the mean time that the fastest source needs for a block.  Its blocks are then requested
+from the other sources."""
 
 MAX_QUEUED = 64
 SHARED = 0
@@ -234,7 +235,7 @@ class _Source:
 
 
 class SnapshotReceiver:
-    """The receiver's side.  If a method returns a list of messages, these are requests to be sent now.
+    """The receiver's side.  Lists that methods return contain requests to be sent now, and their recipients.
 
     Args:
         max_bytes: the size in bytes of the largest state that this worker's model can have.

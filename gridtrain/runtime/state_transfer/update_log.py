@@ -5,6 +5,9 @@
 
     payload:   u32 S | S bytes of settings | u64 flags | u8 m | m digests of 32 bytes | sparse update, fp32
 
+S is the length of the settings in bytes, and m the number of `StepUpdate.other_digests`.  A skipped step has
+no sparse update.
+
 The digest of a vote covers the whole payload (`vote_digest`), and a history chains these digests.  A receiver
 whose history equals the history in the membership view has therefore applied the same updates as the members,
 regardless of which worker sent the updates.
@@ -64,9 +67,13 @@ class StepUpdate:
 
 
 def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
-    """Return the 32-byte digest of a round, which covers the optimizer's settings, `flags` and all updates.
+    """Return the 32-byte digest that a member votes for in a round.
 
-    `digests` are the digests of the updates, in order.
+    Args:
+        settings: the serialized settings of the optimizer.
+        flags: the flags of the round.
+        digests: the digests of the buffers on which the members vote, in order; each is b"" if the step is
+            skipped.
     """
     salt = hashlib.blake2b(settings, digest_size=_DIGEST_BYTES).digest()
     digest = hashlib.blake2b(salt + flags.to_bytes(_FLAGS_BYTES, "little"), digest_size=_DIGEST_BYTES)

@@ -1,11 +1,12 @@
 """Starts a coordinator and its members as processes for `gridtrain bench`, and has them exchange on command.
 
-    host.run("hub",      gridtrain coordinator ... )      host: this machine's loopback, or namespaces
-    host.run("hub",      gridtrain invite ... )
-    host.run("worker-1", python -m gridtrain.tools.bench.bench_member INVITATION ...)   x P
-    group.repeat() -> ExchangeSample        from the common start to the end of the last member
+    host.run("hub",      gridtrain coordinator ...)
+    host.run("hub",      gridtrain invite ...)
+    host.run("worker-1", python -m gridtrain.tools.bench.bench_member ...)     and so on, one for each member
+    group.repeat() -> ExchangeSample       one exchange, from the common start to the end of the last member
 
-All processes are terminated, by their ids, when the `with` block is left.
+A host runs the processes on this machine's loopback interface (`LocalHost`) or, in the benchmarks, in
+network namespaces.  All processes are terminated when the `with` block of `start_group` is left.
 """
 
 from __future__ import annotations
@@ -46,29 +47,32 @@ class LocalHost:
         self.limit = rate
 
     def listen(self) -> tuple[str, str]:
-        """Return the address at which a coordinator on "hub" listens, and the one at which members reach it;
-        the second is "" if they are equal."""
+        """Return two addresses: the one on which the coordinator listens, and the one that it advertises to
+        members; the second is "" if they are equal."""
         return "tcp://127.0.0.1:0", ""
 
     def member_listen(self) -> str:
-        """Return the address at which a member listens; "" if it listens on the interface that leads to the
+        """Return the address on which a member listens; "" if it listens on the interface that leads to the
         coordinator."""
         return "tcp://127.0.0.1:0"
 
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program on the host of `who`, in its own session; it writes to `log`.out and
-        `log`.err."""
+        """Start a program in its own session; its output goes to the files `log`.out and `log`.err.
+
+        Args:
+            who: the participant that the program belongs to: "hub" or "worker-1", "worker-2", ...
+        """
         return start_process(argv, log, env)
 
 
 def start_process(
     argv: Sequence[str], log: Path, env: Mapping[str, str], *, own_session: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Start a process that writes to `log`.out and `log`.err.
+    """Start a process whose output goes to the files `log`.out and `log`.err.
 
-    It leads its own process group and, if `own_session`, its own session.
+    The process leads its own process group and, if `own_session` is true, its own session.
     """
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
@@ -88,6 +92,7 @@ class BenchSetting:
 
     Attributes:
         exchange: the name of the exchange; see `exchange_names`.
+        workers: the number of members in the group.
         n: the number of elements in the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """
@@ -107,8 +112,8 @@ class ExchangeSample:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
         cpu_s: the CPU time of each member's process from its start to its end, in seconds.
         sent_bytes: the bytes that each member sent in this time.
-        workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and
-            hashed.
+        workspace_s: the part of `seconds` that each member spent on decoding, adding, merging, encoding and
+            hashing.
         payloads, payload_bytes: the number and total size of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
@@ -150,18 +155,23 @@ class BenchGroup:
     def wait(self, timeout_s: float = REPEAT_TIMEOUT_S) -> None:
         """Wait until all members are ready for the next repeat.
 
-        Raises `GridtrainError` if they are not ready in time, or if the group has lost a member.
+        Raises `GridtrainError` if a process has ended, if the members are not ready in time, or if the group
+        has lost a member.
         """
         if self._waiting:
             return
         for report in self._referee.wait_for_all("ready", timeout_s):
             if report["world_size"] != self.setting.workers:
-                text = f"a member is in a group of {report['world_size']}; expected {self.setting.workers}"
+                text = f"the group has {report['world_size']} members instead of {self.setting.workers}"
                 raise GridtrainError(text, remedy="look for the lost member in the coordinator's log")
         self._waiting = True
 
     def repeat(self) -> ExchangeSample:
-        """Run one exchange.  Raises `GridtrainError` with the last lines of the logs if a member fails."""
+        """Run one exchange.
+
+        Raises `GridtrainError` as `wait` does, or if the exchange takes too long; if a process has ended, the
+        message has the last lines of its logs.
+        """
         self.wait()
         self._waiting = False
         self._referee.release("go")
@@ -174,14 +184,16 @@ class BenchGroup:
 
 @contextlib.contextmanager
 def start_group(setting: BenchSetting, ground: LocalHost, folder: Path) -> Iterator[BenchGroup]:
-    """Start a coordinator and its members, ready for the first repeat.
+    """Start a coordinator and its members; yield the group when it is ready for the first repeat.
 
     Args:
+        ground: starts the processes.
         folder: the folder for keys, journal, logs and the barrier's socket; its path must be short, because
             a socket's path is limited to 100 bytes.
 
     Raises:
-        GridtrainError: a process failed; the message has the last lines of its logs.
+        GridtrainError: a process failed (the message has the last lines of its logs), or the members are not
+            ready in time.
     """
     folder.mkdir(parents=True)
     install_sigterm_handler()
@@ -253,5 +265,5 @@ def _member(
 
 
 def member_log_tail(log: Path) -> str:
-    """Return the last lines of a process's two logs, with a heading."""
+    """Return the last lines of `log`.out and `log`.err, below a heading with the process's name."""
     return log_tail(log.name, [Path(f"{log}.{kind}") for kind in ("out", "err")], TAIL_LINES)

@@ -1,13 +1,13 @@
 """One worker of `gridtrain bench`: a real run that only exchanges synthetic gradients, to time the exchange.
 
 This module defines where each measurement begins and ends.  Admission, generations, rounds, votes and
-transport are the same as in every run; only the model is left out: forward, backward, and applying the
-update.
+transport are the same as in every run; only the model's work is left out: forward and backward passes, and
+applying the update.  The members wait for each other at the barrier's places "ready" and "done".
 
-    begin --> prepare (select, encode) --> "ready" ==barrier==> session.run -----> "done" ==barrier==>
-              prepare_s                                         start_s .. end_s           sent_bytes
-                                                                collective, vote, decision: cpu_s
-                                                                workspace_s: decode, merge, digest in it
+    prepare_s          before "ready": select the entries to send, and encode them
+    start_s .. end_s   from "ready" to "done": the collective, votes and decision; cpu_s is the CPU time of it
+    workspace_s        the part of it spent on decoding, merging, encoding and digests
+    sent_bytes         bytes sent from "ready" until all members have arrived at "done"
 
     python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 256000
 """
@@ -46,10 +46,10 @@ class VectorModel(nn.Module):
 
 
 class BufferWork:
-    """Measures how many seconds a collective buffer takes (decoding, adding, merging, encoding, digests), and
-    counts the payloads that it sends.
+    """Measures how long a collective buffer's methods take, and counts the payloads that it sends.
 
     Attributes:
+        seconds: the time spent on decoding, adding, merging, encoding and digests.
         payloads, payload_bytes: the number and the bytes of the payloads, excluding the transport's framing.
     """
 
@@ -81,8 +81,8 @@ class BufferWork:
 
 
 def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
-    """Return the bytes sent over the interface, headers included; without an interface, return the bytes
-    written to the sockets."""
+    """Return how many bytes have been sent over the interface, headers included; if `interface` is "", return
+    how many bytes this worker has written to its sockets."""
     if not interface:
         return sum(sent for sent, _ in grid.traffic.values())
     line = next(line for line in _NET.read_text().splitlines() if line.strip().startswith(f"{interface}:"))
@@ -120,7 +120,7 @@ def run_repeat(
         work.instrument(attempt.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-            session.set_busy(True)  # no timeout may expire while this member waits at the barrier
+            session.set_busy(True)  # so that no timeout expires while this member waits
             word = player.wait_at("ready", world_size=plan.world_size)
             session.set_busy(False)
             if word == "end":

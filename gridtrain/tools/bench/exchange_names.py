@@ -18,7 +18,8 @@ from gridtrain.errors import ConfigError
 EXCHANGE_CLASSES: dict[str, type[Any]] = {
     family.__name__.lower(): family for family in get_args(Exchange) if family.__name__ != "LocalSteps"
 }
-"""The classes of exchanges that exchange one vector in each step."""
+"""The class of each exchange, by its name in lower case; `LocalSteps`, which does not exchange in every step,
+is left out."""
 
 
 def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:
@@ -44,7 +45,8 @@ def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exch
         if key not in known or not equals:
             has = f"with {', '.join(known)}" if known else "without options"
             raise ConfigError(
-                f"{name} has no option {word!r}", remedy=f"use {name} {has}, written as option=value"
+                f"{word!r} does not set an option of {name}",
+                remedy=f"use {name} {has}, written as option=value",
             )
         given[key] = value
     made: Exchange = family(**{key: _value(known[key].default, key, value) for key, value in given.items()})
@@ -52,7 +54,8 @@ def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exch
 
 
 def _value(default: object, key: str, text: str) -> object:
-    """Convert the value to the type of the option's default."""
+    """Convert the text of option `key` to the type of its default.  Raises `ConfigError` if that is not
+    possible."""
     try:
         match default:
             case bool():

@@ -1,7 +1,7 @@
-"""`gridtrain bench`: measures this machine after a memory check, and prints tables and a summary.
+"""`gridtrain bench`: checks the memory, measures this machine, and prints tables and a summary.
 
-processor    copy, selection, codec, merge          ns and ms for a model of n parameters
-exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and their time on a link
+processor    copy, selection, codec, merge: ns for each parameter or entry, ms for the whole model
+exchange     dense and gTop-k in groups of local workers: ms, CPU time, bytes, and the bytes' time on a link
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIGURE_LABELS = {
 }
 WARMUP = 1
 MAX_PARAMETERS = 2**32
-"""The limit of a sparse payload (PROTOCOL.md, 5.2)."""
+"""The maximum number of elements of a vector in a sparse payload (PROTOCOL.md, 5.2)."""
 BYTES_PER_PARAMETER = 16
 """A worker's bytes per element: gradient, scaled copy, residual, and the residual's second buffer."""
 
@@ -45,9 +45,11 @@ class BenchPlan:
 
     Attributes:
         parameters: the number of parameters of the assumed model.
+        density: the density of the sparse exchange, and of the payloads that the codec processes.
         workers: the sizes of the groups; if (), no exchange is measured.
-        rate: the limit of each local worker; "" for none.
-        line: the link rate with which bytes are converted into seconds.
+        repeats: the number of measurements of each exchange.
+        rate: the upload and download limit of each local worker; "" for none.
+        line: the rate of a link, such as "20Mbit", for converting the bytes sent into seconds.
     """
 
     parameters: int
@@ -80,7 +82,12 @@ class ExchangeResult:
 
 @dataclass(slots=True)
 class BenchResult:
-    """All results; `local` has the figures of `measure_processor`."""
+    """All results.
+
+    Attributes:
+        gpu: the name of the GPU; "" if there is none.
+        local: the figures of `measure_processor`.
+    """
 
     plan: BenchPlan
     cores: int
@@ -99,11 +106,12 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
         memory_bytes: the memory of the machine; None to measure it.
 
     Raises:
-        ConfigError: the workers' vectors do not fit into memory, or a payload cannot have so many elements.
+        ConfigError: the vectors of all workers do not fit into memory, or the model has more parameters than
+            a payload can have elements.
     """
     if plan.parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"--parameters is {plan.parameters:,}; a payload has at most {MAX_PARAMETERS:,} elements",
+            f"--parameters is {plan.parameters:,}, but a payload has at most {MAX_PARAMETERS:,} elements",
             remedy="use a smaller number of parameters",
         )
     if memory_bytes is None:
@@ -120,7 +128,10 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
 
 
 def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
-    """Run the planned measurements; `say` is called with what is measured next.
+    """Run the planned measurements.
+
+    Args:
+        say: called before each measurement with a short description of it.
 
     Raises:
         GridtrainError: a local worker failed (the message has the last lines of the logs), or every repeat of
@@ -143,8 +154,8 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
 
 
 def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -> ExchangeResult:
-    """Return the medians of one group's repeats.  Raises `GridtrainError` if every repeat had aborted
-    attempts."""
+    """Return the medians of those repeats that had no aborted attempts.  Raises `GridtrainError` if there are
+    none."""
     clean = [repeat for repeat in repeats if not repeat.aborts]
     left_out, repeats = len(repeats) - len(clean), clean
     if not repeats:

@@ -33,7 +33,7 @@ class BarrierServer:
     Args:
         path: the path of the server's socket; at most 100 bytes.
         members: the number of members that must arrive.
-        check: called while waiting; raises if a process has ended.
+        check: called repeatedly while the server waits; it raises an exception if a process has ended.
     """
 
     def __init__(self, path: Path, members: int, check: Callable[[], None] = lambda: None) -> None:
@@ -54,7 +54,8 @@ class BarrierServer:
         """Wait until all members are at `place`; return their reports in arbitrary order.
 
         Raises:
-            GridtrainError: not all members reach `place` in time, or a member is at another place.
+            GridtrainError: not all members reach `place` within `timeout_s`, or a member is at another place;
+                also what `check` raises.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s
@@ -62,7 +63,8 @@ class BarrierServer:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise GridtrainError(
-                    f"{len(reports)} of {self._members} members have reached {place!r} after {timeout_s:g} s",
+                    f"only {len(reports)} of {self._members} members reached {place!r} within "
+                    f"{timeout_s:g} s",
                     remedy="see the members' logs; a slow machine needs more time",
                 )
             readable, _, _ = select.select([self._listener, *self._lines], [], [], min(left_s, _LOOK_S))
@@ -107,7 +109,10 @@ class BarrierClient:
     def wait_at(self, place: str, **figures: object) -> str:
         """Report that this member is at `place`, and wait until the server releases the members.
 
-        Returns the server's word, or "end" if the server has ended.
+        Returns the word that the server sends, or "end" if the server has closed the connection.
+
+        Args:
+            figures: the values to report, by name.
         """
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")

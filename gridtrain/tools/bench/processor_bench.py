@@ -1,11 +1,13 @@
 """Times selection, codec and merge on one processor or GPU, and a plain copy of the vector.
 
-This module defines what each figure covers.  On the CPU it is the thread's CPU time, on a GPU the wall time.
-The shortest of several runs is used, because other programs on the machine can only add to the time.
+This module defines what each figure covers.  Times on the CPU are CPU times of the thread; times on a GPU are
+wall-clock times.  The shortest of several runs is used, because other programs on the machine can only add to
+the time.  A payload has k = density * n entries of a vector of n elements.
 
-    copy     float32 values to another buffer, limited by memory bandwidth
-    select   residual + contribution, the k largest, encode, new residual (`ErrorFeedback`)
-    encode, decode, merge   of payloads of k entries, for each entry
+    copy                    copy n float32 values to another buffer; limited by memory bandwidth
+    select                  add the contribution to the residual, select the k largest entries, encode them,
+                            and update the residual (`ErrorFeedback`)
+    encode, decode, merge   encode or decode a payload, or merge two; the time is given for each entry
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ class Timing:
 
 
 def measure_processor(n: int, density: float, *, repeats: int = 7) -> dict[str, float]:
-    """Measure the processor; return nanoseconds: copy_ns and select_ns for each of n parameters; encode_ns,
-    decode_ns and merge_ns for each of k = density * n entries; with CUDA also gpu_copy_ns and gpu_select_ns.
+    """Measure copy, selection, codec and merge; return the times in nanoseconds by name.
 
-    Selection runs on one CPU thread, as it does in members that share a machine.
+    copy_ns and select_ns are for each of n parameters; encode_ns, decode_ns and merge_ns for each of
+    k = density * n entries.  If CUDA is available, gpu_copy_ns and gpu_select_ns are included, for each
+    parameter.  The CPU's figures are those of one thread, because members that share a machine also use one.
     """
     figures = measure_cpu(n, density, repeats=repeats)
     if torch.cuda.is_available():
@@ -66,7 +69,7 @@ def measure_cpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 
 
 def time_copy(n: int, repeats: int) -> Timing:
-    """Measure the time to copy n parameters, or more if they would fit into the caches."""
+    """Measure the time to copy n parameters, but at least `COPY_ELEMENTS`."""
     long = max(n, COPY_ELEMENTS)
     source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
     return Timing(fastest_s(lambda: np.copyto(target_N, source_N), repeats), long)
@@ -91,7 +94,7 @@ def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 def time_selection(device: str, n: int, density: float, repeats: int) -> float:
     """Return how many seconds a step's selection and residual update take.
 
-    The steps follow each other with one residual, as in training.
+    Consecutive steps use the same residual, as in training.
     """
     generator = torch.Generator().manual_seed(1)
     contribution_N = torch.randn(n, generator=generator).to(device)
@@ -123,7 +126,7 @@ def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
 
 
 def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
-    """Return k random entries, as decoded from a payload."""
+    """Return k random entries of a vector of n elements, as decoded from a payload."""
     indices_K = np.sort(rng.choice(n, k, replace=False))
     values_K = rng.standard_normal(k).astype(np.float32)
     return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)

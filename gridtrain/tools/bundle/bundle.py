@@ -27,6 +27,7 @@ class Bundle:
         digest: the digest of `archive`, "sha256:...", which a volunteer accepts.
         run: the description of the run; its `digest` is the script's.
         files: the content of each file by name, run.toml included.
+        archive: the bytes that are sent: the files as `pack` packs them.
     """
 
     digest: str
@@ -39,8 +40,8 @@ class Bundle:
         """Make the bundle of the owner's run.toml; return None if it names no script.
 
         Raises:
-            ConfigError: a file is missing, the script's digest differs from the one in run.toml, or the
-                bundle is too large.
+            ConfigError: a file cannot be read, the script's digest differs from the one in run.toml, the data
+                set's index is invalid, run.toml lists itself, or the files cannot be packed (see `pack`).
         """
         run = runfile.run
         if not run.script or runfile.path is None:
@@ -76,8 +77,8 @@ class Bundle:
 
     @classmethod
     def from_archive(cls, archive: bytes, digest: str) -> Bundle:
-        """Read the bundle that a coordinator sent.  Raises `RemoteProtocolError` if its digest does not match
-        or its form is invalid."""
+        """Read the bundle that a coordinator sent.  Raises `RemoteProtocolError` if its digest is not
+        `digest`, or if it is not a valid bundle."""
         if digest_of(archive) != digest:
             raise _wrong(f"it has the digest {digest_of(archive)}, but {digest} was requested")
         files = unpack(archive)
@@ -99,12 +100,12 @@ class Bundle:
 
 
 def digest_of(content: bytes) -> str:
-    """Return the digest as `sha256sum` prints it, after "sha256:"."""
+    """Return "sha256:" and the SHA-256 digest in hexadecimal, as `sha256sum` prints it."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def run_to_toml(run: RunDescription) -> str:
-    """Return the canonical form of [run] in a bundle; `RunFile.parse` reads it."""
+    """Return the canonical text of a bundle's run.toml, which `RunFile.parse` can read."""
     pairs: list[tuple[str, str | list[str]]] = [
         ("name", run.name),
         ("about", run.about),
@@ -147,7 +148,7 @@ def _check_index(path: Path, content: bytes) -> None:
         urls = [str(shard["url"]) for shard in json.loads(content)["shards"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, the index in [run.data], is not an index: {type(error).__name__}: {error}",
+            f"{path}, the index in [run.data], is malformed: {type(error).__name__}: {error}",
             remedy="write one with `gridtrain data index FILES --url URL --out index.json`",
         ) from None
     if unusable := [url for url in urls if url.startswith(("/", "file:"))]:

@@ -30,7 +30,8 @@ class ArchiveError(ValueError):
 def pack(files: Mapping[str, bytes]) -> bytes:
     """Return an archive of `files` (content by name).
 
-    Raises `ArchiveError` if a name is not allowed, or if there are too many files or too many bytes.
+    Raises `ArchiveError` if a name is not allowed, if two names differ only in case, if a name is also the
+    folder of another file, or if there are no files, too many files or too many bytes.
     """
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"there are {len(files)} files; there must be 1 to {MAX_FILES}")
@@ -52,7 +53,8 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """Return the files of an archive.  Raises `RemoteProtocolError` if `pack` cannot have made it."""
+    """Return the content of each file in an archive, by name.  Raises `RemoteProtocolError` if `pack` cannot
+    have made the archive."""
     if len(archive) > MAX_BUNDLE_BYTES:
         raise _no_bundle(f"it is {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     files: dict[str, bytes] = {}
@@ -70,7 +72,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
         raise _no_bundle(str(error)) from None
     if again != archive:
         raise _no_bundle(
-            "its bytes differ from an archive of its files, so it contains more than plain files"
+            "packing its files again gives other bytes, so it contains something else or is in another form"
         )
     return files
 

@@ -4,8 +4,8 @@ recipe            sizes, learning rates, densities: the tuned settings
 text_corpus       the standard library's source as training and held-out bytes
 demo_model        the model and its windows of text (imports torch)
 small_llama       a Llama with its tokenizer as a folder, for examples (imports transformers)
-demo_worker       the script of every worker, an ordinary user of the SDK (imports torch)
-step_records      the file that the first worker writes and the demo reads
+demo_worker       the script of every worker, an ordinary training loop (imports torch)
+step_records      the files that the workers write and the demo reads
 orchestrator      starts coordinator and workers as processes, and always terminates them
 progress_view     progress on a terminal or in a log
 demo_report       the table and the sentences;  svg_chart: the chart

@@ -60,8 +60,8 @@ class ByteGPT(nn.Module):
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        """Initialise from Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2,
-        section 2.3)."""
+        """Draw matrices from Normal(0, 0.02), with a smaller deviation where a layer writes into the residual
+        stream (GPT-2, section 2.3); set biases to 0 and the weights of norms to 1."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -102,7 +102,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def evenly_spaced(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return up to `count` windows spread evenly over the text, stacked: the fixed held-out subset."""
+        """Return x and y of up to `count` windows, spread evenly over the text, each (windows, context)."""
         count = min(count, len(self))
         pairs = [self[i * len(self) // count] for i in range(count)]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])

@@ -26,7 +26,7 @@ SINGLE_PROCESS_CAVEAT = (
 
 CLOCK_NOTE = (
     "Seconds are counted from the first batch of the run to the end of the step; the first worker's held-out "
-    "evaluations are not counted, in any of the runs."
+    "evaluations are not counted."
 )
 
 Row = tuple[str, ...]
@@ -129,7 +129,8 @@ def _row(curve: LossCurve, target: float, baseline_s: float, *, baseline: bool) 
 
 
 def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
-    """Return one sentence for each run after the baseline."""
+    """Return one sentence for each run after the baseline: whether, when and how much sooner it reached the
+    target."""
     baseline = curves[0]
     target = baseline.final.held_out
     sentences: list[str] = []
@@ -211,7 +212,7 @@ def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path
     """
     if not curves or not all(curve.measurements for curve in curves):
         raise GridtrainError(
-            f"nothing to report: {format_count(len(curves), 'run')}, not all with a held-out measurement",
+            f"the report on {format_count(len(curves), 'run')} needs a held-out measurement of each run",
             remedy="run more steps (--steps)",
         )
     folder.mkdir(parents=True, exist_ok=True)

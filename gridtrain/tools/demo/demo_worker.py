@@ -71,7 +71,7 @@ class StepRecorder:
 
 @torch.no_grad()
 def held_out_loss(model: ByteGPT, held_out: tuple[Tensor, Tensor]) -> float:
-    """Return the mean cross entropy over the fixed subset, in nats per byte."""
+    """Return the mean cross entropy over `held_out`, (x, y), in nats per byte."""
     return float(model.loss(*held_out))
 
 

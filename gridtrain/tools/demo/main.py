@@ -1,4 +1,4 @@
-"""`gridtrain demo`: runs one exchange after the other; prints tables, a summary and, if needed, a warning."""
+"""`gridtrain demo`: trains with one exchange after another, and prints progress, tables and a summary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     Raises:
         ConfigError: torch or the standard library's source is missing, the cap is not a rate, or the
             folder for the results cannot be created.
-        GridtrainError: a process failed; the message contains the last lines of its log.
+        GridtrainError: a process failed, or no step was committed for too long; the message contains the last
+            lines of logs.
     """
     torch_version = _torch_version()
     corpus = load_corpus()

@@ -1,10 +1,14 @@
 """Starts, watches and terminates the demo's processes, and decides when one of its runs has failed.
 
-for each exchange:
-  gridtrain coordinator --min-workers P           one log file each
-  gridtrain invite --uses P
-  gridtrain worker INVITATION -- train.py  x P    all behind the cap
-  follow steps.jsonl until every worker ended     a worker fails -> the tail of its log, all stopped
+For each exchange, with P workers:
+
+  start            gridtrain coordinator --min-workers P
+  create           an invitation for P workers
+  start P times    gridtrain worker INVITATION --upload-limit CAP --download-limit CAP -- ...demo_worker
+  follow           steps.jsonl, until all workers have ended
+
+Each process writes to its own log file.  If one fails, the others are terminated, and the error shows the end
+of its log.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCommand:
-    """A process to start; an exit code other than 0 fails the run."""
+    """A process to start.  If it ends with an exit code other than 0, the run has failed."""
 
     name: str
     argv: tuple[str, ...]
@@ -81,7 +85,8 @@ def run_all(plan: DemoPlan, view: TableView | LineView) -> list[LossCurve]:
     """Run the exchanges one after the other; return their loss curves.
 
     Raises:
-        GridtrainError: a worker or the coordinator failed; the message has the last lines of its log.
+        GridtrainError: a process failed or a step took too long (the message has the last lines of logs), or
+            a run ended without a held-out measurement.
     """
     curves: list[LossCurve] = []
     for exchange, steps in plan.runs:
@@ -108,7 +113,9 @@ def coordinator_command(workers: int, folder: Path) -> ProcessCommand:
 def worker_commands(
     count: int, folder: Path, train: Sequence[str], options: Sequence[str] = ()
 ) -> list[ProcessCommand] | None:
-    """Return the commands of `count` workers; None if the coordinator of `folder` is not listening yet.
+    """Create an invitation, and return the commands of `count` workers that use it.
+
+    Returns None if the coordinator whose state is in `folder` is not listening yet.
 
     Args:
         train: the training command of each worker.
@@ -149,9 +156,10 @@ def supervise(
     Args:
         workers: returns the workers' commands, or None if the coordinator is not listening yet; it is called
             until it returns commands.
+        folder: the folder for the log files, in which the first worker writes its records.
         on_record: called with each new record in `folder`.
-        start_s: how long the first step may take.
-        silence_s: how long each later step may take.
+        start_s: the longest time from the start to the first record.
+        silence_s: the longest time between two records.
 
     Raises:
         GridtrainError: a process failed, or a step took too long.

@@ -35,7 +35,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """A run with S stages x R replicas."""
+    """A run whose model has `stages` stages, each of them on `replicas` workers."""
 
     name: str
     label: str
@@ -57,7 +57,11 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """The results of a run's workers, in rank order."""
+    """The results of a run.
+
+    Attributes:
+        workers: what each worker wrote with `pipeline_worker.write_results`, in rank order.
+    """
 
     run: PipelineRun
     workers: list[dict[str, Any]]
@@ -84,9 +88,12 @@ class FinishedRun:
 def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -> list[FinishedRun]:
     """Carry out all runs, print their results, and return them.
 
+    Args:
+        quick: whether to train a much smaller model, for which the memory limit is not checked.
+
     Raises:
-        GridtrainError: a process failed, a worker wrote no results, or one of the four stages exceeds the
-            memory limit.
+        GridtrainError: a process failed, a step took too long, a worker wrote no results, or one of the four
+            stages exceeds the memory limit.
     """
     from gridtrain.tools.demo.pipeline_model import MEMORY_LIMIT_BYTES
 
@@ -130,7 +137,7 @@ def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick:
 
 def _table(ended: list[FinishedRun]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    headings = ("run", "loss at\nfirst", "loss at\nlast", "seconds", "MiB sent by a\nworker per step")
+    headings = ("run", "first\nloss", "last\nloss", "seconds", "MiB sent by a\nworker per step")
     for heading in (*headings, "MiB held, by stage"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for one in ended:
@@ -152,7 +159,8 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
     whole, cut, square = ended
     if limit_bytes is not None and max(cut.held_bytes) > limit_bytes:
         raise GridtrainError(
-            f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB; the limit is {limit_bytes / MIB:.1f} MiB",
+            f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB, but the limit is "
+            f"{limit_bytes / MIB:.1f} MiB",
             remedy="change CUTS or MEMORY_LIMIT_BYTES in gridtrain/tools/demo/pipeline_model.py",
         )
     differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
@@ -160,20 +168,20 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
         "" if limit_bytes is None else f", and the declared limit is {limit_bytes / MIB:.1f} MiB per worker"
     )
     said = [
-        f"{cut.run.stages} stages compared with one piece after {format_count(len(cut.losses), 'step')}: the "
-        f"largest difference is {differs:g} in a parameter and {_apart(whole.losses, cut.losses):g} in a "
-        "loss.",
-        f"In one piece the model needs {whole.held_bytes[0] / MIB:.1f} MiB; the largest of {cut.run.stages} "
-        f"stages needs {max(cut.held_bytes) / MIB:.1f} MiB{limit}.",
-        f"All {square.run.workers} workers of 2 x 2 computed the same losses: "
+        f"After {format_count(len(cut.losses), 'step')}, training in {cut.run.stages} stages differs from "
+        f"training without stages by at most {differs:g} in a parameter and "
+        f"{_apart(whole.losses, cut.losses):g} in a loss.",
+        f"Without stages the model needs {whole.held_bytes[0] / MIB:.1f} MiB; the largest of the "
+        f"{cut.run.stages} stages needs {max(cut.held_bytes) / MIB:.1f} MiB{limit}.",
+        f"All {square.run.workers} workers of 2 stages x 2 replicas computed the same losses: "
         f"{'yes' if all(w['losses'] == square.losses for w in square.workers) else 'NO'}.",
     ]
     return said
 
 
 def largest_parameter_difference(whole: Path, cut: Path) -> float:
-    """Return the largest difference between two runs' values of a parameter; infinite if their parameters do
-    not have the same names."""
+    """Return the largest absolute difference between the final parameters in the folders of two runs, one
+    without stages and one with them; infinite if their parameters do not have the same names."""
     import safetensors.torch
 
     one = safetensors.torch.load_file(whole / "final.safetensors")

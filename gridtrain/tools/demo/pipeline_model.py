@@ -32,8 +32,8 @@ The whole model takes about three times as much, even if it is trained micro-bat
 CUTS = (0, 3, 5, 7, 10)
 """The boundaries of four stages, each within the limit, of the model of `SIZE`.
 
-They are fixed, because boundaries chosen by measured speeds, if four workers share a busy machine, sometimes
-make a stage of four blocks, which exceeds the limit.
+They are fixed, because boundaries are otherwise chosen from measured speeds.  If four workers share a busy
+machine, a stage then sometimes gets four blocks, and exceeds the limit.
 """
 
 
@@ -72,8 +72,8 @@ def make_model(size: ModelSize = SIZE) -> nn.Sequential:
 
 
 def init(block: nn.Module, number: int) -> None:
-    """Initialise from Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2, section
-    2.3)."""
+    """Draw the matrices of a block from Normal(0, 0.02), with a smaller deviation where a layer writes into
+    the residual stream (GPT-2, section 2.3)."""
     for name, parameter in block.named_parameters():
         if parameter.dim() < 2:
             continue

@@ -42,7 +42,7 @@ class _ProgressRow:
 
 
 def ms_per_step(record: StepRecord) -> tuple[float, float, float, float]:
-    """Return the mean milliseconds per step of computing, selecting, communicating and waiting so far."""
+    """Return the mean times of a step so far, in ms: computing, selecting, communicating and waiting."""
     compute, select, communicate, wait = (1e3 * s / max(1, record.step) for s in astuple(record.times))
     return compute, select, communicate, wait
 
@@ -101,7 +101,7 @@ def _cells(row: _ProgressRow) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class LineView:
-    """Prints a line every few seconds, and a last line when a run ends."""
+    """Prints a line at most every `every_s` seconds, and a last line when a run ends."""
 
     console: Console
     every_s: float = PLAIN_EVERY_S

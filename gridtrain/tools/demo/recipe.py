@@ -1,4 +1,4 @@
-"""The demo's settings (sizes, batch, learning rates, densities, steps) in a module without torch.
+"""The demo's settings (sizes, batch, learning rates, densities, steps).  This module does not import torch.
 
 The learning rates and densities come from the grid search in benchmarks/results/demo_tuning.json (`python -m
 accuracy.tune --workloads gpt` in benchmarks/ repeats it).  Every exchange was given the same grid of learning
@@ -53,7 +53,7 @@ class Recipe:
         label: the name of the exchange for display.
         learning_rate: the learning rate, constant throughout the run.
         momentum: the momentum that SGD applies with the dense exchange, and that a sparse exchange applies.
-        clip_norm: the maximum norm of the exchanged gradient.
+        clip_norm: the maximum 2-norm of the exchanged update.
         steps: the number of steps in the demo; sparse runs have more, to reach the dense run's final loss.
     """
 

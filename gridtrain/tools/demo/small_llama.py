@@ -100,7 +100,7 @@ def _write(folder: Path) -> None:
 def _drawn(name: str, count: int) -> Tensor:
     """Return values with a standard deviation of about `SPREAD`, bit-identical on all processors.
 
-    Each value is the sum of two signed bytes, divided by 1024, which float32 represents exactly.
+    Each value is the sum of two signed bytes divided by 1024, so float32 represents it exactly.
     """
     import torch
 

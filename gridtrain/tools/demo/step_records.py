@@ -81,21 +81,23 @@ class StepRecord:
             return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise GridtrainError(
-                f"not a step record: {line[:80]!r} ({error})",
+                f"the line {line[:80]!r} is not a step record: {error}",
                 remedy="delete the demo's output folder and run the demo again",
             ) from error
 
 
 class RecordReader:
-    """Reads the records that were added to a growing file since the last call."""
+    """Reads the records in a growing file, each of them once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new_records(self) -> list[StepRecord]:
-        """Return the records of complete lines; a line that is still being written is returned by a later
-        call."""
+        """Return the records that have been added since the last call.
+
+        A line that is still being written is returned by a later call.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

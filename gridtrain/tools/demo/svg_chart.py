@@ -3,8 +3,8 @@
 A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
-    |  panel 1        panel 2        |   a label takes the first of several positions at which it
-    |  y |\\__ dense   y |\\__ dense   |   covers no line and no other label
+    |  panel 1        panel 2        |   of several positions, a label takes the one at which it
+    |  y |\\__ dense   y |\\__ dense   |   covers the least of the lines and other labels
     |    +-----x        +-----x      |
     +--------------------------------+
 """
@@ -33,7 +33,13 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A labelled polyline in data units; `notes` are (point index, text), `dots` are unconnected points."""
+    """A labelled polyline.
+
+    Attributes:
+        points: the connected points, in data units.
+        notes: the texts beside points, as (index of the point, text).
+        dots: further points, which are not connected.
+    """
 
     label: str
     points: tuple[Point, ...]
@@ -224,7 +230,7 @@ def _dot(x: float, y: float, colour: str) -> str:
 
 
 def _around(at: Point, text: str) -> list[Point]:
-    """Return possible positions of a note beside a point: below, above, then farther away."""
+    """Return possible positions of a note: below the point, above it, beside it, then farther away."""
     (x, y), width = at, _width(text)
     close = [(x - width / 2, y + 21), (x - width / 2, y - 11), (x + 9, y + 18), (x + 9, y - 10)]
     return [

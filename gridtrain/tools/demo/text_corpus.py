@@ -1,4 +1,4 @@
-"""The demo's data, with a held-out part: the source of Python's standard library, which every machine has.
+"""The demo's data, with a held-out part: the source of Python's standard library, so nothing is downloaded.
 
     stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
                                                 -> the others      -> training
@@ -15,7 +15,10 @@ from pathlib import Path
 from gridtrain.errors import ConfigError
 
 FILE_LIMIT_BYTES = 24 * 1024
-"""The bytes read from each file, so that long modules do not dominate.  Python 3.11 yields about 2 MB."""
+"""The maximum number of bytes read from a file, so that long modules do not dominate.
+
+With this limit Python 3.11 yields about 2 MB.
+"""
 
 TOTAL_LIMIT_BYTES = 4 * 1024 * 1024
 MIN_BYTES = 512 * 1024
@@ -27,8 +30,8 @@ class Corpus:
     """Training and held-out text as bytes; no file is in both.
 
     Attributes:
-        train: the training files, one after the other.
-        held_out: the held-out files, one after the other.
+        train: the beginnings of the training files, one after the other.
+        held_out: the beginnings of the held-out files, one after the other.
         files: the number of files in both together.
     """
 

@@ -1,12 +1,13 @@
-"""Doctor's checks of the coordinator's host name and port, the first of its checks of the connection.
+"""Doctor's first checks of the connection: the coordinator's host name and port.
 
-    host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> status
-      unknown       refused, no answer    refused: invitation not valid                 |
-                                          no answer: another program or key             v
-                                                                        round trip, bursts, dial-back
+    1. resolve the host name              fails if the name is unknown
+    2. connect over TCP                   fails if the address refuses or does not answer
+    3. handshake (CURVE) with the         refused if the invitation is not valid; no answer if another program
+       invitation's key                   or a coordinator with another key listens on the port
+    4. status, round trips, bursts, dial-back
 
-The handshake and what follows it are in `doctor_probe`.  Doctor does not enrol a key, so the invitation keeps
-all its uses; the handshake alone shows whether it is valid.
+Steps 3 and 4 are in `doctor_probe`.  Doctor does not enrol a key, so the invitation keeps all its uses; the
+handshake alone shows whether it is valid.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
 
 
 def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Connect to the first address that accepts; each one left gets an equal part of the remaining time."""
+    """Connect to the addresses in turn until one accepts, and store in `way` how long this took.
+
+    Each address that is left gets an equal part of the remaining time.
+    """
     errors: list[OSError] = []
     limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s

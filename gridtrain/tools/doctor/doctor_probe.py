@@ -1,10 +1,11 @@
 """Doctor's measurements: connects to the coordinator and a few members, and measures the links.
 
-    coordinator  <-- the invitation's key: handshake -- DiagnosticRequest, Ping, Burst, BurstRequest
-    members      <-- a new key ------------------------ Ping, Burst, BurstRequest
-    dial-back    --> the same key, at our listening address
+    to the coordinator, with the invitation's key        DiagnosticRequest, Ping, Burst, BurstRequest
+    to members, with a new key                           Ping, Burst, BurstRequest
+    from the coordinator, as a check ("dial-back")       a connection to doctor's address, with the new key
 
-Sends at most one burst (256 KiB) to each of four processes, and receives as much.
+Doctor sends at most one burst (256 KiB) to the coordinator and to each of at most three members, and receives
+as many.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class ProbeResponses:
         connected: the processes with which there is a connection.
         is_denied: whether the coordinator refused the key in the handshake.
         violation: how the coordinator violated the protocol; "" if it did not.
+        refused: the coordinator's refusal after the handshake; None if it has sent none.
+        reply: the coordinator's reply to the DiagnosticRequest; None until it arrives.
         reached_address: the address at which the coordinator reached this machine, "" if it reached none;
             None until it reports.
         pongs, burst_acks: the time at which each answer arrived, by nonce.
@@ -84,6 +87,8 @@ class ProbeResponses:
 
 class DoctorProbe:
     """Connects to the coordinator over one transport and to members over another; must be closed.
+
+    The methods wait at most until `until_s`, a time of `time.monotonic`.
 
     Args:
         identity: the key pair for the coordinator: the invitation's, or one of this machine's workers.
@@ -168,7 +173,8 @@ class DoctorProbe:
     def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
         """Measure the links to the members that the coordinator has named.
 
-        They are measured one after the other, because they share this machine's link.
+        They are measured one after the other, because they share this machine's link.  A measurement is empty
+        if the member cannot be reached in time.
         """
         probe = self.responses.reply.probe_targets if self.responses.reply is not None else ()
         for peer, address in probe:
@@ -275,7 +281,7 @@ class DoctorProbe:
 
 
 def download_rate_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
-    """Return the rate of a requested burst whose messages were read at `times_s`.
+    """Return the rate of a burst that was requested at `asked_s` and whose messages were read at `times_s`.
 
     Messages that waited in a buffer are read all at once, so the rate is capped by the average rate since the
     request.

@@ -1,9 +1,10 @@
 """The order and deadlines of doctor's checks, and findings on the link, run, upload limit and predicted gain.
 
-0 s   torch, in another process ..............................................+
-      name -> port -> invitation -> status, dial-back -> link to coordinator, members
-      Python, memory, disk, clock                                             |
-18 s                                                     torch's answer <-----+--> prediction
+start another process, which imports torch
+check Python, memory, disk and TCP
+check host name -> port -> invitation -> status, packages, clock -> dial-back -> links
+wait for the other process, until 18 s have passed since the start
+predict the run's speed with this machine
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ NEGLIGIBLE_GAIN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class UploadLimit:
-    """The upload limit that this machine's user has set; `where` names the option, variable or rule."""
+    """The upload limit that this machine's user has set; `where` names the option, variable or rule that sets
+    it."""
 
     rate_Bps: float
     where: str
@@ -50,8 +52,9 @@ class Examination:
     Args:
         read_run: reads the figures that the prediction needs from a status; raises `ConfigError` if they are
             missing.
-        total_s: the time limit of the whole examination.
+        total_s: the time limit of the whole examination, in seconds.
         wall: returns the wall-clock time in seconds.
+        probe: starts the process that imports torch; tests replace it.
         upload_limit: the limit of a worker on this machine; doctor's own measurements ignore it.
     """
 
@@ -98,7 +101,7 @@ class Examination:
     # -- connections -------------------------------------------------------------------------------
 
     def _connection_findings(self) -> Iterator[Finding]:
-        """Yield the findings about connections; each check depends on the previous one."""
+        """Yield the findings about connections; the checks that follow a failed one are left out."""
         connection = connection_check.ConnectionState()
         for check in (connection_check.check_name, connection_check.check_tcp):
             finding = check(self._invitation, connection, self._left_s())
@@ -141,8 +144,11 @@ class Examination:
         return failure("invitation", text, fix)
 
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
-        """Yield the findings after a refusal: this machine may have been admitted earlier and then needs
-        no valid invitation."""
+        """Yield the findings if the coordinator has refused the invitation.
+
+        The invitation is not needed if an earlier worker on this machine was admitted, so connect with the
+        worker keys of this machine.  If none is admitted, yield `refused` or a more specific finding.
+        """
         folder = identity_folder(self._invitation.run, self._invitation.coordinator)
         if not any(folder.glob("worker-*.key")):
             yield refused
@@ -183,8 +189,10 @@ class Examination:
             yield warning("invitation", "in use by a worker on this machine", fix)
 
     def _retry_unused(self, store: InvitationStore) -> Iterator[Finding]:
-        """Yield the findings for another invitation that no worker on this machine has used, if it is valid:
-        a new key would be admitted with it."""
+        """Yield the findings if this machine has another invitation to the run that is unused and valid.
+
+        A worker would join with it under a new key.  Yields nothing if there is no such invitation.
+        """
         for other in store.unused(self._invitation):
             invited = replace(other, address=self._invitation.address)
             with closing(DoctorProbe(invited, Identity.from_secret(other.token))) as probe:
@@ -246,14 +254,14 @@ class Examination:
             yield from _line(f"member {number + 1}", limited, self._effective_limit(limited))
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
-        """Return the measurement with its upload rate reduced to the user's limit."""
+        """Return the measurement, with the upload rate reduced to the user's limit if it is higher."""
         limit, up_Bps = self._upload_limit, measured.up_Bps
         if limit is None or up_Bps is None:
             return measured
         return replace(measured, up_Bps=min(up_Bps, limit.rate_Bps))
 
     def _effective_limit(self, limited: LinkMeasurement) -> UploadLimit | None:
-        """Return the user's limit if it determines the upload rate of a link."""
+        """Return the user's limit if it determines the upload rate of a link, otherwise None."""
         limit = self._upload_limit
         return limit if limit is not None and limited.up_Bps == limit.rate_Bps else None
 
@@ -306,8 +314,12 @@ class Examination:
 
 
 def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> list[Finding]:
-    """Return the finding about the round trip and the rates of the link to another process; `limit` is the
-    user's limit, if it determines the upload."""
+    """Return the finding about the link to the coordinator or to a member.
+
+    Args:
+        name: the name of the check: "coordinator" or "member 1", "member 2", ...
+        limit: the user's upload limit if it determines the upload rate, otherwise None.
+    """
     if measured.rtt_s is None and name == "coordinator":
         text = f"not measured, because it answered no ping in time (at most {COORDINATOR_TIMEOUT_S:g} s)"
         return [

@@ -1,4 +1,4 @@
-"""The findings of `gridtrain doctor` (ok, warning, failure), each of which is one line with a remedy."""
+"""The findings of `gridtrain doctor`: ok, or a warning or failure with a remedy."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class TorchProbe:
     def findings(self, until_s: float) -> tuple[list[Finding], float | None]:
         """Wait for the process until `until_s` (`time.monotonic`); return the findings and the speed.
 
-        The speed is in floating-point operations per second; None if it is unknown.
+        The device's speed is in floating-point operations per second; None if it is unknown.
         """
         try:
             out, err = self._process.communicate(timeout=max(0.0, until_s - time.monotonic()))
@@ -251,10 +251,10 @@ def check_disk(run: str) -> Finding:
 
 
 def check_tcp_restart(control: str | None = None) -> Finding:
-    """Check whether TCP is slow after pauses.
+    """Check whether TCP reduces its rate after each pause.
 
     Args:
-        control: the result of `slow_restart`, which tests replace; None to call it.
+        control: a result of `slow_restart`, for tests; None to call it.
     """
     control = slow_restart() if control is None else control
     if control:

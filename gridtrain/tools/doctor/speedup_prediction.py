@@ -1,7 +1,9 @@
 """Doctor's prediction of the run's speed with and without this machine, from the planner's cost model.
 
-    the run's network, exchange, shares, computing  --> P members      --> samples per second
-    the same, and this machine's link and speed     --> P + 1 members  --> samples per second --> gain
+    the run's network, exchange, shares, compute times  --> samples per second of its P members
+    the same, with this machine's links and speed       --> samples per second of P + 1 members
+
+The gain is the relative difference of the two.
 
 Figures that were not measured are assumed, and the prediction lists the assumptions.
 """
@@ -36,7 +38,7 @@ class RunStatus:
         compute_s: the compute times per step of the members that report one, by rank.
         shares: how many samples of a step each member computes, by rank.
         global_batch_size: the number of samples in a step; None if each worker adds samples of its own.
-        flops: the speeds that members report, as measured by `device_flops`.
+        flops: the speeds that members report (see `device_flops`), in floating-point operations per second.
     """
 
     network: NetworkModel | None
@@ -98,7 +100,8 @@ def predict_speedup(
 
 
 def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
-    """Return each worker's samples per step, this machine's last, and how many more samples a step has."""
+    """Return each worker's samples per step, this machine's last, and how many samples this machine adds to a
+    step."""
     if run.global_batch_size is None:
         mine = round(median(run.shares))
         return [*map(float, run.shares), float(mine)], mine
@@ -108,7 +111,15 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
-    """Return the slowest worker's compute time per step; each time is proportional to the samples."""
+    """Return the slowest worker's compute time per step.
+
+    Each worker's time is assumed to be proportional to its samples.
+
+    Args:
+        shares: each worker's samples per step with this machine, this machine's last.
+        usual_s: the compute time of members that have not reported theirs.
+        compute_s: the time in which this machine computes as many samples as the median member.
+    """
     times = [
         run.compute_s.get(rank, usual_s) * shares[rank] / max(1, share)
         for rank, share in enumerate(run.shares)

@@ -39,9 +39,10 @@ class Option:
         name: the name with underscores, as in run.toml.
         default: the default value; None if it is determined at run time, see `default_description`.
         unset_value: the value that applies if the option has no value; None if it is not a constant.
+        default_description: what applies if the option has no value, as text for the help.
         choices: the allowed values of a TEXT; () allows any.
         minimum: the smallest value of a COUNT or NUMBER.
-        each: the flag that adds one string to TEXTS each time it is given; "" if it is made from the name.
+        each: the flag that adds one string to TEXTS each time it is given; "" if it is derived from the name.
         is_comma_separated: whether commas as well as spaces separate TEXTS in the environment.
         off_word: the value that the flag `--no-...` sets; "" if a TEXT has no such flag.
         toml_key: "table.key" in run.toml, if it is not in the program's own table.
@@ -184,8 +185,10 @@ TEXT, FOLDER, COUNT, NUMBER, SWITCH, TEXTS = OptionKind
 
 
 def _optional(name: str, kind: OptionKind, help: str, unset: str, **more: Any) -> Option:
-    """Return an option that is empty unless it is set; `unset` describes what happens then, unless
-    `unset_value` is given."""
+    """Return an option whose default is ""; `unset` describes what applies if the option is not set.
+
+    If `unset` is "", help shows `unset_value` instead.
+    """
     return Option(name, kind, help, default="", default_description=unset, **more)
 
 
@@ -404,12 +407,12 @@ OTHER_VARIABLES: dict[str, str] = {
 
 
 def find_option(program: str, name: str) -> Option:
-    """Return the option `name` of `program`.  Raises `KeyError`."""
+    """Return the option `name` of `program`.  Raises `KeyError` if there is none."""
     return {one.name: one for one in PROGRAMS[program]}[name]
 
 
 def known_variables() -> set[str]:
-    """Return all known `GRIDTRAIN_` variables."""
+    """Return the names of all `GRIDTRAIN_` variables that are not refused as unknown."""
     chosen = {
         one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only
     }

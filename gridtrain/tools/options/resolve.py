@@ -1,6 +1,6 @@
 """Takes each option's value from its flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
 
-Pure: flags, environment and file are arguments.
+Flags, environment and run.toml are arguments; nothing is read here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResolvedValue:
 
     @property
     def shown(self) -> str:
-        """The value as text; a secret value is not shown."""
+        """The value, or what applies if the option is not set, as text; a secret value is replaced."""
         if self.option.is_secret and self.value:
             return HIDDEN_TEXT
         return format_value(self.value) or self.option.default_text
@@ -128,7 +128,7 @@ def join_settings(
         given: the arguments of `gridtrain.join`; None for an argument that is not given.
 
     Raises:
-        ConfigError: see `resolve`.
+        ConfigError: an argument is invalid; or see `resolve`.
     """
     flags = {
         name: one.from_text(text, f"gridtrain.join({name}=)")

@@ -91,7 +91,12 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """The content of a run.toml, or of none: then `path` is None and no option is set."""
+    """The content of a run.toml.  If there is none, `path` is None and no option is set.
+
+    Attributes:
+        run: the table [run], checked.
+        tables: all tables as read, by name; `option_value` checks their values.
+    """
 
     path: Path | None = None
     run: RunDescription = field(default_factory=RunDescription)
@@ -139,7 +144,9 @@ class RunFile:
         check_keys(path, document, ("run", *PROGRAMS), "")
         for table, value in document.items():
             if not isinstance(value, dict):
-                raise ConfigError(f"{path}: {table} is {value!r}", remedy=f"write a table: [{table}]")
+                raise ConfigError(
+                    f"{path}: {table} is {value!r}, not a table", remedy=f"write a table: [{table}]"
+                )
         run = _run(path, document.get("run", {}))
         for program, options in PROGRAMS.items():
             places = [one.toml_location(program) for one in options if not one.is_command_line_only]
@@ -166,7 +173,11 @@ class RunFile:
 
 
 def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
-    """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or lists all."""
+    """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or lists all.
+
+    Args:
+        table: the name of the table that has the keys; "" for the tables of the file itself.
+    """
     names = list(known)
     for key in found:
         if key not in names:
@@ -212,7 +223,7 @@ def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
 
 def _data(path: Path, table: object) -> DatasetDescription:
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [run] data is {table!r}", remedy="write a table: [run.data]")
+        raise ConfigError(f"{path}: [run] data is {table!r}, not a table", remedy="write a table: [run.data]")
     check_keys(path, table, DATA_KEYS, "run.data")
     where, url, index, given, digest = (
         _text(path, table, key, "run.data") for key in ("where", "url", "index", "file", "digest")
@@ -235,7 +246,7 @@ def _data(path: Path, table: object) -> DatasetDescription:
     is_remote = "://" in url and not url.startswith("file:")
     if bool(url) != is_remote or not is_size or bool(nbytes) != bool(url):
         raise ConfigError(
-            f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}",
+            f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}, which do not describe a download",
             remedy="write both, or neither: the URL of the file, and its size in bytes from: stat -c %s FILE",
         )
     return DatasetDescription(file, digest, where, "", url, nbytes)
@@ -265,7 +276,7 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _relative(path: Path, key: str, text: str) -> str:
     if not is_safe_relative_name(text):
         raise ConfigError(
-            f"{path}: {key} refers to {text!r}",
+            f"{path}: {key} refers to {text!r}, which is not allowed",
             remedy="specify a file in the folder of run.toml or below it, using only letters, digits "
             "and . _ -",
         )
@@ -286,7 +297,7 @@ def is_safe_relative_name(name: str) -> bool:
 def _digest(path: Path, text: str) -> str:
     if text and not _DIGEST.fullmatch(text):
         raise ConfigError(
-            f"{path}: [run] digest is {text!r}",
+            f"{path}: [run] digest is {text!r}, which is not a digest",
             remedy='write "sha256:" and 64 digits, as sha256sum prints them, or remove the key',
         )
     return text
@@ -304,7 +315,7 @@ def _required(path: Path, text: str) -> tuple[str, str]:
     match = _REQUIRED.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
-            f"{path}: [run] requires {text!r}",
+            f"{path}: [run] requires {text!r}, which is not a package name with an optional minimum version",
             remedy='write a package, with or without a minimum version: "torch>=2.4"',
         )
     return match[1], match[2] or ""

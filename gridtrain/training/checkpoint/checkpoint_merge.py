@@ -1,9 +1,11 @@
 """Builds a stage from checkpoints of other stages, parameter by parameter, after a new partition.
 
-    [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
-    [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
-         |                                              by its position in the flat gradient
-    [0 3)               embed.weight, body.0.*, body.1.*
+    layers 0, 1 at step 20    embed.weight, body.0.*
+    layers 2, 3 at step 20    body.1.*, body.2.*
+      --> layers 0 to 2       embed.weight, body.0.*, body.1.*
+
+A parameter and its optimizer state are found by the parameter's name in the whole model, and its residual by
+the parameter's position in the flat gradient.
 
 Random numbers belong to layers and steps (docs/decisions/0026), so there is no random state to restore.
 State that belongs to a stage as a whole, that is, the settings of the optimizer's groups and the trackers,
@@ -63,8 +65,8 @@ def load_merged(
         tied: for each tied parameter, all of its names in the whole model.
 
     Raises:
-        RemoteProtocolError: a parameter is missing, or settings that must be the same differ between
-            checkpoints.
+        RemoteProtocolError: a parameter is missing, a checkpoint does not match the stage, or settings or
+            trackers that must be the same differ between checkpoints.
     """
     sources = [_read_source(found) for found in checkpoints]
     names = [name for name, _ in canonical_parameters(module)]
@@ -161,8 +163,8 @@ def _is_equal(a: Any, b: Any) -> bool:
 def merged_residual(
     checkpoints: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient
 ) -> dict[str, Tensor]:
-    """Return the residual of the module's parameters, as flat vectors (n,) by name; {} if there is no
-    residual."""
+    """Return the flat vectors (n,) of the module's residual by the names that `ErrorFeedback.state` uses; {}
+    if no checkpoint contains a residual.  A parameter whose residual is in no checkpoint has zeros."""
     kinds = {kind for found in checkpoints for kind in found.residual}
     trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
     whole = {kind: torch.zeros(flat.n) for kind in kinds}

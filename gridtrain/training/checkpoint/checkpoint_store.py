@@ -1,10 +1,10 @@
 """Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, warns of a full disk.
 
     <folder>/step-00000200/
-        state.json             run, step, history, ledger, facts, and references to the tensors;
+        state.json             step, history, ledger, facts, digests, and the state without its tensors;
                                for a PEFT or transformers model, also `pretrained.PretrainedLayout`
-        tensors.safetensors    parameters, buffers, optimizer, trackers
-        residual.safetensors   what this worker had not sent yet (sparse exchanges)
+        tensors.safetensors    the tensors of parameters, buffers, optimizer and trackers
+        residual.safetensors   the residual, if the exchange keeps one
 
 Copies are made on the training thread between two steps.  A writer thread writes them to a temporary folder
 and renames the folder when everything is on disk, so that a checkpoint is either complete or absent.  The
@@ -45,7 +45,7 @@ log = logging.getLogger("gridtrain")
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
 WARNING_INTERVAL_S = 600.0
-"""The interval at which a worker repeats the message that it cannot write checkpoints."""
+"""The interval at which a worker repeats the message that it cannot write or upload checkpoints."""
 
 START_FROM_MODEL = "to train its model with other settings, load the model before grid.optimizer in a new run"
 """What to do with a model whose checkpoint is refused."""
@@ -295,8 +295,8 @@ class CheckpointStore:
         return None
 
     def latest_step(self, facts: Facts, most: int) -> int:
-        """Return the latest step, at most `most`, of a readable checkpoint with these settings; 0 if there is
-        none.  Only headers are read."""
+        """Return the step of the latest checkpoint with these settings that is not later than step `most` and
+        has a readable header; 0 if there is none."""
         with contextlib.suppress(OSError):
             for path in reversed(list_checkpoints(self.folder)):
                 with contextlib.suppress(ConfigError):
@@ -354,15 +354,16 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return the training settings of a file that differ from `facts`, with both values."""
+    """Return a text with the training settings of a file that differ from `facts`, and both values of
+    each."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
     return "; ".join(f"{n}: {there.get(n, 'missing')}, now {here.get(n, 'missing')}" for n in other)
 
 
 def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
-    """Return the checkpoints in `folders` that were written with different training settings, and how they
-    differ."""
+    """Map each checkpoint in `folders` that was written with different training settings to a text about the
+    difference."""
     found = {}
     for path in itertools.chain.from_iterable(map(list_checkpoints, folders)):
         with contextlib.suppress(ConfigError):  # it cannot be read
@@ -397,7 +398,7 @@ def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
 
 
 def earlier_folder(place: Path, is_free: Callable[[Path], bool]) -> Path:
-    """Return the first folder `earlier-N` in `place` that is free."""
+    """Return the first of the paths `earlier-1`, `earlier-2`, ... in `place` for which `is_free` is true."""
     return next(path for n in itertools.count(1) if is_free(path := place / f"earlier-{n}"))
 
 
@@ -432,7 +433,8 @@ def partial_folder(path: Path, use: str = "") -> Path:
 
 
 def save(content: CheckpointContent, path: Path) -> None:
-    """Write a checkpoint to the new folder `path`, completely or not at all.  Raises `OSError`."""
+    """Write a checkpoint to the folder `path`, completely or not at all; replace a checkpoint that is there.
+    Raises `OSError` if it cannot be written."""
     partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -494,7 +496,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def replace_pretrained(path: Path, pretrained: Any) -> None:
-    """Replace the `PretrainedLayout` of a checkpoint, which its digest does not cover.  Raises `OSError`."""
+    """Replace the `PretrainedLayout` of a checkpoint, which its digest does not cover.  Raises `OSError` if
+    the checkpoint cannot be read or written."""
     body = json.loads(_read_text(path / "state.json"))
     body["pretrained"] = pretrained
     _write_file(path / "state.json", json.dumps(body, separators=(",", ":")).encode())
@@ -524,7 +527,7 @@ def _digest(data: bytes) -> str:
 
 def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
     """Read a checkpoint's position and facts; `read` may still find the checkpoint damaged.  Raises
-    `ConfigError`."""
+    `ConfigError` if they cannot be read."""
     try:
         body = json.loads(_read_text(path / "state.json"))
         return _parse_position(body), parse_facts(body["facts"])
@@ -573,7 +576,8 @@ def _read_text(path: Path) -> bytes:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Replace the folder `path` with `partial`, whose files have been flushed to disk.  Raises `OSError`."""
+    """Replace the folder `path` with `partial`, whose files have been flushed to disk.  Raises `OSError` if
+    that fails."""
     sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # it is from before a rollback
     os.rename(partial, path)
@@ -581,7 +585,7 @@ def publish_folder(partial: Path, path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Flush the files in `folder` to disk.  Raises `OSError`."""
+    """Flush the files in `folder` to disk.  Raises `OSError` if that fails."""
     for path in folder.iterdir():
         sync_folder(path)
 
@@ -594,7 +598,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder or a file to disk.  Raises `OSError`."""
+    """Flush a folder or a file to disk.  Raises `OSError` if that fails."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -3,10 +3,10 @@
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
 
-Training never waits: if an upload takes longer than the interval between checkpoints, later ones wait, up to
-the number to keep; then the oldest is dropped.  If several workers have the same URL, only one uploads each
-part: the worker that uploaded it for the previous checkpoint.  The others upload the checkpoint of the last
-step, which no later one replaces, if it does not appear in time.
+Training never waits for an upload.  If an upload takes longer than the interval between checkpoints, later
+checkpoints are queued; of more than `keep`, the oldest is dropped.  If several workers have the same URL,
+each part is uploaded only by the worker that uploaded it for the previous checkpoint.  The checkpoint of the
+last step, which no later one replaces, is also uploaded by other workers if it does not appear in time.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ class CheckpointUploader:
                 self._changed.wait(wait_s)
 
     def _next(self) -> _Upload | None:
-        """Wait for a checkpoint to upload; return None if there is none and this worker leaves.
+        """Wait for a checkpoint to upload; return None if this worker leaves and has none, or has no attempts
+        left.
 
         The latest is uploaded first, except that a step for which the storage already has another stage is
         preferred, because a checkpoint of a pipeline needs all stages.
@@ -209,8 +210,8 @@ class CheckpointUploader:
         self._store.prune(self._keep)
 
     def _is_superfluous(self, upload: _Upload, steps_before: int) -> bool:
-        """Whether this checkpoint or a later one has been uploaded, or another worker has uploaded one of
-        this part that is at most `steps_before` steps earlier."""
+        """Whether this checkpoint or a complete later one has been uploaded, or another worker has uploaded a
+        checkpoint of this part that is at most `steps_before` steps earlier."""
         first = min(upload.step, max(self._start_step + 1, upload.step - steps_before))
         for step in self._store.steps():
             if step > upload.step and self._store.complete(step):

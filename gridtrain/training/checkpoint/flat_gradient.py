@@ -27,8 +27,8 @@ _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
 
 _BLOCK = 1 << 17
-"""The number of elements in a block, per thread.  Smaller blocks would need more time for additional calls
-than they save in transfers from the third-level cache."""
+"""The number of elements in a block, per thread.  With smaller blocks, the additional calls would take more
+time than is saved in transfers from the third-level cache."""
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
@@ -146,7 +146,8 @@ class FlatGradient:
                 start += size
 
     def check_unchanged(self) -> None:
-        """Raise `ConfigError` if the script trains parameters that are not in the vector."""
+        """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
+        optimizer other parameters."""
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
@@ -178,7 +179,8 @@ class FlatGradient:
         Args:
             indices: the indices of the parameters whose part of flat_N is set; by default all.
 
-        Raises `ConfigError` for a sparse gradient, or if the set of trained parameters has changed.
+        Raises:
+            ConfigError: a gradient is sparse, or the set of trained parameters has changed.
         """
         self.check_unchanged()
         self._check_not_frozen()
@@ -252,7 +254,8 @@ class FlatGradient:
 
 
 def finish_queued_work(device: torch.device) -> None:
-    """Wait until a GPU has done what this thread has queued, so that a time measured now includes it."""
+    """Wait until a GPU has finished the work that this thread has queued, so that a time measured now
+    includes that work."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

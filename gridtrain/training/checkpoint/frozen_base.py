@@ -5,8 +5,8 @@
                                                               once, when a worker joins
 
 Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is that
-of the whole model, so that each worker can hold any stage: when it joins, a worker builds the blocks with
-frozen parameters one at a time.
+of the whole model, so that each worker can hold any stage.  To compute its digest, a worker that joins builds
+the blocks with frozen parameters one at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gridtrain.quantities import format_bytes, format_count
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
 
 FROZEN_KEY = "frozen"
-"""Key of a checkpoint's document: the names of the parameters that are not trained.  Those that are not among
-the document's parameters are not in any checkpoint."""
+"""Key of a checkpoint's document: the names of the base's parameters, which no checkpoint contains; in a
+stage's checkpoint, also the names of the other frozen parameters, which the document contains."""
 
 _MARK = "_gridtrain_base"
 _CHUNK_BYTES = 64 << 20
@@ -76,8 +76,8 @@ class FrozenBase:
         sent: patterns (`fnmatch`) of the names of frozen parameters that are part of the state, because each
             process initializes or changes them.
         rule: "exact" if all workers must have the same values; "any" if each worker may have its own.
-        pieces: for a model without values, a function that yields modules with the values and the names of
-            its frozen parameters, piece by piece.
+        pieces: for a model without values, a function that yields modules one at a time; together they
+            contain its frozen parameters, with their values and under their names in the model.
 
     Raises:
         ConfigError: `rule` is unknown, or a pattern matches no frozen parameter.
@@ -189,8 +189,8 @@ class FrozenBase:
         return f"{name}@{revision[:12]}" if isinstance(revision, str) else name
 
     def facts(self) -> Facts:
-        """Return the fact that must be equal on all workers; none for a model without a base.  Raises the
-        errors of `describe`."""
+        """Return the fact about the base that must be equal on all workers.  Returns no fact for a model
+        without a base, unless each worker may have its own base.  Raises the errors of `describe`."""
         if self.rule == "any":
             return ((BASE_FACT, "any"),)
         return ((BASE_FACT, self.describe()),) if self._named else ()
@@ -228,7 +228,11 @@ class FrozenBase:
 
 
 def _digest_of(name: str, parameter: Tensor, moved_scales: Tensor | None = None) -> bytes:
-    """Return the SHA-256 of the shapes, the dtypes, the bytes in logical order and the wrappers' contexts."""
+    """Return the SHA-256 of a parameter's shapes, dtypes, bytes in logical order and wrappers' contexts.
+
+    Raises:
+        ConfigError: the values cannot be read; the message contains `name`.
+    """
     total = hashlib.sha256()
     try:
         for part in _parts(parameter, moved_scales):
@@ -260,7 +264,7 @@ def _moved_scales(model: nn.Module) -> dict[int, Tensor]:
 
 
 def _parts(tensor: Tensor, moved_scales: Tensor | None = None) -> Iterator[Tensor | str]:
-    """Yield the tensors that determine the values.
+    """Yield the tensors and texts that determine the values of `tensor`.
 
     A plain tensor yields itself; bitsandbytes' 4-bit and 8-bit tensors also yield their scales; a wrapper,
     such as a quantized tensor of torchao, yields its inner tensors, and the text of its context.
@@ -302,8 +306,8 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 @torch.no_grad()
 def _sample_bytes(tensor: Tensor) -> bytes:
-    """Return some elements.  Quantized values are left out: no script trains them, and libraries repack
-    them."""
+    """Return the bytes of some elements; b"" for quantized values, because no script trains them, and
+    libraries repack them."""
     if not tensor.is_floating_point() or hasattr(tensor, "__tensor_flatten__"):
         return b""
     flat = tensor.reshape(-1)

@@ -1,6 +1,6 @@
 """An optimizer's hyperparameters (lr, weight_decay, ...), compared in every vote and sent to newcomers.
 
-A worker also applies missed steps with them.
+A worker that applies a step that it missed uses the hyperparameters of that step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
-_NAMES = ("params", "param_names")  # the model's, with different prefixes under torch.compile
+_NAMES = ("params", "param_names")  # the model's parameters; torch.compile adds a prefix to their names
 
 
 def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
@@ -28,8 +28,8 @@ def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Load each group's fields, as `hyperparameters_json` wrote them.  Raises `ValueError` if the groups do
-    not match."""
+    """Load each group's fields, as `hyperparameters_json` wrote them.  Raises `ValueError` if the number of
+    groups, their fields or the types of the values do not match the optimizer's."""
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
         raise ValueError(f"the number of groups is not {len(optimizer.param_groups)}")
     for group, fields in zip(optimizer.param_groups, groups, strict=True):

@@ -84,6 +84,9 @@ def export_by_url(
     """Export as `export_model` does; `source` and `out` may also be URLs.
 
     Files that are read from or written to a URL are first stored in a temporary folder.
+
+    Raises:
+        ConfigError: as `export_model` does, or if a URL cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
         folder, target = Path(source), Path(out)
@@ -248,7 +251,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _can_take(folder: Path, end: str, names: set[str]) -> bool:
-    """Return whether `folder` is new, or has parts of the run's end `end` only, but none in `names`."""
+    """Return whether `folder` does not exist, or contains only parts that were written at the run's end
+    `end`, none of which has a name in `names`."""
     if not folder.exists():
         return True
     parts = _parts(folder)
@@ -300,10 +304,12 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the tensors of the other stages' checkpoints of the same step and history.
+    """Return the tensors of the other stages' checkpoints of the same step and history; {} if `read` contains
+    the whole model.
 
     Raises:
-        ConfigError: a layer is missing.
+        ConfigError: a layer is missing, or another stage's checkpoint cannot be read.
+        RemoteProtocolError: a tensor of another stage's checkpoint is missing.
     """
     count = int(dict(read.facts).get("blocks", "0"))
     here = parse_stage_folder(read.path.parent.name)
@@ -330,7 +336,11 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
 
 
 def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
-    """Return the checkpoints to try, latest first."""
+    """Return the checkpoints in or below `folder` to try, latest first.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none of `step`, or a folder cannot be read.
+    """
     if parse_step(folder.name) is not None and (folder / "state.json").exists():
         candidates = [folder]
     else:

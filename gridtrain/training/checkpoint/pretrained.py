@@ -108,7 +108,7 @@ class PretrainedLayout:
 
     def check(self) -> None:
         """Raise `ValueError` if there is a file that the libraries do not write, or if there are too many
-        files, names or bytes of text.
+        files, names of one tensor, or bytes of text.
 
         A peer's checkpoint must not choose which files an export writes.
         """
@@ -145,10 +145,11 @@ class PretrainedLayout:
 
 
 def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the outermost PEFT or transformers model in `model`, preceded by the prefix of the names of its
-    tensors in `model`.
+    """Return a pair: the prefix that its tensors' names have in `model`, and the outermost PEFT or
+    transformers model in `model`.
 
-    This may be `model` itself, with the prefix "".  Returns None if there is no such model."""
+    This may be `model` itself, with the prefix "".  Returns None if there is no such model.
+    """
     classes = _imported(*_PEFT_MODEL) + _imported(*_TRANSFORMERS_MODEL)
     for name, module in model.named_modules():
         if isinstance(module, classes):
@@ -214,7 +215,7 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
             inner.save_pretrained(folder, state_dict=places)  # type: ignore[operator]
         except Exception as error:  # a configuration that the library cannot save must not end the training
             log.warning(
-                "checkpoints of this %s can only be exported as plain files: %s: %s",
+                "checkpoints of this %s can only be exported as .safetensors or .pt files: %s: %s",
                 *(type(inner).__name__, type(error).__name__, error),
             )
             return None
@@ -234,12 +235,15 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
         layout.check()
     except ValueError as error:
         log.warning(
-            "checkpoints of this %s can only be exported as plain files: %s", type(inner).__name__, error
+            "checkpoints of this %s can only be exported as .safetensors or .pt files: %s",
+            type(inner).__name__,
+            error,
         )
         return None
     if outside := _uncovered(model, layout):
         log.warning(
-            "the model is exported as a plain file, because %s does not have %s, such as %r",
+            "the model can only be exported as a .safetensors or .pt file, because %s does not have %s, such "
+            "as %r",
             *(type(inner).__name__, format_count(len(outside), "trained parameter"), outside[0]),
         )
         return None
@@ -265,7 +269,7 @@ def export_final(model: nn.Module, layout: PretrainedLayout, folder: Path) -> Pa
     """Write the directory of a trained model to `folder`; return its path, or None if the library fails.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: `folder` cannot be written.
     """
     path = folder / FINAL_FOLDERS[layout.is_adapter]
     try:
@@ -395,6 +399,9 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
 
     Other files in `folder`, such as a tokenizer's, stay.  Files that an earlier export wrote and this one did
     not write are removed at the end, so that a failure loses no tensors.
+
+    Raises:
+        ConfigError: `folder` cannot be written.
     """
     target = folder.resolve()  # "." has no name
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}"

@@ -173,7 +173,7 @@ def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
     loaded.  Files of an earlier export whose names match `replaced` are removed unless they are replaced.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: `url` is not a URL, or cannot be written to.
     """
     files, root = open_url(url.rstrip("/"))
     from fsspec.implementations.local import LocalFileSystem
@@ -224,10 +224,10 @@ class RemoteStore:
     # -- before the first step ---------------------------------------------------------------------------
 
     def check(self, timeout_s: float = CHECK_TIMEOUT_S) -> None:
-        """Write, read and remove a small file.
+        """Check that the storage can be used: write, read and remove a small file.
 
         Raises:
-            ConfigError: this fails, or takes longer than `timeout_s`.
+            ConfigError: one of these operations fails, or they take longer than `timeout_s`.
         """
         path, token = f"{self._root}/check-{secrets.token_hex(8)}", secrets.token_bytes(16)
 

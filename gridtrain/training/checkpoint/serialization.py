@@ -1,12 +1,15 @@
 """The replicated state as bytes for newcomers and checkpoints, and the digests that compare replicas.
 
-    private part  buffers:    {name: tensor}                         each part: u64 J | u64 T |
-                  trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
-                  settings:   of the optimizer's groups              (a tensor is {"tensor": "7"}
-    shared part   parameters: {name: tensor}                         in the JSON)
-                  optimizer:  the inner optimizer's state_dict
+    private part   buffers:      {name: tensor}
+                   trackers:     {name: state_dict} of schedulers, weight averages, ...
+                   settings:     the settings of the optimizer's groups
+    shared part    parameters:   {name: tensor}
+                   optimizer:    the state_dict of the optimizer that applies updates
 
-Parameters of the model's base, which are frozen, are not in any part (see `frozen_base`).
+    each part      u64 J | u64 T | J bytes of JSON | T bytes of safetensors
+
+In the JSON, {"tensor": "7"} stands for tensor 7.  Parameters of the model's base, which are frozen, are in
+neither part (see `frozen_base`).
 
 The shared part is bit-identical on all members.  The private part may differ until buffers are next averaged;
 a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
@@ -264,8 +267,8 @@ def restore_state(
         blobs: the parts that `capture_state` returned, separate or joined.
 
     Raises:
-        RemoteProtocolError: the blobs are not a state, or are the state of another model.  Nothing is changed
-            before parameters and buffers have been checked.
+        RemoteProtocolError: the blobs are not a state, or the state does not match the model, the optimizer
+            or the trackers.  Nothing is changed before parameters and buffers have been checked.
     """
     parts = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
     load_state(_parse_values(parts), model, optimizer, trackers)
@@ -401,8 +404,8 @@ def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def _has_named_groups(state: Any) -> bool:
-    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch also accepts
-    others."""
+    """Whether the groups are a list of dicts whose keys are names, as in every `Optimizer.state_dict()`;
+    torch would also accept other groups."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return isinstance(groups, list) and all(
         isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups

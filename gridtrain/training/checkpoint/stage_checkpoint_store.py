@@ -149,7 +149,8 @@ class StageCheckpointStore:
         self._writer.start()
 
     def drop_residual(self, blocks: Span, step: int) -> None:
-        """Drop a residual that was sent, as `CheckpointStore.drop_residual` does."""
+        """Remove a residual that was sent to another worker from the stage's checkpoint of `step`, as
+        `CheckpointStore.drop_residual` does."""
         self._store(blocks).drop_residual(step)
 
     def write_now(self, blocks: Span, content: CheckpointContent) -> bool:
@@ -174,7 +175,8 @@ class StageCheckpointStore:
         return True
 
     def _drop_unaligned(self, blocks: Span) -> None:
-        """Remove checkpoints of steps at which not all stages write checkpoints."""
+        """Remove the stage's checkpoints of steps that are not multiples of `every`, because the other stages
+        have no checkpoints of these steps."""
         if not self._every or not self._can_keep_refused():
             return
         for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)):
@@ -203,8 +205,8 @@ class StageCheckpointStore:
         return self._writer is None or not self._writer.is_alive()
 
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
-        """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`
-        if it does not match the stage."""
+        """Load the layers `blocks` from checkpoints on disk.  Raises `ConfigError` if a checkpoint cannot be
+        read, and `RemoteProtocolError` if the checkpoints do not match the stage."""
         checkpoints = [self.load(one) for one in held]
         try:
             self._load_state(checkpoints, blocks)
@@ -216,8 +218,9 @@ class StageCheckpointStore:
         log.warning("layers %d to %d are continuing from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
-        """Write a checkpoint of the layers in memory immediately, if they are still there.  Call this method
-        before the model is repartitioned.  Raises `OSError` if the checkpoint cannot be written."""
+        """Write the checkpoint `held` immediately, if its layers are still in memory with this state;
+        otherwise log a warning.  Call this method before the model is repartitioned.  Raises `OSError` if the
+        checkpoint cannot be written."""
         self.wait()
         content = self._pack_state(held)
         if content is None:
@@ -288,7 +291,7 @@ class StageCheckpointStore:
             is_same = checkpoint_store.matches_facts(facts, self._facts)
             if replace(found, layers=held.layers) != held or not is_same:
                 raise ConfigError(
-                    "it has a different state or different training settings",
+                    "it is not the checkpoint that was announced, or has different training settings",
                     remedy="no action is needed; the next checkpoint is copied, too",
                 )
             if checkpoint_store.read(folder).pretrained != self._pretrained:  # also checks its tensors

@@ -1,9 +1,11 @@
 """The samples of a step: batch sizes, shuffling, reading, and sharded data sets with their cache.
 
-sampler: positions to indices, the same on all workers;  readers: batches from a data set;  prefetch:
-read ahead in other processes;  batch_sizes: how many samples a step has
+sampler         maps positions to sample indices, in the same way on all workers
+readers         read batches from a data set;  prefetch: reads them ahead in other processes
+batch_sizes     the number of samples in a step
 
-shards: data sets that are read file by file;  shard_index: the list of their files;  shard_files: opening,
-checking and caching them;  shard_fetch: copying them to this machine;  fetch_meter: the volunteer's limits on
-fetching;  shard_formats: the samples in a file;  shard_rows: rows of tables;  token_packing: token sequences
+shards          data sets that are read file by file;  shard_index: the list of their files
+shard_files     opens, checks and caches the files;  shard_fetch: copies them to this machine
+fetch_meter     keeps fetches within the volunteer's limits
+shard_formats   finds the samples in a file;  shard_rows: rows of tables;  token_packing: token sequences
 """

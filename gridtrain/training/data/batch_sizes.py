@@ -22,6 +22,7 @@ class BatchSizes:
     Attributes:
         per_worker, per_step, max_per_worker: the arguments `batch_size`, `global_batch_size` and
             `max_batch_size` of `Grid.batches`.
+        accumulate: the number of batches on a worker in one call to `optimizer.step`.
         calls_per_step: the number of calls to `optimizer.step` in a step of the run.
     """
 
@@ -52,7 +53,8 @@ class BatchSizes:
         return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:
-        """Raise `ConfigError` for sizes that contradict each other or are not positive."""
+        """Raise `ConfigError` if sizes contradict each other or are not positive, or if a step would have
+        more than `MAX_STEP_SAMPLES` samples."""
         if (self.per_worker is None) == (self.per_step is None):
             raise ConfigError(
                 f"batch_size={self.per_worker}, global_batch_size={self.per_step}; pass exactly one of them",

@@ -55,7 +55,7 @@ class FetchMeter:
         self._reader = 0
         self._charged_bytes, self._charged_s = self._received_bytes, self._clock()
         self._Bps = math.inf
-        self._free_s = -math.inf  # when a link with the limit's rate has transferred all that was received
+        self._free_s = -math.inf  # when a link with the limit's rate would have received all these bytes
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_fields"}
@@ -67,8 +67,8 @@ class FetchMeter:
     # -- the script's process --------------------------------------------------------------------------
 
     def limit(self, download_Bps: float | None, most_bytes: float, day_bytes: float = math.inf) -> None:
-        """Set the limits: bytes per second, and the bytes that the worker may move in total and in a whole
-        day."""
+        """Set the limits: the download rate in bytes per second (None for no limit), and the numbers of bytes
+        that the worker may send, receive and fetch in total and in a whole day."""
         self._fields[_DOWNLOAD_BPS] = download_Bps or math.inf
         self._fields[_MAX_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 

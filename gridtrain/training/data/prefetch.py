@@ -39,7 +39,7 @@ class Prefetcher:
     Args:
         num_workers: the number of processes, at least 1.
         prefetch_factor: the number of steps that each process reads ahead.
-        meter: the meter of the data set's files, in which each process counts separately.
+        meter: the meter of the data set's fetches, in which each process counts its bytes separately.
 
     Attributes:
         depth: the number of steps that are read ahead.

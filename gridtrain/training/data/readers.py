@@ -49,7 +49,12 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     """Return the number of samples in one pass, and a description that is equal on workers with the same
     data.
 
-    Raises `ConfigError` for a data set that cannot be divided among workers.
+    Args:
+        length: the number of samples in a pass over an iterable data set; None if the data set has a length.
+
+    Raises:
+        ConfigError: the data set is empty or cannot be divided among workers, yields different samples when
+            it is read again, or has an index although `length` is given.
     """
     if isinstance(dataset, DataLoader):  # its batches would be mistaken for samples
         raise ConfigError(
@@ -112,8 +117,8 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Return the samples of a pass.  The first sample is read immediately, because a generator does not read
-    its pass number before its first sample is requested.
+    """Return an iterator over the samples of a pass.  The first sample is read immediately, because a
+    generator does not read its pass number before its first sample is requested.
 
     Each pass has its own copy of the data set with its own pass number, because an open pass may read the
     number again later.
@@ -174,7 +179,7 @@ class MapReader:
 
 
 class IterableReader:
-    """Reads an iterable data set, in its own order."""
+    """Reads an iterable data set, in its own order.  Keeps up to `MAX_OPEN_PASSES` passes open."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate

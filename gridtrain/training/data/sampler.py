@@ -67,7 +67,8 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span], dataset: Any = None)
 
 
 def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
-    """Split `spans` into `count` nearly equal pieces; if there are too few positions, repeat some."""
+    """Split `spans` into `count` pieces with nearly equal numbers of positions; if there are fewer positions
+    than pieces, repeat some."""
     total = sum(span.stop - span.start for span in spans)
     bounds = [total * part // count for part in range(count + 1)]
     pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
@@ -187,9 +188,9 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 
 def seed_random(seed: int) -> None:
-    """Seed all random generators, so that random augmentation is the same on all workers.  Otherwise rare
-    augmentation would occur on some workers only, and digests would differ.  Call it while
-    `preserve_random_state` is active."""
+    """Seed the random generators, so that random augmentation is the same on all workers.  Otherwise, an
+    augmentation that is rarely applied would occur on some workers only, and digests would differ.  Call this
+    function while `preserve_random_state` is active."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # only the CPU's generator, because no other is restored
@@ -197,8 +198,8 @@ def seed_random(seed: int) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restore the random state afterwards, so that reading samples for a digest does not change the
-    training.  Holds `GENERATORS_LOCK`."""
+    """Hold `GENERATORS_LOCK` in the `with` block, and restore the random state afterwards, so that reading
+    samples for a digest does not change the training."""
     with GENERATORS_LOCK:
         python_state, numpy_state = random.getstate(), np.random.get_state()
         torch_state = torch.get_rng_state()

@@ -28,7 +28,8 @@ from gridtrain.training.data.fetch_meter import FetchMeter
 
 CHUNK_BYTES = 4 << 20
 READ_TIMEOUT_S = 60.0
-"""The longest wait for more bytes from an HTTP server, and the period in which it must send `MIN_BYTES`."""
+"""The longest wait for more bytes from an HTTP server, and the period in which any server must send at least
+`MIN_BYTES`."""
 
 MIN_BYTES = 64 << 10
 LINES_EVERY_S = 10.0
@@ -134,7 +135,8 @@ def _request(url: str, start: int) -> HTTPResponse:
 
 
 def file_system(place: str) -> tuple[Any, str]:
-    """Return the file system of fsspec for a URL, and the path in it."""
+    """Return the file system of fsspec for a URL, and the path in it.  Raises `ConfigError` if the URL is not
+    of a supported kind, or needs a package that is not installed."""
     require("fsspec", f"reading {place.partition('://')[0]}://")
     import fsspec
 
@@ -149,7 +151,8 @@ def file_system(place: str) -> tuple[Any, str]:
 
 
 def open_remote(place: str) -> Any:
-    """Open a remote file for reading."""
+    """Open a remote file for reading.  Raises the errors of `file_system`, and those of the library that
+    opens the URL."""
     if place.startswith(("http://", "https://")):
         return _request(place, 0)
     system, path = file_system(place)

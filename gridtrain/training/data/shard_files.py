@@ -1,9 +1,9 @@
 """The files of a sharded data set: the cache and its limit, retries, digests and decompression.
 
-    path, file://...            opened where it is; its size and digest are compared with the index
-    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, compared
+    path, file://...            opened where it is, after its size and digest were compared with the index
+    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, and compared
     .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
-    .parquet, .arrow            compared, then converted in the cache (`shard_rows`)
+    .parquet, .arrow            compared, then converted and written to the cache (`shard_rows`)
 
 The cache is a folder that all workers on a machine may share.  Its files are named by their digests, so each
 is fetched once, and the least recently used ones are removed when the cache is full.
@@ -78,10 +78,10 @@ class ShardFile:
     def problem(self) -> str:
         """What is wrong with an entry that was read from an index; "" if nothing is."""
         if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
-            return f"url is {self.url!r:.200}; it must be a path or a URL"
+            return f"url is {self.url!r:.200}; it must be a path or a URL of at most {MAX_URL} characters"
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
-            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0"
+            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0 and below 2**53"
         is_digest = isinstance(self.sha256, str) and len(self.sha256) == 64 and self.sha256.isalnum()
         return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 hexadecimal digits"
 
@@ -110,7 +110,7 @@ def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
-    Raises `ConfigError` if there is no such file on this machine, or if the URL cannot be listed.
+    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed.
     """
     if not is_local(name) and "*" not in name:
         return [name]
@@ -139,7 +139,8 @@ def expand(name: str) -> list[str]:
 def read_bytes(place: str, max_bytes: int) -> bytes:
     """Return the contents of a small file.
 
-    Raises `ValueError` if it is larger than `max_bytes`, and `OSError` if it cannot be read.
+    Raises `ValueError` if it is larger than `max_bytes`, `OSError` if it cannot be read, and `ConfigError` if
+    its URL is not of a supported kind or needs a package that is not installed.
     """
     try:
         with open_remote(place) if not is_local(place) else open(local_path(place), "rb") as file:
@@ -154,7 +155,8 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
 
 
 def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
-    """Return a function that opens a compressed file; None if the name has no compression suffix."""
+    """Return a function that opens a compressed file; None if the name has no compression suffix.  Raises
+    `ConfigError` if a package for the compression is not installed."""
     if not place.endswith((".gz", ".bz2", ".xz", ".zst")):
         return None
     require("fsspec", f"reading the compressed file {place}")
@@ -172,7 +174,8 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
 
 
 def parse_limit(name: str, text: str) -> int:
-    """Parse a size in bytes.  Raises a `ConfigError` that names `name`."""
+    """Parse a size in bytes.  Raises `ConfigError` if `text` is not a size; the message begins with
+    `name`."""
     if limit_bytes := parse_bytes(text):
         return limit_bytes
     raise ConfigError(f"{name} is {text!r}", remedy='use a size such as "20GB"')
@@ -190,11 +193,11 @@ def copy_plain(file: BinaryIO, plain: BinaryIO) -> None:
 
 
 class ShardCache:
-    """Opens the files of a data set and keeps copies of those that are not plain files on this machine.
+    """Opens the files of a data set; keeps copies of remote files, and decompressed or converted forms.
 
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        limit_bytes: the cache size above which files are removed; the file that is opened must fit.
+        limit_bytes: the size above which files are removed from the cache; a file that is opened must fit.
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
@@ -236,6 +239,7 @@ class ShardCache:
 
         Raises:
             BudgetSpent: the traffic budget does not suffice to fetch the file.
+            ConfigError: a package that is needed to read the file is not installed.
             DataError: the file cannot be read, does not match the index, or does not fit into the cache.
         """
         expand_file = None if as_stored else _decompressor(place)
@@ -281,7 +285,7 @@ class ShardCache:
             new: a file that first replaces `kept`.
 
         Raises:
-            FileNotFoundError: it is not in the cache.
+            FileNotFoundError: the file is not in the cache.
         """
         with self._locked("room"):  # nothing is removed in the meantime
             if new is not None:
@@ -295,11 +299,12 @@ class ShardCache:
     def open_unknown(
         self, place: str, convert: Convert | None = None, copy: Copy = copy_rest
     ) -> tuple[BinaryIO, int, str]:
-        """Open a file that has no entry in an index yet; return it with the size and the digest of what is
-        stored.
+        """Open a file that has no entry in an index yet, decompressed and converted; return the opened file,
+        and the size and the SHA-256 of the file as it is stored.
 
         Raises:
-            DataError: the file cannot be read.
+            BudgetSpent, ConfigError: as `open` does.
+            DataError: the file cannot be read, or does not fit into the cache.
         """
         if is_local(place):
             with self._open_local(place) as file:
@@ -343,7 +348,8 @@ class ShardCache:
             raise DataError(f"{place} {found}", remedy=_CHANGED)
 
     def _fetch(self, place: str, expected: ShardFile, copy: Copy) -> Path:
-        """Return the path of the file as it is stored, after copying it to this machine if necessary."""
+        """Return the path of the file as it is stored, after copying it to this machine if necessary.  Raises
+        the errors of `open`."""
         if is_local(place):
             self._open_local(place).close()
             return Path(local_path(place))

@@ -1,4 +1,4 @@
-"""Finds and decodes each sample in the formats of shards (jsonl, text, WebDataset tar, Parquet).
+"""Finds and decodes each sample in the formats of shards (jsonl, text, WebDataset tar, Parquet, Arrow).
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
@@ -70,8 +70,8 @@ def _line_ranges(file: BinaryIO) -> Ranges:
 
 
 def _tar_ranges(file: BinaryIO) -> Ranges:
-    """Find the samples of a WebDataset tar file: consecutive files whose names are equal up to the first dot
-    after the last slash."""
+    """Find the samples of a WebDataset tar file.  A sample consists of consecutive files whose names are
+    equal up to the first dot after the last slash.  Raises `ValueError` if the file ends within a sample."""
     ranges: list[list[int]] = []
     latest = None
     size = file.seek(0, 2)
@@ -94,7 +94,8 @@ def _tar_ranges(file: BinaryIO) -> Ranges:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Return the key and the field: ("train/0001", "seg.png") of "train/0001.seg.png"."""
+    """Split a file's name into its sample's key and its field: "train/0001.seg.png" into ("train/0001",
+    "seg.png")."""
     folder, slash, last = name.rpartition("/")
     stem, _, field = last.partition(".")
     return folder + slash + stem, field

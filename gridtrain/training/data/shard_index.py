@@ -80,7 +80,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
         root: the folder or URL to which relative URLs are relative; by default the folder of the index.
 
     Raises:
-        ConfigError: there is no such file, or it is not an index.
+        ConfigError: the file cannot be read, or is not a valid index of the supported version.
     """
     place = str(location)
     try:

@@ -1,7 +1,7 @@
-"""Writes rows of Parquet and Arrow tables in the form that the cache stores, with portable column types.
+"""Writes and reads rows of Parquet and Arrow tables in the cache's own format, with portable value types.
 
-    row 0 | row 1 | ...     MessagePack of {column: value}
-    end of each row, number of rows     int64, little-endian
+    row 0 | row 1 | ...                             MessagePack of {column: value}
+    the end of each row, and the number of rows     int64, little-endian
 
 A row is then a range of bytes as in the other formats, although Parquet has no such ranges.  Numbers, texts,
 bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and UUIDs become text.
@@ -49,7 +49,8 @@ def _plain(value: Any) -> Any:
 
 
 def ranges(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """Return the first byte of each row, and the byte after its last: (rows, 2)."""
+    """Return the first byte of each row, and the byte after its last: (rows, 2).  Raises `ValueError` if the
+    file was not written by `write_rows`."""
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     count = int.from_bytes(file.read(8), "little", signed=True) if size >= 8 else -1

@@ -56,14 +56,14 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set with an index, `dataset[i]`, whose samples are in shards, of which only a few should be open
-    at the same time.
+    """A data set whose samples are read as `dataset[i]` from shards, of which only a few should be open at
+    the same time.
 
     Attributes:
         shard_sizes: the number of samples in each shard, at least 1.  The samples of a shard have consecutive
             indices.
         description: a text that is equal on workers with the same data.
-        failed_reads: the number of failed attempts at reading.
+        failed_reads: the number of failed attempts at reading a file or a sample.
         while_opening: a function that returns a context to be active while a shard is being opened, which may
             take a long time.
     """
@@ -184,7 +184,10 @@ class Shards(ShardedDataset):
         """Return a sample.
 
         Raises:
-            DataError: its file cannot be read or does not match the index, or the sample is damaged.
+            BudgetSpent: the traffic budget does not suffice to fetch the sample's file.
+            ConfigError: a package that is needed to read the file is not installed.
+            DataError: the file cannot be read or does not match the index, or the sample is damaged.
+            IndexError: there is no such sample.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -230,7 +233,8 @@ class Shards(ShardedDataset):
 
 
 def _check_packing(index: ShardIndex, pack: int | None) -> int:
-    """Return the length of packed sequences; 0 if samples are not packed."""
+    """Return the length of packed sequences; 0 if samples are not packed.  Raises `ConfigError` if `pack` is
+    below 1, or if the index has no token counts."""
     if pack is None:
         return 0
     if pack < 1:

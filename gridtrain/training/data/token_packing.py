@@ -5,7 +5,8 @@
 
 A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
 tokens has 8,192 tokens.  The index records each shard's token count, from which the number of sequences
-follows for any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
+follows for any length.  The tokens that remain at the end of each shard, too few for a sequence, are not
+used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ END_OF_TEXT = 256
 
 
 def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:
-    """Return a function that converts a sample to its tokens.
+    """Return a function that converts a sample to its tokens; it raises `ValueError` for a sample without
+    text.
 
     Args:
         name: "bytes", or the name or folder of a tokenizer for `transformers.AutoTokenizer`, whose

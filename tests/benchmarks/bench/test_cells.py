@@ -61,7 +61,7 @@ def test_an_invalid_cell_is_refused_with_a_reason(text: str, error: str) -> None
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no exchange 'morse'"):
         parse("morse P=4 n=1M")
-    with pytest.raises(ConfigError, match="gtopk has no option 'colour=red'"):
+    with pytest.raises(ConfigError, match="'colour=red' does not set an option of gtopk"):
         parse("gtopk:colour=red P=4 n=1M")
 
 

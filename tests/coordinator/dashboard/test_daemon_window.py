@@ -117,7 +117,8 @@ def test_a_missing_extra_is_an_error_only_if_a_dashboard_was_requested(
     found = startup.open_dashboard(DashboardAddress(), tmp_path, lambda *line: None)
     assert found.service is None
     (line,) = found.startup_lines(is_terminal=True)
-    assert f"the dashboard needs starlette, uvicorn; {install_command('coordinator')}" in line
+    expected = "the dashboard needs packages that are not installed: starlette, uvicorn"
+    assert f"{expected}; {install_command('coordinator')}" in line
     with pytest.raises(ConfigError, match="the dashboard needs"):
         startup.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
     assert startup.open_dashboard(None, tmp_path, lambda *line: None).startup_lines(is_terminal=True) == []

@@ -55,7 +55,7 @@ def test_a_copy_is_of_the_open_step_or_an_earlier_one() -> None:
         m.CheckpointBlock(1, 5, replace(of_b, applied=applied), 0, 1, b"") for applied in (5, 6)
     )
     assert checkpoints.receive_block(assignment, True, B, last) == [StoreCheckpointBlock(B, last)]
-    with pytest.raises(RemoteProtocolError, match="sent a checkpoint of step 7; step 6 is open"):
+    with pytest.raises(RemoteProtocolError, match="sent a checkpoint of step 7, but no step after step 6"):
         checkpoints.receive_block(assignment, True, B, too_late)
 
 

@@ -212,7 +212,7 @@ def test_a_reply_about_an_unknown_rank_is_ignored(rank: float) -> None:
 @pytest.mark.parametrize(
     ("me", "peer", "message", "words"),
     [
-        (B, C, ask(1.0), "rank 2 sent MeanRequest to rank 1; rank 0 computes averages"),
+        (B, C, ask(1.0), "rank 2 sent MeanRequest to rank 1; only rank 0 receives requests for averages"),
         (B, C, m.MeanReply(1, 5, 7, 0, 9.0), "rank 2 sent MeanReply to rank 1"),
         (A, B, m.MeanReply(1, 5, 7, 0, 9.0), "rank 1 sent MeanReply to rank 0"),
     ],

@@ -220,6 +220,6 @@ def test_a_group_that_is_too_small_for_its_limits_says_so() -> None:
         "16 samples in equal shares: too little computing was measured to compare speeds"
     )
     assert WorkerSpeeds().plan_shares([A, B], names, 16, [2, 2]).reason == (
-        "16 samples in equal shares: too little computing was measured to compare speeds; too few workers "
-        "for max_batch_size: ann 8 instead of at most 2, bob 8 instead of at most 2"
+        "16 samples in equal shares: too little computing was measured to compare speeds; too few workers, "
+        "so max_batch_size is exceeded: ann 8 instead of at most 2, bob 8 instead of at most 2"
     )

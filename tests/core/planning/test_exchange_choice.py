@@ -96,7 +96,7 @@ def test_the_description_proposes_local_steps_on_slow_links() -> None:
     assert exchanging.chosen == Dense()
     assert (
         "LocalSteps(every=" in exchanging.description
-        and "sparse exchanges work with this optimizer" in exchanging.description
+        and "this optimizer can use sparse exchanges" in exchanging.description
     )
 
 
@@ -147,7 +147,9 @@ def test_a_denser_exchange_is_chosen_when_it_leaves_enough_computing() -> None:
 def test_advice_for_local_steps_counts_steps_of_the_loop() -> None:
     choice = local(8, Auto(density=0.1))
     chosen_for_turns(choice, 20, 0.8)
-    advised = re.search(r"LocalSteps\(every=(\d+)\) in the script would make it (\d+)%", choice.description)
+    advised = re.search(
+        r"LocalSteps\(every=(\d+)\) in the script would raise this to (\d+)%", choice.description
+    )
     assert advised is not None and int(advised[1]) > 8 and int(advised[2]) >= 90, choice.description
 
 

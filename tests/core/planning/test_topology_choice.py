@@ -68,7 +68,9 @@ def test_a_slow_link_that_pairs_may_share_leads_to_a_ring() -> None:
     """A ring uses the link between the sites once each way, a direct exchange four times."""
     assert choose_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
     thin = choose_topology(SMALL, 4, two_sites(100 * Mbit), True)
-    assert thin.reason == "around a ring, because a link has only 10% of the rate of its ends"
+    assert (
+        thin.reason == "around a ring, because a link has only 10% of the rate that its ends reach otherwise"
+    )
     assert not thin.is_direct
 
 

@@ -148,7 +148,7 @@ def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
     dealer.send_multipart(codec.encode(Ping(1)))
     next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert)
     mallory, anna = (identity_of(name).public.hex()[:8] for name in ("mallory", "anna"))
-    assert bert.events == [TransportViolation(None, f"key {mallory} sent a Hello for key {anna}")]
+    assert bert.events == [TransportViolation(None, f"key {mallory} sent a Hello as key {anna}")]
     assert bert.transport.traffic.sent_messages == {}
 
 

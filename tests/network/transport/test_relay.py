@@ -608,7 +608,7 @@ def _ping_through(party: Party, other: Party) -> bool:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"\xc1"], "not msgpack"),
+        ([b"\xc1"], "not valid msgpack"),
         ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello must not be sent encrypted through a relay"),
         (
             [codec.encode(RelayFailed(bytes(32), "x"))[0]],

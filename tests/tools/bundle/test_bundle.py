@@ -179,8 +179,8 @@ def test_the_index_of_the_data_is_in_the_bundle_and_its_digest(folder: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "is not an index: TypeError"),
-        ("{", "is not an index: JSONDecodeError"),
+        ("[]", "is malformed: TypeError"),
+        ("{", "is malformed: JSONDecodeError"),
         ('{"shards": [{"url": "/home/me/a.txt"}]}', "lists /home/me/a.txt, a file on this machine"),
         ('{"shards": [{"url": "file:///a.txt"}]}', "lists file:///a.txt, a file on this machine"),
     ],

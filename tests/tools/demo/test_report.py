@@ -101,7 +101,7 @@ def test_a_single_run_and_a_single_worker_make_a_picture(tmp_path: Path) -> None
 def test_no_measurement_is_no_report(tmp_path: Path) -> None:
     empty = LossCurve("dense", "dense ring", (), 0, 0.0, {"data": 0.0}, {})
 
-    with pytest.raises(GridtrainError, match="nothing to report: 1 run,"):
+    with pytest.raises(GridtrainError, match="the report on 1 run needs a held-out measurement"):
         write_report([empty], SETTING, tmp_path)
 
 

@@ -244,7 +244,7 @@ def test_a_model_that_cannot_be_exported_is_not_described(
     assert not caplog.records
     model.folder = ".hidden"
     assert pretrained.describe(model) is None
-    assert "can only be exported as plain files: its description" in caplog.text
+    assert "can only be exported as .safetensors or .pt files: its description" in caplog.text
 
 
 def test_a_plain_model_is_not_described() -> None:

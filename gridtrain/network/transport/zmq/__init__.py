@@ -2,6 +2,6 @@
 
 - `sockets`: sockets with all limits set, and functions that read or write one message.
 - `dialer`, `name_lookup`: outgoing connections.  `listener`, `half_open`: incoming connections.
-- `handshake`: CURVE, access control and Hello.  `reachability`: checks of whether a peer can be dialled.
+- `handshake`: CURVE, access control and Hello.  `reachability`: checks whether a peer can be dialled.
 - `tcp_options`, `congestion_control`: options of the TCP connections.
 """

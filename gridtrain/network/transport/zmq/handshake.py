@@ -105,9 +105,12 @@ def read_hello(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> H
 
 
 def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
-    """Raise `RemoteProtocolError` unless Hello names the key that the connection has proven."""
+    """Raise `RemoteProtocolError` if Hello names our own key, or not the key that the connection has proven.
+
+    Without encryption, a connection proves no key, and only our own key is refused.
+    """
     if not access_control.is_key_match(incoming.user_id, hello.peer.hex() if encrypted else ""):
-        raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello for key {hello.peer.hex()[:8]}")
+        raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello as key {hello.peer.hex()[:8]}")
     if hello.peer == me:
         raise RemoteProtocolError("a peer sent a Hello for our own key")
 
@@ -119,7 +122,7 @@ def make_connection(
     tcp: TcpConnection | None,
     policy: AccessPolicy,
 ) -> Connection | None:
-    """Return the accepted connection of a peer, or None if the peer is not admitted."""
+    """Return the connection over which `hello` arrived, or None if the access policy refuses its key."""
     is_pending = policy(hello.peer) is ConnectionRole.PENDING_MEMBER
     if not access_control.is_still_admitted(policy, hello.peer, is_pending):
         return None

@@ -99,7 +99,7 @@ class Listener:
                 break
 
     def is_open(self, fd: int) -> bool:
-        """Return whether this descriptor belongs to a known connection; also True if libzmq provides none."""
+        """Return whether this descriptor belongs to a known connection; True for -1, which means unknown."""
         return fd < 0 or (fd in self._accepted and self._accepted[fd].is_current())
 
     def accepted(self, fd: int) -> TcpConnection | None:

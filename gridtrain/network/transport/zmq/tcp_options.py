@@ -1,9 +1,10 @@
-"""Sets options of TCP connections, found by descriptor, shuts them down, and raises the limit on open files.
+"""Sets options of libzmq's TCP connections, shuts connections down, and raises the limit on open files.
 
-libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
-access uses a duplicate of the descriptor, after checking that both ends of the connection are as expected.
-The duplicate has a reserved number, so that connections can be closed even when no descriptor is free.
-This module neither reads nor writes data.  Options that the system does not support are skipped.
+A connection is identified by its file descriptor.  libzmq owns the descriptors and closes them in its own
+thread, and their numbers are reused.  Therefore each access uses a duplicate of the descriptor, after
+checking that both ends of the connection are as expected.  The duplicate has a reserved number, so that
+connections can be closed even when no descriptor is free.  This module neither reads nor writes data.
+Options that the system does not support are skipped.
 
 Buffers:
 
@@ -62,7 +63,8 @@ class TcpConnection:
 
     @classmethod
     def identify(cls, fd: int, ports: Set[int] | None = None) -> TcpConnection | None:
-        """Return the connection of this descriptor; None if it is not a TCP connection to one of `ports`."""
+        """Return the TCP connection of this descriptor; None if there is none, or if `ports` is given and the
+        connection was not accepted at one of them."""
         with _duplicate_socket(fd) as duplicate:
             remote = None if duplicate is None else _remote_address(duplicate, ports)
         return None if remote is None else cls(fd, remote, ports)

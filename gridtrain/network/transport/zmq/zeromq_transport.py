@@ -19,7 +19,7 @@ whose key is no longer admitted is closed at its next message.
 
     `Dialer`     outgoing connections            `Listener`            incoming connections
     `SendQueue`  messages to be sent             `ReceiveQueue`        messages waiting for the download cap
-    `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks of whether a peer can be dialled
+    `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks whether a peer can be dialled
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class ZeroMQTransport:
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Check for packet losses and close connections with too many unread bytes.
+        """Revise the congestion control of all connections, and close those with too many unread bytes.
 
         Also discard the debts, under the download cap, of peers that may no longer connect.
         """
@@ -348,7 +348,8 @@ class ZeroMQTransport:
     def _try_write(
         self, connection: Connection, kind: str, frames: Frames, nbytes: int, now_s: float
     ) -> bool:
-        """Write a message with `_write` and record the time since which the ROUTER has been full."""
+        """Write a message with `_write`, return its result, and record since when a ROUTER's queue has been
+        full."""
         taken = self._write(connection, kind, frames, nbytes)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
@@ -456,7 +457,7 @@ class ZeroMQTransport:
 
         None stands for a connection over which no Hello has arrived; this connection has already been closed.
         """
-        text = "a peer sends far more than this worker reads, or never completes a message"
+        text = "a peer sends far more than this process reads, or never completes a message"
         if connection is None or connection.state == "up":
             self._events.append(TransportViolation(None if connection is None else connection.peer, text))
         if connection is not None:
@@ -519,7 +520,7 @@ class ZeroMQTransport:
             connection.tcp.choose_congestion_control()
         self._connection_up(connection)
         for surplus in self._listener.surplus_pending_members():
-            text = f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
+            text = f"there are more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
             self._close_connection(surplus, text)
 
     # -- connections made and lost -------------------------------------------------------------
