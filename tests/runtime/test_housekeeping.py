@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ class Core:
     phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
     rank_assignment = absent_round = current_generation = None
     known_peers = frozenset((COORDINATOR, PEER))
+    residual_transfer = SimpleNamespace(is_refusing=False)
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.deadline_s = clock, clock.now_s + 0.5
