@@ -536,7 +536,7 @@ class Attempts:
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Return whether each ring in `now` resumes its channel's ring in `before` or, without one, starts anew.
+    """Return whether each ring in `now` resumes its channel's ring in `before` or, without one, starts over.
 
     Both arguments contain the collectives of one attempt, by channel.  A ring can be resumed only if all
     members resume it.
