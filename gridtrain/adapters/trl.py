@@ -49,7 +49,7 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
                 raise ConfigError(
                     "train_dataset has conversations, but the base's tokenizer has no chat template",
                     remedy="use a base that was tuned for chat, set tokenizer.chat_template and pass "
-                    "processing_class=tokenizer, or use a data set with the column text",
+                    "processing_class=tokenizer, or use a data set with a `text` column",
                 ) from error
             return
         # SFTTrainer accepts and prepares only data sets of the package `datasets`; it gets one tokenized row.

@@ -48,7 +48,7 @@ def format_duration(seconds: float) -> str:
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
-    """Return an operator's client of the coordinator of `run` on this machine.
+    """Return an operator client for the coordinator that runs `run` on this machine.
 
     Waits up to `wait_s` for a coordinator that is starting.  Raises the errors of `CoordinatorEndpoint.find`.
     """

@@ -46,7 +46,7 @@ def end_processes(
     """Terminate processes, each of which must lead its own process group, and their children.
 
     For each timeout, send SIGTERM to the groups of the processes that are still running, the last process
-    first, and wait up to this time until the processes have ended.  Then send SIGKILL to all groups, because
+    first, and wait up to that long for them to exit.  Then send SIGKILL to all groups, because
     children may have outlived their parents.
     """
     with _undisturbed():

@@ -1,7 +1,7 @@
 """Decides how much this worker's gradient counts in a step, by samples or by tokens (`grid.weigh`).
 
-    samples   `begin_micro_batch` weights the micro-batches; the step's plan already contains the samples
-    tokens    `add` (grid.weigh) weights the micro-batches; `plan_by_counts` replaces the samples in the plan
+    samples   `begin_micro_batch` weights the micro-batches; the step's plan already counts samples
+    tokens    `add` (grid.weigh) weights the micro-batches; `plan_by_counts` makes the plan count tokens
 
 Gradients are scaled before the loop can clip them.
 """

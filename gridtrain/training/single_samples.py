@@ -141,7 +141,7 @@ class SingleSampleReport:
                 f"{layer}, cannot train on a single sample, but this step has only one for this "
                 f"{self._recipient}",
                 remedy="use batch sizes that leave no step with one sample, even at the end of a pass, or a "
-                "norm without its own forward or without batch statistics (GroupNorm)",
+                "layer without batch statistics (GroupNorm), or a batch norm that does not override `forward`",
             )
         if not self._has_warned:
             self._has_warned = True

@@ -224,7 +224,8 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Return whether the worker is alive and misses no bytes; if so, the source is not at fault."""
+        """Return whether the worker is alive and has received all of the state; if so, the source is not at
+        fault for the delay."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 

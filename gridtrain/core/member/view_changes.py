@@ -126,7 +126,7 @@ class ViewChanges:
                 return []
             case _:
                 raise RemoteProtocolError(
-                    f"the coordinator sent {type(message).__name__}, which a coordinator never sends"
+                    f"the coordinator sent {type(message).__name__}, a message that coordinators must not send"
                 )
 
     # -- outside of a generation, or beside it ---------------------------------------------------

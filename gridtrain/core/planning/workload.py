@@ -195,7 +195,7 @@ class Workload:
         return f"{self.kind}:{self.dense_values}" if self.is_rounded else str(self.kind)
 
     def payload_bytes(self, fraction: float) -> float:
-        """Return the size in bytes of a payload that is this fraction of `unit_bytes`."""
+        """Return the size in bytes of a payload with this fraction of the whole payload's elements."""
         if fraction == 1.0 or not self.kind.is_sparse or self.kind in DIRECT_KINDS:
             return fraction * self.unit_bytes  # the parts of a direct exchange are as dense as the whole
         return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)

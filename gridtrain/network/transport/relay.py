@@ -71,7 +71,7 @@ _NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
 @dataclass(slots=True, eq=False)
 class _RelayedConnection:
-    """A relayed connection; while it is not up, `due_s` is the time of the next call."""
+    """A relayed connection; while it is down, the next attempt to open a session is due at `due_s`."""
 
     peer: PeerId
     relay: PeerId
