@@ -185,8 +185,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
             with contextlib.suppress(OSError):
                 made.rmdir()
         raise ConfigError(
-            f"{error.filename or folder} cannot be written: {error.strerror}",
-            remedy="free some space, or choose another folder",
+            f"{error.filename or folder} cannot be written: {error.strerror}", remedy="choose another folder"
         ) from None
     return list(texts)
 

@@ -140,8 +140,8 @@ class SingleSampleReport:
             raise ConfigError(
                 f"{layer}, cannot train on a single sample, but this step has only one for this "
                 f"{self._recipient}",
-                remedy="use batch sizes that leave no step with one sample, even at the end of a pass, or a "
-                "layer without batch statistics (GroupNorm), or a batch norm that does not override `forward`",
+                remedy="use batch sizes that leave no step with one sample, even at the end of a pass, a "
+                "layer without batch statistics (GroupNorm), or a batch norm with the forward of torch",
             )
         if not self._has_warned:
             self._has_warned = True

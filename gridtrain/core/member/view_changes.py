@@ -126,7 +126,7 @@ class ViewChanges:
                 return []
             case _:
                 raise RemoteProtocolError(
-                    f"the coordinator sent {type(message).__name__}, a message that coordinators must not send"
+                    f"the coordinator sent {type(message).__name__}, which coordinators must not send"
                 )
 
     # -- outside of a generation, or beside it ---------------------------------------------------
