@@ -79,7 +79,7 @@ def test_a_sent_buffer_may_be_overwritten_at_once() -> None:
 
 
 def test_a_payload_over_the_limit_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="a correct peer sends at most 100 bytes"):
+    with pytest.raises(RemoteProtocolError, match="the transfer must have at most 100 bytes"):
         transfer([bytes(200)], limit_bytes=100)
 
 

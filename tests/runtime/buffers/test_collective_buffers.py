@@ -214,7 +214,7 @@ def test_a_skipping_rank_contributes_zeros():
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
 @every_dense_buffer
 def test_a_contribution_of_another_form_is_a_local_error(dense, wrong):
-    with pytest.raises(LocalProtocolError, match="must be float32"):
+    with pytest.raises(LocalProtocolError, match="must be a contiguous float32 array"):
         dense(wrong, 2)
 
 
