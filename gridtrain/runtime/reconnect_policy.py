@@ -37,11 +37,12 @@ class ReconnectPolicy:
         self._denied_since_s: float | None = None
         self._is_left_out = False  # removed because its loop stalled, and not connected again
         self._rejoin_s: float | None = None  # when it began to connect again
+        self._has_told_interval = False
         self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
 
     def trainer_stalled(self) -> None:
         """Record that this worker was removed because its training loop stalled."""
-        self._is_left_out, self._rejoin_s = True, None
+        self._is_left_out, self._rejoin_s, self._has_told_interval = True, None, False
 
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
         """Return whether to connect to the coordinator again, because the stalled loop has continued.
@@ -52,8 +53,15 @@ class ReconnectPolicy:
             now_s: the current time.
             trainer_waiting: whether the training loop is waiting for the group, and thus has continued.
         """
-        is_due = self._is_left_out and self._rejoin_s is None and now_s >= self._next_rejoin_s
-        if not (is_due and trainer_waiting):
+        if not (self._is_left_out and self._rejoin_s is None and trainer_waiting):
+            return False
+        if now_s < self._next_rejoin_s:
+            if not self._has_told_interval:
+                self._has_told_interval = True
+                log.warning(
+                    "this worker rejoins in %.0f s, because its training loop stalls repeatedly",
+                    self._next_rejoin_s - now_s,
+                )
             return False
         self._rejoin_s, self._next_rejoin_s = now_s, now_s + self._interval_s
         self._interval_s = min(2 * self._interval_s, MAX_REJOIN_INTERVAL_S)

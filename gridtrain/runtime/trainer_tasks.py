@@ -47,7 +47,7 @@ ApplyMissed = Callable[[Sequence[MissedStep]], None]
 AddResidual = Callable[[str, SparseVector], None]
 """Adds the residual of the worker with this name."""
 
-LOAD_TASKS = (LoadState, io.LoadCheckpoints)
+LOAD_TASKS = (LoadState, io.LoadCheckpoints, DoCatchUpWork)
 """Tasks that replace the model; they are performed only between two batches."""
 
 

@@ -21,7 +21,9 @@ def test_a_stalled_worker_rejoins_once_its_loop_waits_for_the_group(policy: Reco
     assert not policy.should_rejoin(3.0, trainer_waiting=True), "it is connecting"
 
 
-def test_a_worker_that_stalls_again_rejoins_after_a_growing_interval(policy: ReconnectPolicy) -> None:
+def test_a_worker_that_stalls_again_rejoins_after_a_growing_interval(
+    policy: ReconnectPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
     """The others wait for it each time."""
     now_s = 5.0
     for interval_s in (REJOIN_INTERVAL_S, 2 * REJOIN_INTERVAL_S):
@@ -31,6 +33,7 @@ def test_a_worker_that_stalls_again_rejoins_after_a_growing_interval(policy: Rec
         policy.trainer_stalled()
         assert not policy.should_rejoin(now_s + interval_s - 0.1, trainer_waiting=True)
         now_s += interval_s
+    assert caplog.messages == ["this worker rejoins in 0 s, because its training loop stalls repeatedly"] * 2
 
 
 def test_the_run_is_not_paused_for_a_worker_that_was_left_out(

@@ -6,6 +6,8 @@ APART ----------------------------> FORMING ----------------------> FORMING (Rea
   |                     MembershipView |                                v
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
+A worker that the group has left behind goes from any of these to APART when it receives a CatchUpFrom.
+
 A message from the coordinator is handled here, by `coordinator_link`, `peer_links` or `worker_catch_up`, or
 by the generation; `generation_entry` handles a MembershipView.  A catch-up message from any other peer goes
 to `worker_catch_up`, and any other message to the generation, provided that its sender is a member; otherwise
@@ -147,15 +149,22 @@ class ViewChanges:
     def _begin_catch_up(
         self, term: int, sources: Sequence[tuple[m.PeerId, str]], now_s: float
     ) -> list[MemberEffect]:
-        """Start catch-up from `sources`; a worker that the group left behind leaves its generation first."""
+        """Start catch-up from `sources`; a worker that the group left behind leaves its generation first.
+
+        With a prepared update, the worker only reports its position, because the next MembershipView may
+        commit the update.
+        """
         if term < self._coordinator_link.term:
             return []
-        effects: list[MemberEffect] = []
+        context, effects = self._context, list[MemberEffect]()
         if self.generation is not None:
-            told = LogEvent("left_behind", {"step": self._context.replica_state.step})
-            effects = [told, *self.generation.abandon("the group continued")]
+            if self.generation.attempts.prepared_attempt is not None:
+                return [Send(self._coordinator, m.CatchUpReport(*context.replica_state.position))]
+            told = LogEvent("left_behind", {"step": context.replica_state.step})
+            effects = [told, *self.generation.abandon("the group continued"), TakeSnapshot(-1, ())]
+            context.catch_up.serve(())
             self._leave_generation()
-        return effects + self._context.catch_up.start(sources, now_s)
+        return effects + context.catch_up.start(sources, now_s)
 
     def _serve_catch_up(self, term: int, step: int, receivers: tuple[m.PeerId, ...]) -> list[MemberEffect]:
         if term < self._coordinator_link.term or self.generation is None:
@@ -254,6 +263,7 @@ class ViewChanges:
             if context.is_at_end:
                 before.close(notice.applied + 1)
                 return effects + context.report_finished()
+            context.replica_state.mark_unsynced()
             self._leave_generation()
         return effects + context.disconnect_strangers(self.rank_assignment)
 
@@ -261,6 +271,5 @@ class ViewChanges:
         """Leave the generation; this worker is then in the same situation as one that has just joined."""
         context = self._context
         self.generation = None
-        context.replica_state.mark_unsynced()
         context.checkpoints.leave_generation()
         context.peer_links.readmit_all()

@@ -10,7 +10,7 @@ from scripted_member import COORDINATOR, SETUP, ScriptedMember
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
+from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.member.scalar_means import KNOWN_INDEX, SUBMITTED_INDEX
@@ -563,3 +563,27 @@ def test_checkpoints_of_later_steps_are_discarded_only_by_a_member_that_is_ready
         lone_view(worker, 1, *((-1, EMPTY_HISTORY) if case == "ready" else (500, b"h" * 32, ME)))
     effects = worker.hear(io.StageCheckpointsChanged((later,)))
     assert (io.DiscardCheckpoints(worker.core.applied) in effects) == (case == "ready")
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(prepared: bool) -> None:
+    """Unless it has prepared an update, which the others may have committed: the next view decides."""
+    worker = Worker(replace(SETUP, can_catch_up=True))
+    worker.hear(io.PeerConnected(A))
+    worker.install(1, [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)])
+    worker.say(m.StartGeneration(1, 1))
+    round_id = worker.core.next_round
+    assert round_id is not None
+    worker.hear(io.SubmitRound(round_id, {}))
+    if prepared:
+        worker.hear(io.DigestComputed(b"d" * 32))
+    effects = worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
+    resolved = [effect for effect in effects if isinstance(effect, io.ResolveRound)]
+    assert (worker.core.rank_assignment is None) is (io.BeginCatchUp() in effects) is (not prepared)
+    assert [(each.round, each.committed) for each in resolved] == ([] if prepared else [(round_id, False)])
+    assert worker.core.is_synced, "its state is intact until catch-up overwrites it"
+    committed = extend_history(EMPTY_HISTORY, b"d" * 32)
+    members = [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, True)]
+    effects = worker.install(3, members, applied=0, history=committed)
+    assert any(isinstance(e, io.ResolveRound) and e.committed for e in effects) is prepared
+    assert worker.core.is_synced is prepared
