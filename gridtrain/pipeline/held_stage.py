@@ -32,6 +32,9 @@ from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
 
+MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
+"""The name of the tracker that holds the `MicroBatchCount`, which only `Pipeline.step` changes."""
+
 
 class HeldStage:
     """The stage that this worker holds.  Use it on the training thread only.
@@ -142,7 +145,8 @@ class HeldStage:
         The state is complete if the update is fully applied and, if there are tracked objects such as
         schedulers, the script has already called `Pipeline.step` for the next step.
         """
-        tracked = any(not name.startswith(serialization.INTERNAL_PREFIX) for name in self.trackers)
+        own = serialization.INTERNAL_PREFIX, MICRO_BATCHES_TRACKER
+        tracked = any(not name.startswith(own) for name in self.trackers)
         is_applied = self.current is not None and self.current.applied == step
         return is_applied and (self.is_in_step or not tracked)
 

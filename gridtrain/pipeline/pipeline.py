@@ -38,7 +38,7 @@ from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
 from gridtrain.pipeline.executor import StepResult, share_tied_parameters
-from gridtrain.pipeline.held_stage import HeldStage
+from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
 from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
 from gridtrain.pipeline.micro_batch_count import MicroBatchCount
 from gridtrain.pipeline.model_stages import ModelStages, StageModule
@@ -61,9 +61,6 @@ from gridtrain.training.single_samples import SingleSampleReport
 from gridtrain.training.skip_report import SkipReport
 
 log = logging.getLogger("gridtrain")
-
-MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
-"""The name of the tracker that holds the `MicroBatchCount`."""
 
 UPDATE_CHANNEL, AVERAGES_CHANNEL = Channel(), Channel(index=1)
 _ROUND_SETTINGS = b"a model in stages"  # the same on all members; summaries contain the settings

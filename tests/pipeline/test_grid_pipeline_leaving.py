@@ -86,9 +86,13 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
-@pytest.mark.parametrize("is_in_step", [False, True], ids=["after a step", "in a step"])
+@pytest.mark.parametrize(
+    ("is_in_step", "micro_batches"),
+    [(False, 2), (False, "auto"), (True, 2)],
+    ids=["after a step", "after a step, auto", "in a step"],
+)
 def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
-    tmp_path: Path, is_in_step: bool
+    tmp_path: Path, is_in_step: bool, micro_batches: int | str
 ) -> None:
     """Ctrl-C in the script, or sys.exit: the stage is saved as it was after the last committed step."""
     calls: list[int] = []
@@ -100,10 +104,12 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
         return loss_fn(outputs, targets)
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        if not is_in_step and len(calls) == 14 and pipe.stage == 1:
+        if not is_in_step and seen.step == 6 and pipe.stage == 1 and not interrupted:
+            interrupted.append(seen.name)
             raise KeyboardInterrupt
 
-    run: dict[str, Any] = {"steps": 20, "cuts": CUTS}
+    interrupted: list[str] = []
+    run: dict[str, Any] = {"steps": 20, "cuts": CUTS, "micro_batches": micro_batches}
     with Workers(tmp_path / "left", 2, checkpoint_every=100, loss_fn=interrupted_loss, **run) as workers:
         workers.after = after
         workers.add("anna", "bert")
