@@ -466,7 +466,6 @@ for _name, _case, _ours in (
     FIGURES[f"torch-{_name}"] = step_ratio("runtime", (f"torch-{_case}",), _ours)
 for _M in (8, 16, 24):
     FIGURES[f"pipeline-ideal-m{_M}-ms"] = ideal_ms(f"lan{_M}")
-FIGURES["wan-runtime"] = step_ratio("runtime", ("lan16",), "fast16", 100, 1)
 FIGURES["speedup-m24"] = step_ratio("runtime", ("alone",), "lan24")
 for _case in ("lan8", "fast16"):
     FIGURES[f"pipeline-{_case}"] = ideal_share("runtime", _case)
