@@ -228,8 +228,8 @@ def median_s(part: str, *keys: str) -> float:
     return min(float(statistics.median(row["times_s"])) for row in rows)
 
 
-def step_ratio(part: str, above: tuple[str, ...], below: str, factor: float = 1.0, digits: int = 2) -> Figure:
-    return lambda: f"{median_s(part, *above) / median_s(part, below) * factor:.{digits}f}"
+def step_ratio(part: str, above: tuple[str, ...], below: str) -> Figure:
+    return lambda: f"{median_s(part, *above) / median_s(part, below):.2f}"
 
 
 def local_steps(name: str, field: str, digits: int = 3, factor: float = 1.0) -> Figure:
