@@ -352,6 +352,23 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
     wait_until(lambda: link.directive.run and link.directive.most_bytes == 1700)
 
 
+def test_each_script_is_counted_from_zero_also_with_an_earlier_process_id(
+    make: Callable[..., PolicyEnforcer], clock: Clock
+) -> None:
+    """The second script has connected before the agent records its start."""
+    enforcer = make(budget="1kB")
+    training = {"state": "training", "moved_bytes": 300}
+    enforcer.set_script(7)
+    enforcer._on_script_connected({"pid": 7})
+    enforcer._on_script_status(7, training)
+    assert enforcer._budget.today_bytes(clock.now.date()) == 300
+    enforcer.set_script(0)
+    enforcer._on_script_connected({"pid": 7})
+    enforcer.set_script(7)
+    enforcer._on_script_status(7, training)
+    assert enforcer._budget.today_bytes(clock.now.date()) == 600
+
+
 def test_what_the_agent_fetches_is_counted_and_obeys_the_rules(
     make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
 ) -> None:

@@ -157,7 +157,7 @@ class PolicyEnforcer:
             self._pids = (pid,) if pid else ()
             self._script_status, self._disobeyed_since_s = {}, None
             if pid and pid == self._counted_pid:
-                self._counted_pid = 0  # the system has used a process id again
+                self._moved_bytes = 0  # the id is used again, or the script has connected already
             self.has_ended_script = self.has_ended_script and not pid
 
     @property
