@@ -187,10 +187,11 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     where = f'{path}: site "{entry.get("name", "?")}"'
     check_keys(where, entry, {"name", "workers", "link", "up", "down", "latency"})
     workers, name = entry.get("workers", 1), entry.get("name")
-    if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{path}: a site has name = {name!r}", remedy="give each site a name in quotes")
+    if type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(
-            f"{where} has workers = {workers!r}",
-            remedy=f"give the site a name, and a number of workers from 1 to {MAX_WORKERS}",
+            f"{where} has workers = {workers!r}", remedy=f"use a whole number from 1 to {MAX_WORKERS}"
         )
     both = entry.get("link")
     if both is not None and ("up" in entry or "down" in entry):

@@ -88,7 +88,7 @@ class PipelineOptions:
             )
         if self.micro_batches is not None:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
-        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(
                 f"seed is {self.seed!r}; it must be a whole number from -2**63 to 2**63 - 1",
                 remedy="use another seed, such as 0",

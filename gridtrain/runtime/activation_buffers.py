@@ -56,18 +56,18 @@ class ActivationSendBuffer:
         buffers: the buffers to send, as contiguous views of format "B".  The sequence, and each buffer in it,
             may be empty.
 
-    Raises `LocalProtocolError` if the transfer does not fit into one piece, and has more than `MAX_PIECES`
-    pieces or more than `MAX_BUFFERS` buffers.
+    Raises `LocalProtocolError` if the transfer has more than `MAX_PIECES` pieces or `MAX_BUFFERS` buffers.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         lengths = [buffer.nbytes for buffer in buffers]
         table = struct.pack(f"<{len(lengths)}Q", *lengths)
+        self._pieces: list[memoryview | None]
         if len(table) + sum(lengths) <= MAX_JOINED_BYTES:
             joined = b"".join((struct.pack("<Q", len(lengths)), table, *buffers))
-            self._pieces: list[memoryview | None] = [memoryview(joined)]
-            return
-        self._pieces = [memoryview(block).toreadonly() for block in split_blocks(buffers)]
+            self._pieces = [memoryview(joined)]
+        else:
+            self._pieces = [memoryview(block).toreadonly() for block in split_blocks(buffers)]
         if len(self._pieces) > MAX_PIECES or len(buffers) > MAX_BUFFERS:
             raise LocalProtocolError(
                 f"an activation transfer has {len(buffers)} buffers in {len(self._pieces)} pieces; it must "

@@ -653,7 +653,10 @@ class GroupSession:
 
     @property
     def why_waiting(self) -> str:
-        """Why no worker is training, according to the coordinator; "" if one is training.  Thread-safe."""
+        """Why this worker is not training, or according to the coordinator no worker is; "" if nothing is
+        known to prevent it.  Thread-safe."""
+        if reason := self._loop.waiting_reason:
+            return reason
         snapshot = self._loop.mailbox.snapshot
         if snapshot.phase is io.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
             return ""

@@ -214,6 +214,11 @@ class IoLoop:
         return self._transport.me
 
     @property
+    def waiting_reason(self) -> str:
+        """Why this worker does not train (`ReconnectPolicy.waiting_reason`).  Thread-safe."""
+        return self._reconnect_policy.waiting_reason
+
+    @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """The number of bytes (sent, received) so far by message type."""
         counts = self._transport.traffic

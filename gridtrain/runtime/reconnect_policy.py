@@ -33,7 +33,7 @@ class ReconnectPolicy:
 
     def __init__(self, address: str, paused_s: float) -> None:
         self._address, self._paused_s = address, paused_s
-        self._paused_since_s: float | None = None
+        self._pause_reason, self._paused_since_s = "", 0.0
         self._denied_since_s: float | None = None
         self._is_left_out = False  # removed because its loop stalled, and not connected again
         self._rejoin_s: float | None = None  # when it began to connect again
@@ -43,6 +43,13 @@ class ReconnectPolicy:
     def trainer_stalled(self) -> None:
         """Record that this worker was removed because its training loop stalled."""
         self._is_left_out, self._rejoin_s, self._has_told_interval = True, None, False
+
+    @property
+    def waiting_reason(self) -> str:
+        """Why this worker does not train; "" if nothing is known to prevent it.  Thread-safe."""
+        if self._is_left_out:
+            return "its training loop has stalled, and the group continues without it until it rejoins"
+        return self._pause_reason
 
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
         """Return whether to connect to the coordinator again, because the stalled loop has continued.
@@ -119,13 +126,14 @@ class ReconnectPolicy:
                 remedy="ask whether the run has finished, or start this worker again",
             )
         if not reason or self._is_left_out:
-            if self._paused_since_s is not None:
+            if self._pause_reason:
                 log.warning("the run is no longer paused")
-            self._paused_since_s = None
+            self._pause_reason = ""
             return
-        if self._paused_since_s is None:
+        if not self._pause_reason:
             self._paused_since_s = now_s
             log.warning("paused: %s; waiting for the coordinator at %s", reason, self._address)
+        self._pause_reason = reason
         if now_s - self._paused_since_s >= self._paused_s:
             raise RunPaused(
                 f"the run has been paused for {self._paused_s:.0f} s: {reason}, and {self._address} does not "

@@ -197,7 +197,7 @@ class Grid:
         return self._pauses.moved_bytes
 
     def why_waiting(self) -> str:
-        """Return why no worker of the run is training; "" if one is.  May be called from any thread."""
+        """Return why this worker is not training; "" if it is.  May be called from any thread."""
         return self._session.why_waiting
 
     # -- what a loop calls -------------------------------------------------------------------------

@@ -330,6 +330,7 @@ def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str
     [
         ("", "the names of the sites are []"),
         ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has unknown keys: colour"),
+        ("[[site]]\nlink='1Gbit'", "a site has name = None"),
         ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has workers = 0"),
         ("[[site]]\nname='a'\nup='1Mbit'", "has no link"),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),

@@ -43,11 +43,14 @@ def test_the_run_is_not_paused_for_a_worker_that_was_left_out(
     policy.trainer_stalled()
     for now_s in (0.0, 1000.0):
         policy.handle_pause("1 peer is gone", now_s)
+        assert "its training loop has stalled" in policy.waiting_reason
     assert policy.should_rejoin(1000.0, trainer_waiting=True)
     policy.handle_pause("1 peer is gone", 1001.0)
     assert not caplog.messages
     policy.connected()
+    assert policy.waiting_reason == ""
     policy.handle_pause("1 peer is gone", 1002.0)
+    assert policy.waiting_reason == "1 peer is gone"
     with pytest.raises(RunPaused):
         policy.handle_pause("1 peer is gone", 1062.0)
 

@@ -344,8 +344,9 @@ def _run(
                     tell(text)
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
-                why = enforcer.decision.text() or "now"
-                tell(f"the script has ended; it will be started again when training is allowed ({why})")
+                why = enforcer.decision.text()
+                when = f"when training is allowed; the reason now: {why}" if why else "now"
+                tell(f"the script has ended; it is started again {when}")
                 continue
             ran_s = time.monotonic() - started_s
             is_removed = _is_removed(entry, signals)

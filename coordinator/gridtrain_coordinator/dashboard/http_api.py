@@ -230,9 +230,9 @@ _ERROR_TEXTS = {
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code, reason, remedy = _ERROR_TEXTS.get(
-        error.status_code, ("wrong", "", "read the description with GET /api/v1/openapi.json")
+        error.status_code, ("wrong", error.detail, "read the description with GET /api/v1/openapi.json")
     )
-    answer = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
+    answer = problem(error.status_code, code, reason, remedy)
     answer.headers.update(error.headers or {})
     return answer
 

@@ -60,15 +60,18 @@ class StateForwarding:
     @property
     def deadline_s(self) -> float:
         """The time at which to bypass the upstream member; infinite if there is none."""
-        timeout_s = BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
-        return self._last_progress_s + timeout_s if self.upstream is not None else math.inf
+        return self._last_progress_s + self._timeout_s if self.upstream is not None else math.inf
+
+    @property
+    def _timeout_s(self) -> float:
+        return BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
 
     def record_progress(self, now_s: float) -> None:
         self._last_progress_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
         """After a stall of this worker's loop, postpone the deadline to `until_s` or later."""
-        self._last_progress_s = extend_start(self._last_progress_s, BLOCK_TIMEOUT_S, until_s)
+        self._last_progress_s = extend_start(self._last_progress_s, self._timeout_s, until_s)
 
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
         """Record that a block arrived; ignore blocks from upstream that have arrived before.

@@ -140,8 +140,9 @@ def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
             sentences.append(f"{curve.label} did not reach {baseline.label}'s final loss of {target:.3f}.")
             continue
         ratio = baseline.final.seconds / hit.seconds
+        compared = f"{ratio:.1f} times faster" if ratio >= 1 else f"{1 / ratio:.1f} times more slowly"
         sentences.append(
-            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f} times faster: "
+            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {compared}: "
             f"after {hit.seconds:.1f} s and {format_count(hit.step, 'step')} "
             f"instead of {baseline.final.seconds:.1f} s and {format_count(baseline.final.step, 'step')}."
         )

@@ -203,10 +203,10 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
     return findings, flops
 
 
-def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
-    """Check the free memory; tests replace `available_bytes`."""
-    free = (available_bytes or _available_bytes)()
-    if free is None:
+def check_memory(free_bytes: Callable[[], int] = free_memory_bytes) -> Finding:
+    """Check the free memory; tests replace `free_bytes`, which returns 0 if unknown."""
+    free = free_bytes()
+    if not free:
         return warning(
             "memory", "this system does not report how much memory is free", "check the free memory yourself"
         )
@@ -216,15 +216,6 @@ def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Fin
         "memory",
                        free_bytes=free)  # fmt: skip
     return ok("memory", text, free_bytes=free)
-
-
-def _available_bytes() -> int | None:
-    if free_bytes := free_memory_bytes():
-        return free_bytes
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
 
 
 def check_disk(run: str) -> Finding:

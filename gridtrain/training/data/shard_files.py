@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import posixpath
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -82,8 +83,8 @@ class ShardFile:
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
             return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0 and below 2**53"
-        is_digest = isinstance(self.sha256, str) and len(self.sha256) == 64 and self.sha256.isalnum()
-        return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 hexadecimal digits"
+        is_digest = isinstance(self.sha256, str) and re.fullmatch("[0-9a-f]{64}", self.sha256)
+        return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 lower-case hexadecimal digits"
 
 
 # -- places ----------------------------------------------------------------------------------------------

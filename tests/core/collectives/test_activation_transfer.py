@@ -34,6 +34,7 @@ from gridtrain.core.group.rank_layout import RankAssignment, RankLayout
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.runtime.activation_buffers import (
+    MAX_BUFFERS,
     MAX_JOINED_BYTES,
     PIECE_BYTES,
     ActivationReceiveBuffer,
@@ -134,6 +135,11 @@ def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
 def test_small_buffers_are_one_message(lengths: list[int], messages: int) -> None:
     sends = ActivationSendBuffer([memoryview(bytes(n)) for n in lengths]).make_send(0, 1).start()
     assert len([effect for effect in sends if isinstance(effect, SendTo)]) == messages
+
+
+def test_a_transfer_that_the_receiver_would_refuse_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match="4097 buffers"):
+        ActivationSendBuffer([memoryview(b"")] * (MAX_BUFFERS + 1))
 
 
 @pytest.mark.parametrize(

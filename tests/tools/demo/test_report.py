@@ -64,6 +64,8 @@ def test_the_finding_is_one_sentence() -> None:
         "after 2.0 s and 40 steps instead of 9.0 s and 30 steps.",
         "TopK did not reach dense ring's final loss of 2.500.",
     ]
+    slow = curve("TopK", [4.0, 3.0, 2.5], step_s=0.45, step_bytes=36_000)
+    assert "2.500 1.5 times more slowly: after 13.5 s" in summary_sentences([DENSE, slow])[0]
 
 
 def test_the_baselines_target_is_its_last_loss_even_if_an_earlier_one_was_lower() -> None:
