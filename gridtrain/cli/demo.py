@@ -1,4 +1,4 @@
-"""`gridtrain demo`: reads the options for comparing dense and gTop-k training over limited connections."""
+"""`gridtrain demo`: reads the options of the demo, which compares exchanges or trains a pipeline."""
 
 from __future__ import annotations
 

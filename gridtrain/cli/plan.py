@@ -75,7 +75,8 @@ def _worker_counts(_: click.Context, __: click.Parameter, text: str) -> list[int
 
 
 def _doubled(first: int, last: int) -> list[int]:
-    """Return `first`, twice `first` and so on up to `last`, and `last` itself; [] if the range is invalid."""
+    """Return `first` and its successive doublings up to `last`, then `last` if it is not one of them; [] if
+    the range is invalid."""
     if not 2 <= first <= last <= MAX_WORKERS:
         return []
     counts = [first]

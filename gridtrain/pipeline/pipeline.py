@@ -144,7 +144,7 @@ class Pipeline:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of committed steps that were skipped because a gradient was not finite."""
+        """The number of committed steps whose update was skipped because a gradient was not finite."""
         return self._skips.total
 
     @property

@@ -1,7 +1,7 @@
-"""Counts this worker's contribution and reports it to the agent in a file.
+"""Tracks this worker's contribution and reports it to the agent in a file.
 
 The contribution consists of the steps that were committed, this worker's samples in them, and the bytes on
-the wire.  The agent reads it from a small file, which is replaced as a whole at most once a second.
+the wire.  The agent reads it from a small file, which is replaced atomically at most once a second.
 
     step committed --> ContributionReporter --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> volunteer
 

@@ -121,9 +121,9 @@ class ReconnectPolicy:
         """
         if self._rejoin_s is not None and now_s >= self._rejoin_s + REJOIN_TIMEOUT_S:
             raise CoordinatorUnreachable(
-                "the group continued without this worker, whose training loop had stalled, and "
-                f"{self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
-                remedy="ask whether the run has finished, or start this worker again",
+                "the group continued without this worker, whose training loop had stalled, and the "
+                f"coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
+                remedy="ask the run's owner whether it has finished, or start this worker again",
             )
         if not reason or self._is_left_out:
             if self._pause_reason:

@@ -438,7 +438,8 @@ class ModelState(ABC):
 
     @abstractmethod
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save or record the state when this worker leaves or pauses, in case no other worker keeps it.
+        """Save the state, or mark it to be saved later, when this worker leaves or pauses, in case no other
+        worker keeps it.
 
         Args:
             between_steps: whether the script has finished a step and not begun another.

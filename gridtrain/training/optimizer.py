@@ -185,7 +185,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of committed steps that were skipped because a gradient was not finite."""
+        """The number of committed steps whose update was skipped because a gradient was not finite."""
         return self._skips.total
 
     def describe_exchange(self) -> str:

@@ -1,21 +1,22 @@
-"""Decides when to measure `Overlap`, and whether it saves time, in the same way on all members.
+"""Decides when to measure `Overlap`, and whether to use it.  All members reach the same decision.
 
 The sender and the receiver of a message must divide the gradient in the same way.  The decision therefore
-depends only on data that all members have: the generation, the step, and a table that a committed round has
-summed.
+depends only on data that all members have: the generation, the step, and a table that was summed in a
+committed round.
 
-In an early step, buckets are sent during the backward pass; in a whole step, the gradient is sent in `step`.
+In an overlapped step, buckets are sent during the backward pass; in a whole step, the gradient is sent in
+`step`.
 
     phase (step - first step of the generation)
     0, 1         whole
-    2 to 13      the first trial, in blocks of three steps: early, whole, early, whole
+    2 to 13      the first trial, in blocks of three steps: overlapped, whole, overlapped, whole
     14           whole; the round also sums the table of durations
-    15 to 99     early if an early step takes at most 98 % of the time of a whole step; otherwise whole
+    15 to 99     overlapped if such a step takes at most 98 % of the time of a whole step; otherwise whole
     100 to 111   the second trial; its table is summed in phase 112.  Further trials: 600, 1200, ...
 
-    table (P, 2), in seconds     early   whole     Each member fills its own row and leaves zeros in the
-    rank 0                       0.573   0.549     other rows.  The medians of the two columns of the sum
-    rank 1                       0.570   0.551     are compared.
+    table (P, 2), in seconds     overlapped   whole     Each member fills its own row and leaves zeros in
+    rank 0                       0.573        0.549     the other rows.  The medians of the two columns of
+    rank 1                       0.570        0.551     the sum are compared.
 
 The first step of each block is not measured, because the previous block still affects it.  The trial starts
 again in each generation, because members and links may have changed, and new members have no measurements.

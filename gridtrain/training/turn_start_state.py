@@ -60,7 +60,10 @@ class TurnStartState:
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerView:
-    """An optimizer with the settings at the start of the turn; its moments do not change during a turn."""
+    """A stand-in for an optimizer, with the settings at the start of the turn.
+
+    The rest of its state does not change during a turn, so the current values are used.
+    """
 
     replicated: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]

@@ -152,7 +152,7 @@ def test_a_model_with_nan_values_is_written_with_a_warning(
     out = tmp_path / "model.pt"
     assert export(tmp_path / "w", out).exit_code == 0 and load(out).keys() == bad.keys()
     (message,) = caplog.messages
-    assert message.startswith(f"there are NaN values in 1 of the 3 tensors in {out}, such as 'bad'")
+    assert message.startswith(f"1 of the 3 tensors in {out} contain NaN, the first of them 'bad'")
 
 
 def test_missing_checkpoints_and_invalid_targets_are_refused(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ class FreezePhase:
     def end_without_members(self, now_s: float) -> list[Effect]:
         """End the run on its owner's order.  Call when no member is left that could return with the model.
 
-        Connected workers with checkpoints first form a generation, once a worker with the latest checkpoint
-        is admitted, and write the model.
+        If connected workers have checkpoints, the model is written before the run ends: they form a
+        generation as soon as a worker with the latest checkpoint is admitted.
         """
         run = self._run
         if run.partition.is_pipeline:

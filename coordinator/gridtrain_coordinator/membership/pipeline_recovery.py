@@ -292,7 +292,8 @@ class PipelineRecovery:
         return self._end_incomplete(last, self._end_reason(restart, last))
 
     def describe_pending_end(self, now_s: float) -> str:
-        """Describe when and how a run that its owner has ended will end; "" if it waits for no workers."""
+        """Return when and how the run will end after its owner has ordered its end, as text; "" if it is not
+        waiting for workers."""
         if self._pending_end is None:
             return ""
         until_s, how = self._pending_end

@@ -141,8 +141,8 @@ class CheckpointQuorum:
 class ReporterMajority:
     """Confirms states by a majority of the workers that report checkpoints.
 
-    Used until a step is known to be committed, because false reports cannot undo any training before then.
-    Workers without checkpoints are not counted: a new worker has no information about an old run.
+    Used until a step is known to be committed, because until then there is no training that false reports
+    could undo.  Workers without checkpoints are not counted, because new ones know nothing about an old run.
     """
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:

@@ -1,4 +1,4 @@
-"""The interface of collectives (ring, butterfly, ...) to the I/O loop that runs them: events and effects.
+"""The interface between collectives (ring, butterfly, ...) and the I/O loop: events and effects.
 
 A collective decides which rank sends which payload to which rank, and when; it never reads the contents of a
 payload.  The values are in a collective buffer (`gridtrain.runtime.buffers`), which the loop owns.  The loop

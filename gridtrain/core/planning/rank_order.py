@@ -353,9 +353,9 @@ def _corroborate(
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
 ) -> Pieces[bool]:
-    """Return whether the order `then` still justifies a new generation if one member's reports are ignored.
+    """Return whether the order `then` justifies a new generation whichever member's reports are ignored.
 
-    The check is made for each member, so that no member alone can cause a new order.
+    This ensures that no member alone can cause a new order.
     """
     for peer in peers:
         network = measured.without_reporter(peer).build_network(peers, bounded=False)

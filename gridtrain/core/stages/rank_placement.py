@@ -252,7 +252,10 @@ def _improve_by_links(
 def _enumerate_placements(
     placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
-    """Yield all placements; stage 0 is not permuted, as the numbers of the pipelines make no difference."""
+    """Yield every placement that leaves the pinned members in their stages.
+
+    Within stage 0, the order is fixed, because the numbering of the pipelines does not affect the cost.
+    """
     for others in permutations([placed[s][r] for s, r in loose]):
         rows = [list(row) for row in placed]
         for (s, r), peer in zip(loose, others, strict=True):

@@ -134,7 +134,8 @@ class ReceiveQueue(Generic[S, T]):
         return max(0.0, debt_bytes - (now_s - since_s) * (self.rate_Bps or math.inf)) if debt_bytes else 0.0
 
     def find_overfull_sender(self) -> S | None:
-        """Return the sender with the most waiting bytes if the total exceeds its limit, otherwise None."""
+        """Return the sender with the most waiting bytes if the waiting bytes of all senders together exceed
+        the limit, otherwise None."""
         if self._waiting_bytes <= max(MAX_WAITING_BYTES, len(self._queues) * MIN_WAITING_BYTES):
             return None
         return max(self._queues, key=lambda sender: self._queues[sender].waiting_bytes)

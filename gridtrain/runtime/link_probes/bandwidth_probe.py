@@ -195,9 +195,9 @@ class BandwidthProbe:
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
         """Return a triple (peer, rate to the peer, rate from the peer) for each peer with a new rate.
 
-        At most 256 peers are reported.  The rates are in bytes per second; a rate that is not new is 0.
-        Returns None if there have been no new rates since the last call, or while this worker's burst is
-        unanswered.
+        At most 256 peers are reported; the rates of others are discarded.  The rates are in bytes per second;
+        a rate that is not new is 0.  Returns None if there have been no new rates since the last call, or
+        while this worker's burst is unanswered.
         """
         if not self._has_new_rates or self._current_burst is not None:
             return None

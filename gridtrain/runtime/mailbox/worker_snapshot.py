@@ -17,7 +17,7 @@ class WorkerSnapshot:
 
     Attributes:
         open_round: the round to which the trainer can submit now; None if the trainer has to wait.
-        spans: the data positions of this worker's samples in the open step.
+        spans: the data positions of this worker's samples in the open step, or in an earlier one (`is_late`).
         samples, total_samples: the number of samples in this worker's contribution to the open step, and the
             number of samples of all members in the step to which the contribution's batch was assigned.  With
             a delay (`LedgerSpec.delay`), that is an earlier step, and `samples` may not match `spans`.
@@ -27,7 +27,7 @@ class WorkerSnapshot:
         compare_after_step: whether all members must compare their replicas after the open step.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
-        is_modified: whether the model has changed since the script made it or loaded it from a checkpoint.
+        is_modified: whether the model has changed since the script created it or loaded it from a checkpoint.
         is_residual_recipient: whether this worker accepts residuals, or has acknowledged a residual that is
             not confirmed yet.
         failing_round: the round to which the trainer has submitted but which cannot be committed, or None.

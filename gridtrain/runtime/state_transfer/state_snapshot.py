@@ -404,7 +404,8 @@ class SnapshotReceiver:
         self._missing = deque(i for i in indices if i not in buffer.received and i not in requested)
 
     def _replace_slow_sources(self) -> list[tuple[m.PeerId, m.Message]]:
-        """Request the blocks of sources that are too slow from faster sources, if there are any."""
+        """Return requests to faster sources, if there are any, for the blocks that were requested from slow
+        sources."""
         usable = {peer: source for peer, source in self._sources.items() if self._is_usable(source)}
         fastest_s = min((source.block_s for source in usable.values()), default=math.inf)
         timeout_s = max(BLOCK_TIMEOUT_S, SLOWEST_FACTOR * fastest_s if fastest_s < math.inf else 0.0)

@@ -430,7 +430,7 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
             partial.unlink(missing_ok=True)
     if damaged := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
         log.warning(
-            "there are NaN values in %d of the %d tensors in %s, such as %r: check the run's loss, learning "
+            "%d of the %d tensors in %s contain NaN, the first of them %r: check the run's loss, learning "
             "rate and data",
             *(len(damaged), len(tensors), out, damaged[0]),
         )

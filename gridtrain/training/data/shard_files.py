@@ -383,8 +383,8 @@ class ShardCache:
                     ) from None
                 if wait_s is None:
                     raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause}"
-                        f" (at most {len(self._retry_after_s) + 1} attempts)",
+                        f"{place} cannot be read after {done} bytes: {cause}; no progress in "
+                        f"{len(self._retry_after_s) + 1} attempts",
                         remedy="check the URL and the connection; the next attempt continues from there",
                     ) from None
                 log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
