@@ -575,7 +575,7 @@ class GroupSession:
         Returns `value` if this worker leaves the group, the run ends, or the group continues from another
         step during the call.  Outside the loop, also returns `value` if the group changes during the call.
         """
-        if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
+        if self.end_reason or self._is_dropping_batch:  # the others go on, or have ended, without this worker
             return value
         is_before_step = self._turn is not None and not self.is_turn_done
         generation = self.snapshot.generation

@@ -158,6 +158,8 @@ class Grid:
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
         saving.  Before the first batch it is True on every worker, and a warning is logged once."""
+        if self._session.end_reason:  # the run has ended without this worker
+            return False
         return self.rank == 0 and (self._turns is None or self.world_size > 0)
 
     @property
@@ -574,10 +576,17 @@ class Grid:
         number, even if workers join or leave during the call, and so can decide together to end the loop.  A
         worker that is cut off from the group, or leaves it, receives its own number; with `LocalSteps` or
         after `step()`, so may a worker from which a newcomer receives the state.  A worker that finishes the
-        step without the call is left out and named in the log.
+        step without the call is left out and named in the log.  If a worker's number is not finite, neither
+        is the average.
 
-        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call, or
+        before the first batch.
         """
+        if self._turns is None:
+            raise ConfigError(
+                "grid.mean was called before the first batch, when there is no group yet",
+                remedy="call it in the loop of grid.batches, or after it",
+            )
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 
     def report(self, **figures: float) -> None:

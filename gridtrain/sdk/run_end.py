@@ -76,8 +76,8 @@ def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
     """End this worker without the others: log why the run has ended, and if this worker holds a stage, write
     it to a last checkpoint."""
     if not model_state.holds_stage:
-        text = "%s; at the end this worker held neither the model nor a stage of it"
-        log.warning(text, session.end_reason)
+        text = "%s; this worker does not hold the final model or a stage of it: its last step was %d"
+        log.warning(text, session.end_reason, session.step)
         return
     log.warning("%s", session.end_reason)
     model_state.write_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -62,6 +63,8 @@ def layout(kind: declaration.FieldType) -> Any:
             return f"int {low} .. {high}"
         case declaration.FloatField(low=low, high=high):
             return f"float {low!r} .. {high!r}"
+        case declaration.AnyFloatField():
+            return "float"
         case declaration.BytesField(low=low, high=high):
             return f"bytes {low} .. {high}"
         case declaration.ReasonField(max_bytes=max_bytes):
@@ -92,6 +95,8 @@ def sample(kind: declaration.FieldType, random: Random) -> Any:
             return random.choice((False, True))
         case declaration.FloatField(low=low, high=high):
             return random.choice((low, high, 0.25))
+        case declaration.AnyFloatField():
+            return random.choice((math.inf, -math.inf, 0.25))  # NaN is not equal to itself
         case declaration.BytesField(low=low, high=high):
             return random.randbytes(random.choice((low, high)))
         case declaration.TextField(max_bytes=max_bytes):

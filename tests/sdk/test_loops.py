@@ -8,6 +8,7 @@ exchange all workers must have the same bits.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -324,6 +325,32 @@ def test_a_group_trains_as_one_process(together: Any, loop: Loop, exchange: Any)
         expected = flat(loop(OneProcess(), exchange)[0])
         largest = float((results[0][1] - expected).abs().max())
         assert largest < 1e-6, f"off by {largest:.1e} from one process with the whole batch"
+
+
+@pytest.mark.parametrize("diverged", [0, 1])
+def test_a_loss_that_is_not_a_number_makes_the_mean_so_on_all_workers(diverged: int) -> None:
+    def train(grid: Any) -> tuple[list[bool], int]:
+        model, optimizer = wrapped(grid, DENSE)
+        finite = []
+        for batch in grid.batches(DATA, batch_size=2, steps=3):
+            loss = error_of(model, batch)
+            if grid.step == 1 and grid.rank == diverged:
+                loss = loss * math.nan
+            loss.backward()
+            finite.append(math.isfinite(grid.mean(loss)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return finite, optimizer.skipped_steps
+
+    assert gridtrain.local(train, workers=2) == [([True, False, True], 1)] * 2
+
+
+def test_a_mean_before_the_loop_is_refused() -> None:
+    def train(grid: Any) -> None:
+        grid.mean(1.0)
+
+    with pytest.raises(ConfigError, match=r"grid.mean was called before the first batch"):
+        gridtrain.local(train, workers=1)
 
 
 def test_a_mean_that_only_one_worker_requests_ends_in_an_error() -> None:

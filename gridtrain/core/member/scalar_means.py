@@ -291,7 +291,9 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean of finite values, which is finite even if their sum overflows."""
+    """Return the mean, which is finite if all values are finite, even if their sum overflows."""
+    if not all(map(math.isfinite, values)):
+        return sum(values)  # infinite or NaN; `math.fsum` refuses opposite infinities
     try:
         return math.fsum(values) / len(values)
     except OverflowError:

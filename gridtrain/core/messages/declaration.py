@@ -133,6 +133,17 @@ class FloatField(FieldType):
         return float(plain)
 
 
+class AnyFloatField(FieldType):
+    """A float that may be infinite or NaN."""
+
+    name, bounds = "number", "a 64-bit float, also infinite or NaN"
+
+    def pack(self, value: Any) -> float:
+        if type(value) is not float:
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
+        return value
+
+
 class BytesField(FieldType):
     def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
@@ -247,6 +258,7 @@ PeerId = Annotated[bytes, BytesField("peer", 32, 32, "exactly 32 bytes, a public
 
 Proof = Annotated[bytes, BytesField("proof", 8, 8, "exactly 8 bytes")]
 Digest = Annotated[bytes, BytesField("digest", 0, 64, "0 .. 64 bytes")]
+AnyFloat = Annotated[float, AnyFloatField()]
 Name = Annotated[str, NAME]
 Address = Annotated[str, ADDRESS]
 Text = Annotated[str, TextField("text", 512, "at most 512 bytes of UTF-8 without control characters")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gridtrain.core.messages.declaration import (
+    AnyFloat,
     Count,
     Digest,
     Message,
@@ -109,7 +110,7 @@ class MeanRequest(Message):
     generation: UInt
     step: UInt
     index: Count
-    value: float
+    value: AnyFloat
 
 
 @message(59)
@@ -124,4 +125,4 @@ class MeanReply(Message):
     generation: UInt
     step: UInt
     index: Count
-    value: float
+    value: AnyFloat

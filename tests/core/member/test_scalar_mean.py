@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -236,6 +237,23 @@ def test_numbers_that_overflow_a_sum_still_have_a_finite_average() -> None:
     root.receive(B, ask(largest, step=8))
     (delivered, *_) = root.receive(C, ask(largest / 4, step=8))
     assert isinstance(delivered, DeliverMean) and delivered.value == pytest.approx(largest / 4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "average"),
+    [
+        ((1.0, math.nan, 2.0), math.nan),
+        ((math.inf, 1.0, 2.0), math.inf),
+        ((math.inf, -math.inf, 2.0), math.nan),
+    ],
+)
+def test_a_number_that_is_not_finite_makes_the_average_so(values: tuple[float, ...], average: float) -> None:
+    root = means(A)
+    root.request((7, 0), values[0])
+    root.receive(B, ask(values[1]))
+    (delivered, *sent) = root.receive(C, ask(values[2]))
+    assert isinstance(delivered, DeliverMean) and delivered.value == pytest.approx(average, nan_ok=True)
+    assert len(sent) == 2
 
 
 def test_an_average_does_not_wait_for_absent_ranks() -> None:

@@ -6,6 +6,7 @@ within the declared bounds; the target `codec` covers values outside of them.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -73,6 +74,8 @@ def value(kind: declaration.FieldType, source: Source, hints: Hints, name: str =
             return bool(source.byte() & 1)
         case declaration.FloatField(low=low, high=high):
             return _real(source, low, high)
+        case declaration.AnyFloatField():
+            return source.choice((math.inf, -math.inf, 0.5))
         case declaration.BytesField(low=low, high=high):
             if low == high == 32:
                 return source.bytes(32) if source.one_in(8) else source.choice(_PEERS)

@@ -29,6 +29,8 @@ def values_of(kind: declaration.FieldType) -> st.SearchStrategy[Any]:
             return st.booleans()
         case declaration.FloatField(low=low, high=high):
             return st.floats(low, high)
+        case declaration.AnyFloatField():
+            return st.floats(allow_nan=False)
         case declaration.BytesField(low=low, high=high):
             return st.binary(min_size=low, max_size=high)
         case declaration.TextField(max_bytes=max_bytes):
