@@ -233,6 +233,7 @@ class IoLoop:
             pausing: whether this worker intends to rejoin with a new I/O loop.
         """
         if reason and self.mailbox.error is None and self._thread.is_alive():
+            self.mailbox.submit(self._send_heartbeat)  # so that the coordinator knows this worker's last step
             self.mailbox.submit(io.LeaveGroup(reason, pausing))
         self.mailbox.stop()
         if self._thread.ident is not None:

@@ -42,6 +42,23 @@ def test_all_agree_on_their_ranks_and_steps(together: Any) -> None:
     assert results == [[(step, rank, 3, rank == 0) for step in range(3)] for rank in range(3)]
 
 
+def test_the_coordinator_knows_the_step_at_which_the_last_worker_left(new_group: Any) -> None:
+    """Also if no regular heartbeat has reported it: otherwise another script could define the run anew."""
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = linear()
+        optimizer = sgd(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=100):
+            if grid.step == 3:
+                break
+            train_batch(model, optimizer, batch)
+
+    with new_group(workers=1) as group:
+        group.start_all(train)
+        group.finish()
+        assert snapshot_of(group)["step"] == 3
+
+
 def test_a_rank_that_is_read_before_the_loop_is_warned_of(
     together: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
