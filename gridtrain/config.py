@@ -549,7 +549,7 @@ class JoinConfig:
     upload_limit: str = ""
     download_limit: str = ""
     donate_limit: str = "25Mbit"
-    export_dir: str = ""
+    export_dir: str | None = ""  # None: the final model is not written
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"
     state_dir: str = ""

@@ -516,7 +516,7 @@ class Grid:
         seed: int = 0,
     ) -> sampler.GridSampler:
         """Return a sampler for `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`.  The
-        arguments are those of `batches`.
+        arguments are those of `batches`, which has more of them.
 
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead, use
         `grid.batches(..., num_workers=...)`, which drops the right batches when the group changes.
@@ -698,7 +698,8 @@ class Grid:
         self._session.check_not_joined()
         sizes.check()
         check_values(wrapped.model)
-        export_folder(self._config.run, self._config.export_dir)
+        if self._config.export_dir is not None:
+            export_folder(self._config.run, self._config.export_dir)
         if isinstance(dataset, ShardedDataset):
             dataset.obey(self._fetches)
         size, data_text = readers.measure_dataset(dataset, length)

@@ -11,6 +11,7 @@ model that was created beforehand.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import Log, silent
+
+log = logging.getLogger("gridtrain")
 
 Result = TypeVar("Result")
 
@@ -112,7 +115,7 @@ class LocalGroup:
         self,
         name: str = "",
         *,
-        export_dir: str = "",
+        export_dir: str | None = "",
         hidden: bool = False,
         checkpoint_every: int = 0,
         state_dir: str = "",
@@ -124,6 +127,7 @@ class LocalGroup:
         The other arguments are those of `gridtrain.join`, but by default no checkpoints are written.
 
         Args:
+            export_dir: as in `gridtrain.join`; with None, the final model is not written.
             hidden: whether other workers cannot connect to this worker, as if it were behind NAT.
             owner: an agent that pauses the worker; None for none.
 
@@ -186,12 +190,13 @@ def local(
     The workers are called "worker-0", "worker-1", ...  They are threads of this process: call functions that
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
 
-    If a worker raises an exception, this function ends the other workers and raises the first such exception.
+    If a worker raises an exception, or a planned fault kills it, this function ends the other workers and
+    raises the first such exception.
     In the other workers, the call to the grid that is waiting, or else the next one, raises an exception.
     A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
 
     Args:
-        export_dir: as in `gridtrain.join`.
+        export_dir: the folder to which the final model is written; if empty, it is not written.
         faults: the faults to inject at chosen steps (see `gridtrain.testing.Faults`).
 
     Raises:
@@ -203,8 +208,10 @@ def local(
 
     def one(number: int) -> None:
         try:
-            with group.join(f"worker-{number}", export_dir=export_dir) as grid:
+            with group.join(f"worker-{number}", export_dir=export_dir or None) as grid:
                 result = train(grid)
+            if export_dir and number == 0 and not grid.finished:
+                log.warning("the loop ended before the run did, so no model is written to %s", export_dir)
         except BaseException as error:
             futures[number].set_exception(error)
         else:

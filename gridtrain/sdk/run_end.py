@@ -40,7 +40,7 @@ def finish_run(
     if session.end_reason:
         _finish_as_standby(session, model_state)
         return
-    exports = model_state.exports
+    exports = config.export_dir is not None and model_state.exports
     failed = None
     written = _try_final_checkpoint(model_state, 0.0)  # a slow disk does not delay the export
     if exports:
@@ -49,7 +49,7 @@ def finish_run(
         written = _try_final_checkpoint(model_state, FINAL_CHECKPOINT_TIMEOUT_S)
     if not session.wait_for_members():
         log.warning("this worker left before the coordinator had declared the run finished")
-    if not exports:
+    if not exports and config.export_dir is not None:
         # The first worker may have been lost after the last step, before its export.
         with suppress(GridtrainError):  # the error that ended the session; the group's state is then unknown
             exports = model_state.exports
@@ -91,7 +91,7 @@ def _try_export(
     members and the last checkpoint."""
     session.report_figures({EXPORT_ATTEMPTS: float(attempt)})
     try:
-        model_state.export(export_folder(config.run, config.export_dir))
+        model_state.export(export_folder(config.run, config.export_dir or ""))
     except Exception as error:
         # Without the path, because all members can read the text.
         reason = error.reason.rpartition(": ")[2] if isinstance(error, ConfigError) else type(error).__name__

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,6 +345,28 @@ def test_a_loss_that_is_not_a_number_makes_the_mean_so_on_all_workers(diverged: 
         return finite, optimizer.skipped_steps
 
     assert gridtrain.local(train, workers=2) == [([True, False, True], 1)] * 2
+
+
+def test_a_local_group_writes_its_model_only_to_a_given_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(grid: Any, steps: int = 2) -> None:
+        model, optimizer = wrapped(grid, DENSE)
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            if grid.step == steps:
+                break
+            error_of(model, batch).backward()
+            optimizer.step()
+
+    export_dir = tmp_path / "model"
+    gridtrain.local(train, workers=2)
+    assert not list(tmp_path.rglob("final.safetensors"))
+    gridtrain.local(partial(train, steps=1), workers=2, export_dir=str(export_dir))
+    assert (
+        caplog.text.count(f"the loop ended before the run did, so no model is written to {export_dir}") == 1
+    )
+    gridtrain.local(train, workers=2, export_dir=str(export_dir))
+    assert list(tmp_path.rglob("final.safetensors")) == [export_dir / "final.safetensors"]
 
 
 def test_a_mean_before_the_loop_is_refused() -> None:

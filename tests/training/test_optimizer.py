@@ -367,6 +367,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         ),
         (lambda: wrap(sgd, nn.Embedding(4, 2, max_norm=1.0)), "embedding of 'weight' has max_norm"),
         (lambda: wrap(sgd, nn.Linear(2, 2).requires_grad_(False)), "no trainable parameter"),
+        (lambda: wrap(sgd, nn.LazyLinear(2)), "of a lazy module has no shape yet"),
         (lambda: wrap(sgd, nn.Linear(2, 2, dtype=torch.complex64)), r"torch\.complex64"),
         (lambda: wrap(sgd, clip_norm=0.0), r"clip_norm is 0\.0"),
         (
@@ -399,6 +400,17 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
     model[0].bias.requires_grad_(True)
     backward(model, 0)
     with pytest.raises(ConfigError, match="frozen when the optimizer was wrapped"):
+        optimizer.step()
+
+
+@EITHER
+def test_a_parameter_that_is_replaced_later_is_refused(network, exchange):
+    """Otherwise the run ends without having trained it."""
+    model = small_model()
+    optimizer = wrapped(network().session(), model, exchange)
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match=r"'0\.weight' was added or replaced"):
         optimizer.step()
 
 

@@ -79,6 +79,7 @@ class FlatGradient:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _check_trainable(model, held)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
+        self._new_model: nn.Module | None = model  # until its parameters are checked once more
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
         self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
@@ -147,7 +148,10 @@ class FlatGradient:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
-        optimizer other parameters."""
+        optimizer other parameters; the first call also checks whether parameters were replaced."""
+        if self._new_model is not None:
+            self._check_not_replaced(self._new_model)
+            self._new_model = None
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
@@ -160,6 +164,16 @@ class FlatGradient:
             raise ConfigError(
                 "the wrapped optimizer was given further parameters, which the other workers do not have",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
+            )
+
+    def _check_not_replaced(self, model: nn.Module) -> None:
+        known = {id(parameter) for _, parameter in (*self._named, *self._frozen)}
+        named = canonical_parameters(model)
+        if replaced := [name for name, p in named if p.requires_grad and id(p) not in known]:
+            raise ConfigError(
+                f"parameter {replaced[0]!r} was added or replaced after the optimizer was wrapped, so "
+                "the optimizer does not train it",
+                remedy="change the model before the optimizer is made, and load weights without assign=True",
             )
 
     def _check_not_frozen(self) -> None:
@@ -300,6 +314,11 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             f"the optimizer's groups lack {format_count(len(missing), 'trainable parameter')} of the model, "
             f"such as {missing[0]!r}",
             remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
+        )
+    if lazy := [name for name, p in named if isinstance(p, nn.parameter.UninitializedParameter)]:
+        raise ConfigError(
+            f"parameter {lazy[0]!r} of a lazy module has no shape yet",
+            remedy="call the model with a batch before grid.optimizer(...)",
         )
     trainable = [(name, p) for name, p in named if p.requires_grad]
     if not any(p.numel() for _, p in trainable):
