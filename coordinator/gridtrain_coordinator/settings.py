@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gridtrain.network.addresses import parse_explicit_address
+from gridtrain.network.addresses import check_reachable, parse_explicit_address
 from gridtrain.tools.bundle import Bundle
 from gridtrain.tools.options import OptionValues
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
@@ -19,10 +19,13 @@ def settings_from(options: OptionValues) -> Settings:
     advertise, every_s = options.text("advertise"), options["backup_every"].value
     recut_s = options["recut_after"].value
     assert isinstance(every_s, int | float) and isinstance(recut_s, int | float)
+    if advertise:
+        advertise = parse_explicit_address(where := options.where("advertise"), advertise)
+        check_reachable(where, advertise)
     return Settings(
         run=options.text("run"),
         listen=parse_explicit_address(options.where("listen"), options.text("listen"), any_port=True),
-        advertise=parse_explicit_address(options.where("advertise"), advertise) if advertise else "",
+        advertise=advertise,
         state=_folder(options, "state"),
         unencrypted=options.switch("unencrypted"),
         benchmark=options.switch("benchmark"),

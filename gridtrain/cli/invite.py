@@ -54,7 +54,7 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     show_default=True, help="Time until it expires, such as 90s, 15m, 12h or 7d; at most 366d.",
 )  # fmt: skip
 @click.option(
-    "--address", default="", metavar="ADDRESS",
+    "--address", metavar="ADDRESS",
     help="Coordinator's address for volunteers.  [default: the advertised address]",
 )  # fmt: skip
 @click.option(
@@ -68,18 +68,16 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     "--until-joined", callback=_patience, metavar="TIME", default="",
     help="Then wait this long for workers to join.",
 )  # fmt: skip
-@click.option(
-    "--withdraw", default="", metavar="INVITATION", help="Withdraw this invitation instead of creating one."
-)
+@click.option("--withdraw", metavar="INVITATION", help="Withdraw this invitation instead of creating one.")
 def invite(
     run: str,
     state: Path | None,
     uses: int,
     expires: float,
-    address: str,
+    address: str | None,
     wait: float,
     until_joined: float,
-    withdraw: str,
+    withdraw: str | None,
 ) -> None:
     """Create an invitation to the run that is coordinated on this machine.
 
@@ -96,11 +94,14 @@ def invite(
     """
     from gridtrain.cli.invited_workers import await_members
     from gridtrain.core.group.invitation import parse
-    from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
+    from gridtrain.network.addresses import check_reachable, parse_coordinator_address
 
-    given = parse_coordinator_address(address) if address else ""
-    old = parse(withdraw) if withdraw else None
+    old = None if withdraw is None else parse(withdraw)
+    if address is not None:
+        check_reachable("--address", parse_coordinator_address(address))
     operator = operator_for(run, state, wait)
+    port = int(operator.endpoint.file.address.rpartition(":")[2])
+    given = "" if address is None else parse_coordinator_address(address, port)
     if old is not None:
         click.echo(operator.withdraw(old), err=True)
         return

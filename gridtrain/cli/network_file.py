@@ -41,7 +41,7 @@ def parse_seconds(text: str) -> float:
 def read_toml(path: Path, page: str) -> dict[str, Any]:
     """Read a TOML file.  Raises a `ConfigError` that refers to docs/`page` if it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = "lists are nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{path}: {reason}", remedy=f"see docs/{page} for the format of the file") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from ipaddress import ip_address
 
 from gridtrain.config import DEFAULT_PORT
 from gridtrain.errors import ConfigError
@@ -11,22 +13,34 @@ _HOST = r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
 
-def parse_coordinator_address(text: str) -> str:
+def parse_coordinator_address(text: str, default_port: int = DEFAULT_PORT) -> str:
     """Return `text` as "tcp://host:port".
 
-    In `text`, "tcp://" is optional, and so is the port, which is 7700 by default.
+    In `text`, "tcp://" is optional, and so is the port.
 
     Raises:
         ConfigError: `text` is not an address.
     """
     match = _ADDRESS.fullmatch(text.strip())
-    if match is None or not 1 <= (port := int(match[2] or DEFAULT_PORT)) <= 65535:
+    if match is None or not 1 <= (port := int(match[2] or default_port)) <= 65535:
         raise ConfigError(
             f"an address must be tcp://host:port, got {text!r}",
             remedy="write the address that the coordinator prints, such as "
             f"tcp://192.168.1.20:{DEFAULT_PORT}",
         )
     return f"tcp://{match[1]}:{port}"
+
+
+def check_reachable(option: str, address: str) -> None:
+    """Raise `ConfigError` if other machines cannot connect to `address`, "tcp://host:port", because its host
+    stands for all interfaces of this machine."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    with suppress(ValueError):
+        if ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"{option} {address} is not an address that other machines can connect to",
+                remedy=f"omit {option}, or write a host name or address of this machine",
+            )
 
 
 def parse_explicit_address(option: str, text: str, *, any_port: bool = False) -> str:

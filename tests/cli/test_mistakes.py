@@ -269,6 +269,10 @@ def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: 
             ("worker", INVITATION, "--accept", "--name", "carl"),
             "--accept is --name, which is not a digest -> write sha256:",
         ),
+        (
+            ("coordinator", "--advertise", "0.0.0.0:7700"),
+            "--advertise tcp://0.0.0.0:7700 is not an address that other machines can connect to -> omit",
+        ),
         (("coordinator", "--advertise", "foo:0"), "--advertise must be tcp://host:port, got 'foo:0'"),
         (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise foo has no port"),
         (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),

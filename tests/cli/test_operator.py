@@ -169,7 +169,13 @@ def test_the_token_is_not_sent_to_the_coordinator(
 
 
 def test_an_invitation_may_have_another_address(server: AccessServer) -> None:
-    assert parse(output_of(server, "invite --address lab-pc")).address == "tcp://lab-pc:7700"
+    assert parse(output_of(server, "invite --address lab-pc:7701")).address == "tcp://lab-pc:7701"
+    port = parse(output_of(server, "invite")).address.rpartition(":")[2]
+    assert parse(output_of(server, "invite --address lab-pc")).address == f"tcp://lab-pc:{port}"
+    for wildcard in ("0.0.0.0", "[::]:7701"):
+        assert "other machines can connect to" in refusal(
+            gridtrain(server, f"invite --address {wildcard}"), 2
+        )
 
 
 def test_an_invitation_is_withdrawn(server: AccessServer) -> None:
@@ -179,6 +185,7 @@ def test_an_invitation_is_withdrawn(server: AccessServer) -> None:
     assert output_of(server, f"invite --withdraw {text}") == ""
     assert server.role(key) == "guest", "its holder is told that it was withdrawn"
     assert "no valid invitation" in refusal(gridtrain(server, f"invite --withdraw {text}"), 4)
+    assert "no invitation was given" in refusal(gridtrain(server, "invite --withdraw="), 2)
 
 
 def test_a_refusal_of_the_coordinator_is_shown(server: AccessServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,6 +420,17 @@ def test_a_refused_script_is_started_again_unless_its_worker_was_removed(invitat
     assert any(line.startswith("restart 1 of 1") for line in lines)
 
 
+def test_a_script_that_is_refused_because_the_run_has_finished_is_not_started_again(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True])  # the run finishes while the script waits for its restart
+    monkeypatch.setattr(agent_module, "_is_finished", lambda entry: next(answers))
+    lines: list[str] = []
+    job = Job(python("raise SystemExit(4)"), invitation, restarts=100, backoff_s=0.01)
+    assert supervise(job, lines.append) == 4
+    assert sum(line.startswith("restart ") for line in lines) == 1
+
+
 @pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
 def test_the_pause_grows_only_with_early_failures(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]

@@ -93,7 +93,8 @@ BACKOFF_RESET_S = 10.0
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
-and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`)."""
+and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
+that was refused because the run has finished."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -353,8 +354,9 @@ def _run(
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
+            has_finished = code == JoinRefused.exit_code and not is_removed and _is_finished(entry) is True
             failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
-            is_last = failures == job.restarts and not is_removed
+            is_last = has_finished or (failures == job.restarts and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
             if is_removed:
@@ -372,7 +374,7 @@ def _run(
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
     """Return a text that explains why a script may have ended early without an error; "" if it has not."""
-    if enforcer.is_stopping or not _is_running(entry):
+    if enforcer.is_stopping or _is_finished(entry) is not False:
         return ""
     if stats.is_empty:
         return (
@@ -384,11 +386,11 @@ def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: Cont
     )
 
 
-def _is_running(entry: Enrollment) -> bool:
-    """Return whether the run is still in progress; False if the coordinator does not answer."""
+def _is_finished(entry: Enrollment) -> bool | None:
+    """Return whether the run has finished; None if the coordinator does not answer."""
     with contextlib.suppress(GridtrainError), entry.connect() as client:
-        return not client.status(ANSWER_S).get("finished")
-    return False
+        return bool(client.status(ANSWER_S).get("finished"))
+    return None
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:

@@ -39,6 +39,8 @@ OBEY_TIMEOUT_S = 120.0
 
 MAX_PAUSE_S = 366 * 86_400.0
 
+_SPENT_TEXT = "the day's traffic budget is used up, until 00:00"
+
 
 def load_sensors(path: str) -> Sensors:
     """Return sensors that read the file `path`, or this machine's sensors if `path` is empty."""
@@ -363,9 +365,12 @@ class PolicyEnforcer:
         with self._lock:
             if pid != self._counted_pid:
                 return  # read only after the next process had connected
+            was_paused = self._script_status.get("state") == "paused"
             self._script_status = said
             self._update_name(str(said.get("name") or self._name))
-            if said.get("state") == BUDGET_EXHAUSTED:
+            # The script pauses before all bytes are used.  Later reports may belong to an earlier budget.
+            has_paused = said.get("state") == "paused" and said.get("reason") == _SPENT_TEXT
+            if said.get("state") == BUDGET_EXHAUSTED or (has_paused and not was_paused):
                 self._spent_budget = self._now().date(), self._policy.rules.budget_bytes
                 self._decide()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
@@ -431,7 +436,7 @@ class PolicyEnforcer:
             "most_bytes": max_bytes,
             "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
             "download_Bps": parse_rate(rules.download) if rules.download else None,
-            "spent_text": "the day's traffic budget is used up, until 00:00",
+            "spent_text": _SPENT_TEXT,
             **({DAY_BYTES: rules.budget_bytes or None} if self._knows_day_bytes else {}),
         }
 

@@ -135,8 +135,10 @@ class RunFile:
                 f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="store large data in other files"
             )
         try:
-            document = tomllib.loads(content.decode("utf-8"))
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            document = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8 text", remedy="save the file as UTF-8") from None
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: {error or 'lists are nested too deeply'}",
                 remedy="see docs/configuration.md for the format of the file",
@@ -259,8 +261,9 @@ def _text(path: Path, table: Mapping[str, Any], key: str, name: str = "run") -> 
 def _plain(path: Path, key: str, value: object) -> str:
     if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
         return value
+    quoted = "" if isinstance(value, str) else ", in quotes"
     raise ConfigError(
-        f"{path}: {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} characters"
+        f"{path}: {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} characters{quoted}"
     )
 
 

@@ -138,6 +138,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         ("[run]\nrequires = ['torch ; rm']\n", "requires 'torch ; rm'"),
         ("[run]\nabout = 'a\\nb'\n".replace("'", '"'), "about is"),
         ("[run.data]\nfile = 'x'\n", "has no digest"),
+        ("[run]\nabout = 7\n", "about is 7 -> write one line of at most 512 characters, in quotes"),
         ("[run]\ndata = 3\n", "data is 3"),
         ("[run.data]\nindex = 'a'\nurl = 'b'\n", r"has index and url"),
         ("[run.data]\nindex = '../a'\n", r"\[run.data\] index refers to '../a'"),
@@ -157,6 +158,13 @@ def test_invalid_values_in_run_toml_are_refused(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         resolve("coordinator", {}, {}, run_toml(toml))
     assert caught.value.remedy
+
+
+def test_a_byte_order_mark_is_accepted_and_another_encoding_is_named() -> None:
+    text = '[run]\nname = "mine"\n'
+    assert RunFile.parse(text.encode("utf-8-sig"), Path("run.toml")) == run_toml(text)
+    with pytest.raises(ConfigError, match=r"run.toml is not UTF-8 text -> save the file as UTF-8"):
+        RunFile.parse(text.encode("utf-16"), Path("run.toml"))
 
 
 def test_a_wrong_digest_of_a_data_file_is_not_to_be_removed() -> None:

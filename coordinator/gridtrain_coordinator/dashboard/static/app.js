@@ -76,6 +76,7 @@ function render() {
   tiles(run, departures(workers));
   for (const worker of workers) worker.slowest = run.waited_for?.id === worker.id ? "the others wait for it" : undefined;
   table.render(workers, run.phase);
+  if (state.workers.has(details.shown)) details.update(state.workers.get(details.shown));
   topology.render(state.shape, state.workers, run.waited_for, run.phase);
   const now_s = run.now_s ?? 0;
   if (now_s - drawn_s >= 5 || now_s < drawn_s) { timeline.draw(now_s); drawn_s = now_s; }

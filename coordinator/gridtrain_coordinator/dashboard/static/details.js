@@ -14,8 +14,20 @@ export class Details {
   async open(worker) {
     if (!worker) return;
     this.shown = worker.id;
-    const facts = el("dl", { className: "facts" });
-    const add = (name, value) => facts.append(el("dt", {}, name), el("dd", {}, value));
+    this.facts = el("dl", { className: "facts" });
+    this.place = "shown with the token";
+    this.figures = {};
+    const close = el("button", { type: "button", onclick: () => this.dialog.close() }, "Close");
+    this.dialog.replaceChildren(el("div", { className: "bar" }, el("h2", { id: "d-name" }, worker.name || "(no name)"), close), this.facts, this.orders(worker));
+    this.update(worker);
+    this.dialog.showModal();
+    await this.ask(worker);
+    this.update(worker);
+  }
+
+  update(worker) {
+    const facts = [];
+    const add = (name, value) => facts.push(el("dt", {}, name), el("dd", {}, value));
     add("Key", el("code", {}, worker.peer));
     add("State", [worker.state, worker.reason].filter(Boolean).join(": "));
     add("Rank, share", `${worker.rank ?? "none"}${worker.stage === null ? "" : ` (stage ${worker.stage})`}, ${count(worker.share)} samples of a step`);
@@ -23,22 +35,18 @@ export class Details {
     add("Since its start", `sent ${bytes(worker.sent_bytes)}, received ${bytes(worker.received_bytes)}`);
     for (const [name, , words] of [...SPLIT, ["applying_s", "", "applying"]]) add(`Seconds ${words}`, seconds(worker[name]));
     for (const [name, value] of Object.entries(worker.about ?? {})) add(name, value);
-    const place = el("dd", {}, "shown with the token");
-    facts.append(el("dt", {}, "Address"), place);
-    const more = el("dl", { className: "facts" });
-    const close = el("button", { type: "button", onclick: () => this.dialog.close() }, "Close");
-    this.dialog.replaceChildren(el("div", { className: "bar" }, el("h2", { id: "d-name" }, worker.name || "(no name)"), close), facts, more, this.orders(worker));
-    this.dialog.showModal();
-    await this.ask(worker, place, more);
+    add("Address", this.place);
+    for (const [name, value] of Object.entries(this.figures)) add(name, digits(value, 6));
+    this.facts.replaceChildren(...facts);
   }
 
-  async ask(worker, place, more) {
+  async ask(worker) {
     const headers = this.token ? { authorization: `Bearer ${this.token}` } : {};
     const answer = await fetch(`api/v1/workers/${worker.peer}`, { headers }).catch(() => null);
     if (!answer?.ok || this.shown !== worker.id) return;
     const told = await answer.json();
-    if (told.address !== undefined) place.textContent = told.address || "not known";
-    for (const [name, value] of Object.entries(told.figures ?? {})) more.append(el("dt", {}, name), el("dd", {}, digits(value, 6)));
+    if (told.address !== undefined) this.place = told.address || "not known";
+    this.figures = told.figures ?? {};
   }
 
   orders(worker) {
