@@ -411,6 +411,14 @@ def test_the_token_is_removed_from_the_address_and_permits_commands(opened) -> N
         )
 
     chromium.until(answer_shown, "the answer", 10.0)
+    facts = "document.querySelector('#details .facts').textContent"
+    before = page.run(facts)
+
+    def has_changed() -> bool:
+        shown.advance()
+        return bool(page.run(facts) != before)
+
+    chromium.until(has_changed, "newer figures in the open dialog", 10.0)
     (order,) = shown.orders
     assert isinstance(order, RemoveWorker) and (order.ban, order.reason) == (False, "too slow")
     assert page.run(LAYOUT_CHECK) == []
