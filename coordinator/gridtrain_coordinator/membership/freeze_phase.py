@@ -12,6 +12,7 @@ TRAINING --view change requested--> Freeze --all connected members have reported
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -112,8 +113,14 @@ class FreezePhase:
         if run.is_ending:
             return self.end_without_members(now_s)
         self._forget_members()
-        lost = {"committed": True} if run.has_committed and not run.highest_step else {}
+        lost: dict[str, Any] = {"committed": True} if run.has_committed and not run.highest_step else {}
         what = "the next workers continue from a checkpoint, or start at step 0 if they have none"
+        if run.left_step and not run.partition.is_pipeline:
+            lost["left_step"] = run.left_step
+            what = (
+                f"the next workers continue from the checkpoint of step {run.left_step}; if none of them has "
+                f"it within {run.limits.regather_s:g} s, from an earlier one or step 0"
+            )
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
         reason = f"no connected worker holds the model; {what}; gridtrain finish ends the run"

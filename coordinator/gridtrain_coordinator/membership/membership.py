@@ -456,8 +456,11 @@ class Membership:
         if settled_s is None:
             newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
             settled_s = newest_s + limits.settle_s
-        if run.highest_step and not run.members:  # a worker says in its setup which checkpoint it has
+        if run.highest_step and not run.members:
+            # A worker says in its setup which checkpoint it has, and one that left has the latest one.
             unknown_s = [worker.joined_s for worker in run.workers.values() if worker.setup is None]
+            if not run.partition.is_pipeline and (run.checkpoint_step or 0) < run.left_step:
+                unknown_s.append(min((w.joined_s for w in run.workers.values()), default=-math.inf))
             settled_s = max([settled_s, *(joined_s + limits.regather_s for joined_s in unknown_s)])
         return max(installed_s + limits.generation_gap_s, settled_s)
 

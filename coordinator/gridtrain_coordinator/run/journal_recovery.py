@@ -61,6 +61,7 @@ class RecoveredRun:
     checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
     names: Mapping[m.PeerId, str] = field(default_factory=dict)
     left_workers: Mapping[m.PeerId, LeftWorker] = field(default_factory=dict)
+    left_step: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -75,7 +76,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
     phase, reason, has_started, highest_step, has_committed = "", "", False, 0, False
-    is_ending = False
+    is_ending, left_step = False, 0
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     names: dict[m.PeerId, str] = {}
     left_workers: dict[m.PeerId, LeftWorker] = {}
@@ -103,6 +104,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 is_ending = True
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
+                left_step = int(body.get("left_step", 0))
                 reason = "; ".join(text for text in (body.get("reason"), body.get("missing_model")) if text)
                 has_committed = bool(body.get("committed", highest_step > 0))
                 has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
@@ -123,6 +125,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
         names=names,
         left_workers=left_workers,
         highest_step=highest_step,
+        left_step=left_step,
     )
     if phase == RunPhase.WAITING:
         return replace(recovered, has_committed=has_committed)

@@ -57,6 +57,8 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
+        left_step: the number of steps of the last member that has left, if no worker has continued from
+            them; workers may return with its checkpoint.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
@@ -90,6 +92,7 @@ class RunState:
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
         self.left_workers: dict[m.PeerId, LeftWorker] = {}
+        self.left_step = 0
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
         self._min_workers, self._software = min_workers, software
@@ -103,7 +106,7 @@ class RunState:
             self.partition.define(recovered.definition)
         view = recovered.view
         self.highest_step = max(view.applied + 1 if view is not None else 0, recovered.highest_step)
-        self.is_ending = recovered.is_ending
+        self.is_ending, self.left_step = recovered.is_ending, recovered.left_step
         self.left_workers = dict(recovered.left_workers)
         if recovered.end_reason is not None:
             self.phase, self._reason = RunPhase.FINISHED, recovered.end_reason
@@ -263,6 +266,7 @@ class RunState:
         self.missing_model = ""  # the new first member writes the model
         self.departed_members.clear()
         self.left_workers.clear()
+        self.left_step = 0
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""
@@ -309,11 +313,13 @@ class RunState:
         return entries
 
     def record_leave(self, worker: Worker) -> list[JournalEntry]:
-        """Record that a worker with stage checkpoints left on its own, because it may return with them.
+        """Record that a worker left on its own, because it may return with its checkpoints.
 
-        Returns the journal entry.  There is none if the worker has no checkpoints, if the run has members and
-        the worker is not one of them, or if the run is finished.
+        Returns the journal entry about its stage checkpoints.  There is none if the worker has none, if the
+        run has members and the worker is not one of them, or if the run is finished.
         """
+        if worker.peer in self.members:
+            self.left_step = max(self.left_step, worker.step)
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []

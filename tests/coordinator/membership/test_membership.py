@@ -1324,6 +1324,45 @@ def restart(run: ScriptedCoordinator, *peers: m.PeerId, is_admitted: bool = True
         run.say(peer, setup, *[m.LinkLatencies(())] * is_admitted)
 
 
+def advance_until(run: ScriptedCoordinator, until_s: float) -> None:
+    while run.core.deadline_s <= until_s:
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.tick()
+    run.now_s = until_s
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, restarts: bool) -> None:
+    """A has an older checkpoint, and comes back first."""
+    limits = Deadlines(silence_s=1e9)
+    run: ScriptedCoordinator = ScriptedCoordinator(min_workers=1, limits=limits)
+    run.join(A), run.join(B)
+    advance_until(run, run.now_s + 1.0)
+    run.start(A, B)
+    for peer in (A, B):
+        run.say(peer, m.Heartbeat(1, 105, 105, ()))
+    run.say(A, m.Leave("Ctrl-C"))
+    run.say(B, m.Leave("Ctrl-C"))
+    assert run.core.phase is RunPhase.WAITING
+    assert (
+        "the next workers continue from the checkpoint of step 105; if none of them has it within 60 s"
+        in (run.core.reason)
+    )
+    if restarts:
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=1, limits=limits)
+    generation, joined_s = run.core.generation, run.now_s
+    restart(run, A, step=40)
+    advance_until(run, joined_s + 59.0)
+    assert run.core.generation == generation, "A alone would lose 65 steps"
+    if returns:
+        restart(run, B, step=105)
+    advance_until(run, joined_s + 70.0)
+    assert run.core.generation == generation + 1
+    assert (run.view.applied + 1, run.roster) == ((105, "b a") if returns else (40, "a"))
+    assert bool(run.notes("rollback")) == (not returns)
+
+
 def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
     """All workers are killed at step 105; A and B are started again, and C stays away."""
     run = Run(A, B, C)
