@@ -22,6 +22,7 @@ from torch import nn
 from training_loop import backward, sgd, train_batch, train_steps
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.group_session import WaitInterrupted
 from gridtrain.sdk import grid as grid_module
@@ -558,7 +559,7 @@ def test_checkpoints_from_before_a_start_at_step_0_are_moved_out_of_the_reach_of
                 break
 
     old = {"checkpoint_every": 1, "state_dir": str(tmp_path / "worker-0")}
-    with new_group(workers=1) as group:
+    with new_group(workers=1, deadlines=Deadlines(regather_s=0.5)) as group:
         group.result(group.start(work, **old))
         group.wait_for("waiting")
         group.start(work)
