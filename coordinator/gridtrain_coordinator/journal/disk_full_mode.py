@@ -68,9 +68,7 @@ class DiskFullMode:
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)
 
-    def update_status(
-        self, snapshot: dict[str, Any], connected: Container[m.PeerId], real_s: float
-    ) -> None:
+    def update_status(self, snapshot: dict[str, Any], connected: Container[m.PeerId], real_s: float) -> None:
         """Update a snapshot of the core, whose clock has stopped, with later heartbeats and connections.
 
         Args:
