@@ -392,6 +392,7 @@ class Coordinator:
     def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
         mode = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
         self._disk_full = mode
+        self._rates.restart(now_s)
         self._log(
             "error",
             "no_room",
@@ -429,13 +430,13 @@ class Coordinator:
             case PeerUp(peer):
                 if self._access.on_connected(event):
                     return []
-                return [io.Send(peer, mode.state()), *mode.queue_event(event)]
+                return [io.Send(peer, mode.state()), *mode.queue_event(event, self._real_clock())]
             case PeerDown(peer) if self._access.on_disconnected(peer):
                 return []
             case ConnectionDenied():
                 return self._handle_event(event, mode.core_stopped_s)
             case _:
-                return mode.queue_event(event)
+                return mode.queue_event(event, self._real_clock())
 
     def _leave_disk_full_mode(self, mode: DiskFullMode) -> None:
         """Carry out the held-back effects, whose entries are now durable, then handle the queued events."""
@@ -504,7 +505,7 @@ class Coordinator:
             redact_addresses(snapshot)
         snapshot["bundle"] = self._bundle_server.status()
         if self._disk_full is not None:
-            snapshot |= {"phase": self._disk_full.phase, "reason": self._disk_full.reason}
+            self._disk_full.update_status(snapshot, self._connected, self._real_clock())
         return build_status(
             snapshot,
             self._rates,

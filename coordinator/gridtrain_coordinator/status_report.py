@@ -35,17 +35,24 @@ class RateMeter:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
+        self._due_s = -math.inf
+
+    def restart(self, now_s: float) -> None:
+        """Forget the counters; the next `observe` is due when workers have reported later ones."""
+        self._samples.clear()
+        self._due_s = now_s + SAMPLE_S
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
         step = snapshot["step"] if snapshot["phase"] == "training" else None
         self._samples.append(_Sample(now_s, step, figures))
+        self._due_s = now_s + SAMPLE_S
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()
 
     def due_s(self) -> float:
         """Return the time at which to call `observe` next."""
-        return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
+        return self._due_s
 
     def steps_per_s(self) -> float | None:
         """Return the steps per second, measured since training last resumed but at most over the window.

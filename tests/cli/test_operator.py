@@ -460,6 +460,7 @@ def test_after_a_coordinator_was_stopped_the_command_that_continues_the_run_is_n
     result = CliRunner().invoke(cli, ["status", *chosen])
     assert refusal(result, 3) == f"the coordinator whose state folder is {folder} is not running"
     assert "restart it with `gridtrain coordinator`, " in str(result.exception)
+    assert "; a run that has finished cannot be restarted: " in str(result.exception)
 
 
 @pytest.mark.parametrize("has_state", [False, True])

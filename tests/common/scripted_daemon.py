@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ class FakeCore:
         return self.at_tick
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        return self.status
+        return copy.deepcopy(self.status)
 
     def worker_name(self, peer: m.PeerId) -> str:
         return peer[:4].decode()

@@ -2,7 +2,8 @@
 
     loop --JournalFull--> DiskFullMode(effects not executed) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
-                              | status: answered, with the reason
+                              | heartbeats: shown in the status, then dropped
+                              | status: answered, with the reason and the time since the disk is full
                               | pending members, the operator: refused, with the remedy
                               + the core's clock is stopped, so that no deadline passes
 
@@ -14,7 +15,8 @@ one that is not yet durable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import PeerUp, Received, TransportEvent
@@ -44,6 +46,7 @@ class DiskFullMode:
         self.cause = cause
         self.effects = list(effects)
         self.events: deque[TransportEvent] = deque()
+        self._heartbeats: dict[m.PeerId, tuple[m.Heartbeat, float]] = {}  # each peer's latest, and its time
         self.began_s, self.core_stopped_s = began_s, core_s
         self.retry_at_s = began_s + RETRY_S
 
@@ -65,13 +68,36 @@ class DiskFullMode:
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)
 
-    def queue_event(self, event: TransportEvent) -> list[io.Effect]:
+    def update_status(self, snapshot: dict[str, Any], connected: Container[m.PeerId], real_s: float) -> None:
+        """Update a snapshot of the core, whose clock has stopped, with later heartbeats and connections.
+
+        Args:
+            connected: the workers with a connection.
+            real_s: the time on the real clock.
+        """
+        stopped_s = real_s - self.began_s
+        for row in snapshot["members"]:
+            peer = bytes.fromhex(row["peer"])
+            row["last_heard_s"] = round(row["last_heard_s"] + stopped_s, 3)
+            if peer in self._heartbeats:
+                beat, at_s = self._heartbeats[peer]
+                row |= {"step": beat.step, "progress": beat.progress, "figures": dict(beat.metrics)}
+                row["last_heard_s"] = round(real_s - at_s, 3)
+            if peer not in connected:
+                row["state"] = "suspect"
+            if row["rank"] is not None:
+                snapshot["step"] = max(snapshot["step"], row["step"])
+        age = f"except for heartbeats and broken connections, this status is {stopped_s:.0f} s old"
+        snapshot |= {"phase": self.phase, "reason": f"{self.reason}; {age}"}
+
+    def queue_event(self, event: TransportEvent, real_s: float) -> list[io.Effect]:
         """Store an event for later; return the effects to carry out now.
 
-        Heartbeats are dropped, because each one supersedes the last.  If the queue is full, a peer that sends
-        a message or connects is disconnected.
+        Heartbeats are not queued, because each one supersedes the last; the latest is kept for the status.
+        If the queue is full, a peer that sends a message or connects is disconnected.
         """
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
+            self._heartbeats[event.peer] = event.message, real_s
             return []
         if len(self.events) < MAX_EVENTS or not isinstance(event, Received | PeerUp):
             self.events.append(event)

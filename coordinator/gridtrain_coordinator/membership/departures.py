@@ -22,6 +22,7 @@ from gridtrain_coordinator.run.events import Disconnect, Effect, LogEvent, RunPh
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
+from gridtrain_coordinator.stages.whole_state import EXPORT_LATEST
 
 RESTART = "restart this worker to rejoin, or let `gridtrain worker --restarts N` restart it"
 
@@ -69,8 +70,9 @@ class Departures:
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
         if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):
             return []
-        text = f"{worker.name}: {why}; {MODEL_REMEDY}"
-        fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
+        remedy = EXPORT_LATEST if run.partition.is_pipeline else MODEL_REMEDY
+        text = f"{worker.name}: {why}; {remedy}"
+        fields = {"name": worker.name, "reason": why, "remedy": remedy}
         return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
     def dismiss(

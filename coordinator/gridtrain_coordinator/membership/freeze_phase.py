@@ -293,6 +293,11 @@ class FreezePhase:
             absent |= self._generation_reports.journaled_members - arrived  # may report a later generation
         return absent
 
+    @property
+    def awaited_members(self) -> frozenset[m.PeerId]:
+        """The members whose reports are awaited because the journal is behind; empty if it is not."""
+        return self._silent_members() if self._is_journal_behind else frozenset()
+
     def _unaddressed_workers(self) -> list[Worker]:
         """Return the workers for the next generation whose dial-back is still in progress."""
         # Senders of reports are also included: among them are members whose process was replaced.

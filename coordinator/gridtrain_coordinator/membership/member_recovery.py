@@ -82,8 +82,12 @@ class MemberRecovery:
         run.view_change.replace_reason("the coordinator was started from a backup")
         self._freeze_phase.freeze_on_return(now_s)
         size = len(members)
-        awaited = format_count(size, "worker")
-        reason = f"the journal is older than generation {generation}; waiting for that generation's {awaited}"
+        awaited = f"that generation's {format_count(size, 'worker')}"
+        journaled = self._generation_reports
+        if others := len(journaled.journaled_members - dict(members).keys()):
+            earlier = f"{format_count(others, 'other worker')} of generation {journaled.journaled_generation}"
+            awaited += f" and for {earlier}, which may know a later one"
+        reason = f"the journal is older than generation {generation}; waiting for {awaited}"
         fields = {"generation": generation, "workers": size, "term": run.term}
         freeze = m.Freeze(run.term, generation, run.view_change.reason, ())
         return [

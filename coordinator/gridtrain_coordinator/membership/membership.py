@@ -30,7 +30,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.rank_layout import group_by_stage
-from gridtrain.quantities import format_count
+from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
@@ -297,8 +297,8 @@ class Membership:
             return f"ends when one of its {len(holders)} members, all of which are disconnected, {when}"
         write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
-        waits = ""
-        if absent and self._freeze_phase.is_awaiting_members:
+        waits = self._describe_awaited(now_s)
+        if absent and not waits and self._freeze_phase.is_awaiting_members:
             most_s = run.limits.regather_s * (2 if run.partition.is_pipeline else 1)
             waits = f"; it may first wait for {absent}, for at most {most_s:g} s"
         # After a restart no member has said yet which step it has reached.
@@ -308,6 +308,18 @@ class Membership:
             f"ends at {step}: its {members} {write} the last checkpoints and the model, and all workers exit"
             f"{waits}"
         )
+
+    def _describe_awaited(self, now_s: float) -> str:
+        """Name the members that are awaited because the journal is behind; "" if there are none."""
+        awaited, view_change = self._freeze_phase.awaited_members, self.run.view_change
+        left_s = view_change.deadline_s - now_s
+        if not awaited or not 0 < left_s < math.inf:
+            return ""
+        names = sorted(self.worker_name(peer) or peer.hex()[:8] for peer in awaited)
+        # Without a state, the run waits on when the time is up.
+        has_state = any(report.is_synced for report in view_change.reports.values())
+        limit = f", for at most {math.ceil(left_s)} s" if has_state else ""
+        return f"; still awaited{limit}: {list_first(names, MAX_NAMES)}"
 
     @property
     def _latest_step(self) -> int:
@@ -347,7 +359,7 @@ class Membership:
         return {
             "run": run.name,
             "phase": str(run.phase),
-            "reason": f"{run.describe_phase(now_s)}{end}",
+            "reason": f"{run.describe_phase(now_s)}{end or self._describe_awaited(now_s)}",
             "term": run.term,
             "generation": run.generation,
             "step": self._latest_step,

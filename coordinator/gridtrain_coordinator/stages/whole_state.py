@@ -211,6 +211,7 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
 
 
 EXPORT = "gridtrain export, given the state folders of all workers in one folder, writes"
+EXPORT_LATEST = f"{EXPORT} the latest step for which they hold all stages, if there is one"
 
 
 def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
@@ -221,7 +222,7 @@ def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
         whole_disk: the name of a worker whose disk has all stages of the restart point; "" if there is none.
     """
     if restart.outcome is None:
-        return f"{restart.reason}; {EXPORT} the latest step for which they hold all stages, if there is one"
+        return f"{restart.reason}; {EXPORT_LATEST}"
     applied = restart.outcome.applied
     if applied < 0:
         return "no step was committed"

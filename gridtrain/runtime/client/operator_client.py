@@ -35,7 +35,8 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_LISTED_RUNS = 5
 RESTART_REMEDY = (
     "restart it with `gridtrain coordinator`, typed in the folder of the run's run.toml or with the "
-    "same --run or --state"
+    "same --run or --state; a run that has finished cannot be restarted: its first worker's log says where "
+    "the model is, and docs/operations.md how to train it further"
 )
 POLL_INTERVAL_S = 0.05
 """Interval between two checks for the endpoint file of a coordinator that is starting, or for the lock of the

@@ -85,6 +85,12 @@ class FullDiskCoordinator:
         self.loop._run_once()
         return self.lines[began:]
 
+    def status(self, after_s: float = 0.0) -> dict[str, Any]:
+        """Returns the status that an operator receives."""
+        self.iteration(Received(OPERATOR, m.StatusRequest(), 8), after_s=after_s)
+        status: dict[str, Any] = json.loads(bytes(self.transport.sent[-1].payload))
+        return status
+
     def log(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
         self.lines.append(f"log {level} {event}")
 
@@ -171,6 +177,49 @@ def test_the_status_says_so_and_enrolments_and_commands_are_refused(disk: FullDi
         "send Refused no-room to the pending member",
     ]
     assert len(disk.core.received) == 4, "three connections and one join: the core received nothing else"
+
+
+def test_the_status_shows_later_heartbeats_and_broken_connections(disk: FullDiskCoordinator) -> None:
+    """anna trains, bert is still receiving the state."""
+    row = {"state": "active", "share": 4, "step": 40, "progress": 9, "figures": {}, "last_heard_s": 0.5}
+    disk.core.status |= {
+        "step": 40,
+        "members": [{**row, "rank": n, "peer": peer.hex()} for peer, n in ((ANNA, 0), (BERT, None))],
+    }
+    disk.iteration(Received(ANNA, JOIN, 80))
+    beats = [m.Heartbeat(1, step, step, (("loss", 2.0),)) for step in (160, 170, 900)]
+    disk.iteration(Received(ANNA, beats[0], 80), Received(BERT, beats[2], 80), after_s=2.0)
+    disk.iteration(PeerDown(BERT, "reset"), after_s=3.0)
+    disk.iteration(Received(ANNA, beats[1], 80), after_s=4.0)
+    status = disk.status(after_s=1.0)
+    rows = [(x["state"], x["step"], x["progress"], x["last_heard_s"]) for x in status["members"]]
+    assert rows == [("active", 170, 170, 1.0), ("suspect", 900, 900, 8.0)]
+    assert (status["phase"], status["step"], status["loss"]) == ("paused", 170, 2.0)
+    assert status["reason"].endswith("except for heartbeats and broken connections, this status is 10 s old")
+    disk.iteration(PeerDown(ANNA, "reset"))
+    assert disk.status(after_s=9.0)["members"][0]["state"] == "suspect"
+    disk.core.answers = {}
+    disk.make_room()
+    disk.iteration(after_s=1.0)
+    assert disk.status()["members"][0]["step"] == 40, "the core has not received the heartbeats"
+
+
+def test_rates_are_not_measured_across_a_time_without_decisions(disk: FullDiskCoordinator) -> None:
+    for _ in range(3):
+        disk.core.status["step"] += 10
+        disk.iteration(after_s=1.0)
+    assert disk.status()["steps_per_s"] == 10.0
+    disk.iteration(Received(ANNA, JOIN, 80))
+    assert disk.status(after_s=60.0)["steps_per_s"] is None
+    disk.core.answers = {}
+    disk.make_room()
+    disk.iteration(after_s=1.0)
+    disk.iteration(after_s=0.5)
+    disk.core.status["step"] += 600  # the next heartbeats arrive
+    for _ in range(3):
+        disk.core.status["step"] += 10
+        disk.iteration(after_s=1.0)
+    assert disk.status()["steps_per_s"] == 10.0
 
 
 def test_deferred_events_are_bounded(disk: FullDiskCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,32 @@ def test_a_later_generation_that_members_report_is_adopted() -> None:
     assert view.ledger.holders == ((A, (m.Span(48, 52),)), (C, (m.Span(52, 56),))), "by the reported shares"
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_the_members_that_are_awaited_because_the_journal_is_older_are_named(is_ended: bool) -> None:
+    """bert was banned after the backup was made.  An order to end the run takes effect after the wait."""
+    standby = Coordinator(journal_of_term_1(), term=2)
+    standby.enter(A, REPORTED)
+    older = "the journal is older than generation 5; waiting for that generation's 2 workers"
+    older += " and for 1 other worker of generation 1, which may know a later one"
+    reason = standby.core.snapshot(standby.now_s)["reason"]
+    assert reason == f"{older}; still awaited: {C.hex()[:8]}, a, b", "no state: the wait has no limit yet"
+    standby.enter(C, REPORTED)
+    standby.report_at(5, A, C)
+    if is_ended:
+        effects, reply = standby.core.end_run(standby.now_s)
+        standby.keep(effects)
+        assert isinstance(reply, m.OperatorReply)
+        assert reply.text.endswith("; still awaited, for at most 60 s: b")
+    standby.now_s += 20.0
+    reason = standby.core.snapshot(standby.now_s)["reason"]
+    assert reason.startswith(older) and reason.endswith("; still awaited, for at most 40 s: b")
+    standby.wait(41.0)
+    assert standby.roster == "a c" and standby.view.applied == 5
+    assert "awaited" not in standby.core.snapshot(standby.now_s)["reason"]
+    standby.ready(A, C)
+    assert standby.core.phase is (RunPhase.FINISHED if is_ended else RunPhase.TRAINING)
+
+
 def test_a_later_term_without_a_later_generation_is_adopted() -> None:
     """The old coordinator restarted after the backup, and has made no generation since."""
     standby = Coordinator(journal_of_term_1(), term=2)

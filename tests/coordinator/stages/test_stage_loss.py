@@ -304,6 +304,18 @@ def test_a_run_ends_whose_workers_have_all_left(stages: int) -> None:
     assert run.core.run.missing_model == f"the final model was not written: {incomplete}"
 
 
+def test_a_part_of_the_model_that_a_worker_could_not_write_needs_the_state_folders_of_all_workers() -> None:
+    run = StagedRun(2, A, B)
+    for peer in (A, B):
+        run.say(peer, m.RunFinished(9, b"history"))
+    run.say(B, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    (note,) = run.notes("model_not_written")
+    assert note.fields["remedy"] == MISSING.partition("; ")[2]
+    assert run.core.snapshot(run.now_s)["alert"] == (
+        f"the final model was not written: b: its disk is full; {note.fields['remedy']}"
+    )
+
+
 def test_a_run_ends_whose_first_members_are_lost_together_after_the_owners_order() -> None:
     run = StagedRun(2, A, B, start=False)
     end(run)
