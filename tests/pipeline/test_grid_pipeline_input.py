@@ -159,6 +159,34 @@ def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
         other.scaler()
 
 
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        (0, "pipe.step(...) was called 0 times for the batch of step 1; each batch is one step -> "),
+        (2, "pipe.step(...) was called twice for the batch of step 1; each batch is one step -> "),
+        (1, "pipe.step(...) was called after the end of the run -> leave the loop when grid.batches(...)"),
+    ],
+)
+def test_a_wrong_number_of_calls_is_reported_with_the_call_of_a_pipeline(
+    tmp_path: Path, calls: int, says: str
+) -> None:
+    have_raised = threading.Barrier(2)  # neither worker leaves while the other is in a step
+
+    def train(grid: gridtrain.Grid) -> str:
+        pipe = pipeline_of(grid)
+        with pytest.raises(ConfigError) as refused:
+            for x, y in grid.batches(DATA, batch_size=BATCH, steps=2):
+                for _ in range(calls):
+                    pipe.step(x, y)
+            pipe.step(x, y)
+        have_raised.wait(WITHIN_S)
+        return str(refused.value)
+
+    for text in local(train, workers=2, export_dir=str(tmp_path)):
+        assert text.startswith(says)
+        assert calls == 1 or text.endswith("-> call pipe.step(...) once for each batch, on all workers")
+
+
 def test_batches_of_a_pipeline_are_not_accumulated() -> None:
     pipe = Pipeline.__new__(Pipeline)
     pipe.set_backwards_per_step(1)
