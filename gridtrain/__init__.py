@@ -42,6 +42,8 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None  # Ctrl-C just after a command was started
 
 if TYPE_CHECKING:
+    from gridtrain import pipeline as pipeline
+    from gridtrain import testing as testing
     from gridtrain.sdk.grid import Grid
     from gridtrain.sdk.join import join
     from gridtrain.sdk.local_group import local
@@ -56,6 +58,9 @@ _LAZY = {
     "Shards": "gridtrain.training.data.shards",
     "local": "gridtrain.sdk.local_group",
 }
+
+_SUBPACKAGES = ("pipeline", "testing")
+"""The subpackages that scripts use as attributes of this module."""
 
 __all__ = [
     "Auto",
@@ -92,6 +97,8 @@ if "GRIDTRAIN_COORDINATOR" in _os.environ:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"gridtrain.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'gridtrain' has no attribute {name!r}")
     require_torch(f"gridtrain.{name}")

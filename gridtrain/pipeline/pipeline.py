@@ -45,7 +45,7 @@ from gridtrain.pipeline.model_stages import ModelStages, StageModule
 from gridtrain.pipeline.random_seeds import derive_step_seed
 from gridtrain.pipeline.stage_link import ExpectedPayloads, RoundStageLink
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState
-from gridtrain.pipeline.validation import check_batch
+from gridtrain.pipeline.validation import check_batch, check_same_dtypes
 from gridtrain.runtime.activation_buffers import StageSummary, StageSummaryBuffer
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
@@ -117,6 +117,7 @@ class Pipeline:
         if self._micro_batch_count.is_auto:
             self.held.track(**{MICRO_BATCHES_TRACKER: self._micro_batch_count})
         self._failed_round: PipelineRound | None = None
+        self._input_dtypes: Any = None  # of the latest committed step; None before the first one
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
         self.compare_every, self.clip_norm = options.compare_every, options.clip_norm
@@ -179,9 +180,10 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch; in this case, nothing was sent, and
-                `step` can be called again with the right batch.  Or the optimizer settings on this worker
-                differ from those on most replicas of its stage.
+            ConfigError: inputs or targets are not this step's batch, or the inputs have other dtypes or
+                another structure than in the step before; in this case, nothing was sent, and `step` can be
+                called again with the right batch.  Or the optimizer settings on this worker differ from those
+                on most replicas of its stage.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -200,8 +202,10 @@ class Pipeline:
                 self.last_skipped = True
                 return None
             if plan.samples:  # otherwise a stand-in batch
-                check_batch("inputs", inputs, plan.samples)
+                dtypes = check_batch("inputs", inputs, plan.samples)
                 check_batch("targets", targets, plan.samples)
+                if self._input_dtypes is not None:
+                    check_same_dtypes(dtypes, self._input_dtypes)
             state = self.held.at(plan)
             if plan.step == 0 and state.has_stepped:
                 self.held.restart()
@@ -215,6 +219,8 @@ class Pipeline:
             self._session.end_round(outcome)
             if outcome.is_committed:
                 assert mine is not None
+                if plan.samples:
+                    self._input_dtypes = dtypes
                 return self._apply(state, plan, outcome, mine, began_s)
             state.residual.mark_ended()
             if mine is not None:

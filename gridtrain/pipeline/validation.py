@@ -1,6 +1,7 @@
 """Checks a pipeline's batch and number of micro-batches, and finds the stage in which a fault originated.
 
     check_batch         checks the inputs and targets that the script has passed to `pipe.step`
+    check_same_dtypes   compares the inputs with those of an earlier step
     check_in_flight     checks that neighbours can store the messages of as many micro-batches
     find_fault_origin   finds out, after an exception in a layer, whether received values have caused it
 
@@ -28,17 +29,20 @@ from gridtrain.quantities import format_count
 _REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
 
 
-def check_batch(name: str, tree: Any, samples: int) -> None:
+def check_batch(name: str, tree: Any, samples: int) -> Any:
     """Check that every tensor of a tree has `samples` rows, and that all other values can be copied.
 
     Args:
         name: "inputs" or "targets", for the message.
 
+    Returns:
+        The same tree with the dtypes of the tensors, and None in place of all other values.
+
     Raises:
         ConfigError: the batch fails the check.
     """
 
-    def check(value: Any) -> None:
+    def check(value: Any) -> torch.dtype | None:
         if isinstance(value, Tensor):
             if value.dim() == 0 or value.shape[0] != samples:
                 raise ConfigError(
@@ -47,14 +51,32 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
                     remedy="pass pipe.step the whole batch that grid.batches(...) yielded, with the "
                     "samples in the first dimension",
                 )
-        elif not isinstance(value, bool | int | float | str | None):
+            return value.dtype
+        if not isinstance(value, bool | int | float | str | None):
             raise ConfigError(
                 f"the {name} contain {describe_type(value)}, which cannot be divided into micro-batches",
                 remedy="use tensors (torch.as_tensor(...)), numbers, strings and None, in tuples, lists "
                 "and dicts",
             )
+        return None
 
-    map_tree(tree, check)
+    return map_tree(tree, check)
+
+
+def check_same_dtypes(dtypes: Any, earlier: Any) -> None:
+    """Check that the inputs have the dtypes and the structure of those of an earlier step.
+
+    Args:
+        dtypes, earlier: the results of `check_batch`.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if dtypes != earlier:
+        raise ConfigError(
+            f"the dtypes of the inputs are {dtypes}, but in earlier steps they were {earlier}",
+            remedy="pass pipe.step inputs with the same structure and dtypes in each step",
+        )
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:

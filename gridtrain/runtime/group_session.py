@@ -247,6 +247,26 @@ class GroupSession:
         return self._joined is not None and self._joined.setup.stages > 1
 
     @property
+    def _step_call(self) -> str:
+        """The call with which this worker's script takes a step."""
+        return "pipe.step(...)" if self._is_pipeline else "optimizer.step()"
+
+    def calls_error(self, called: str, more: str = "") -> ConfigError:
+        """Return the error for a script that does not take one step for each batch.
+
+        Args:
+            called: how often, and for which batch, the script has called `step`.
+            more: text to append to the remedy.
+        """
+        remedy = "once per batch, or once per N batches with grid.batches(..., accumulate=N)"
+        if self._is_pipeline:
+            remedy = "once for each batch, on all workers"
+        return ConfigError(
+            f"{self._step_call} was called {called}; each batch is one step",
+            remedy=f"call {self._step_call} {remedy}{more}",
+        )
+
+    @property
     def batch_size_is_one(self) -> bool:
         """Whether the batch size or the global batch size in this worker's script is one sample."""
         setup = self._joined.setup if self._joined is not None else None
@@ -376,16 +396,12 @@ class GroupSession:
             raise _missing_dataset_error()
         if self._turn is None or self._turn.open_round is None:
             raise ConfigError(
-                "optimizer.step() was called after the end of the run",
+                f"{self._step_call} was called after the end of the run",
                 remedy="leave the loop when grid.batches(...) ends, because the run ends with it",
             )
         step = self._turn.open_round.step
         if self.is_turn_done:
-            raise ConfigError(
-                f"optimizer.step() was called twice for the batch of step {step + 1}; each batch is one step",
-                remedy="call optimizer.step() once per batch, or once per N batches with "
-                "grid.batches(..., accumulate=N)",
-            )
+            raise self.calls_error(f"twice for the batch of step {step + 1}")
         if not self._is_pipeline:
             self.finish_computing()
         self._await_exchange_choice()

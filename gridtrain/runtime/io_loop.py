@@ -257,6 +257,7 @@ class IoLoop:
             self.mailbox.fail(error)
         finally:
             self._transport.close()
+            self.checkpoint_requests.close()  # last, so that no peer waits for this worker's disk
 
     def _run_commands(self) -> bool:
         """Carry out the submitted commands; return whether there were any."""

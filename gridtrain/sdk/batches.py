@@ -215,12 +215,8 @@ class Turns:
 
     def _missing_call_error(self, step: int) -> ConfigError:
         batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
-        return ConfigError(
-            f"optimizer.step() was called {self._trainer.local_calls} times for {batches} of step {step}; "
-            "each batch is one step",
-            remedy="call optimizer.step() once per batch, or once per N batches with "
-            "grid.batches(..., accumulate=N)" + (LOADER_REMEDY if self.feeds_loader else ""),
-        )
+        called = f"{self._trainer.local_calls} times for {batches} of step {step}"
+        return self._session.calls_error(called, LOADER_REMEDY if self.feeds_loader else "")
 
 
 def _pending_spans(snapshot: WorkerSnapshot) -> Spans:

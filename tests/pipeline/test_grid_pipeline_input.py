@@ -31,7 +31,7 @@ from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
 from gridtrain.pipeline.validation import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
 from gridtrain.sdk.local_group import local
 
-SEED, STEPS, BATCH = 4, 5, 4
+SEED, STEPS, BATCH = 4, 7, 4
 
 
 DATA = data(48)
@@ -61,6 +61,11 @@ WRONG: dict[str, tuple[Callable[[Pipeline, Any, Any], Any], str]] = {
     "a scalar": (lambda pipe, x, y: pipe.step(x, torch.tensor(1.0)), r"targets .* shape \(\)"),
     "in a nest": (lambda pipe, x, y: pipe.step({"x": x, "more": [y[1:]]}, y), r"inputs .* shape \(3, 1\)"),
     "an array": (lambda pipe, x, y: pipe.step(np.ones((4, 2)), y), "the inputs contain a ndarray"),
+    "another dtype": (
+        lambda pipe, x, y: pipe.step(x.double(), y),
+        r"dtypes of the inputs are torch\.float64, but in earlier steps they were torch\.float32 -> ",
+    ),
+    "another structure": (lambda pipe, x, y: pipe.step([x], y), r"inputs are \[torch\.float32\], but in "),
 }
 
 
@@ -157,6 +162,34 @@ def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
     other._optimizer = Pipeline.__new__(Pipeline)
     with pytest.raises(ConfigError, match=r"grid\.scaler\(\) was called with a pipeline"):
         other.scaler()
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        (0, "pipe.step(...) was called 0 times for the batch of step 1; each batch is one step -> "),
+        (2, "pipe.step(...) was called twice for the batch of step 1; each batch is one step -> "),
+        (1, "pipe.step(...) was called after the end of the run -> leave the loop when grid.batches(...)"),
+    ],
+)
+def test_a_wrong_number_of_calls_is_reported_with_the_call_of_a_pipeline(
+    tmp_path: Path, calls: int, says: str
+) -> None:
+    have_raised = threading.Barrier(2)  # neither worker leaves while the other is in a step
+
+    def train(grid: gridtrain.Grid) -> str:
+        pipe = pipeline_of(grid)
+        with pytest.raises(ConfigError) as refused:
+            for x, y in grid.batches(DATA, batch_size=BATCH, steps=2):
+                for _ in range(calls):
+                    pipe.step(x, y)
+            pipe.step(x, y)
+        have_raised.wait(WITHIN_S)
+        return str(refused.value)
+
+    for text in local(train, workers=2, export_dir=str(tmp_path)):
+        assert text.startswith(says)
+        assert calls == 1 or text.endswith("-> call pipe.step(...) once for each batch, on all workers")
 
 
 def test_batches_of_a_pipeline_are_not_accumulated() -> None:
@@ -333,7 +366,7 @@ def test_activations_that_are_not_finite_skip_the_step_on_all(
     state, losses = trained(tmp_path, step_recorded)
     assert skipped.count(True) == 2 and len(skipped) == 2 * STEPS, "one step, on both workers"
     assert all(bool(value.isfinite().all()) for value in state.values())
-    assert [loss == loss for loss in losses] == [True, False, True, True, True]
+    assert [step for step, loss in enumerate(losses) if loss != loss] == [1]
 
 
 def test_a_tied_parameter_that_is_not_finite_is_refused() -> None:

@@ -283,10 +283,11 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     ("code", "unloaded"),
     [
         ("import gridtrain, gridtrain.network.wire", {"torch", "zmq"}),
+        ("import gridtrain; gridtrain.pipeline, gridtrain.testing.Faults", {"torch"}),
         ("import gridtrain.cli", {"torch", "zmq", "numpy"}),
         (ALL_OF_THE_COORDINATOR, {"torch"}),
     ],
-    ids=["facade", "cli", "coordinator"],
+    ids=["facade", "subpackages", "cli", "coordinator"],
 )
 def test_importing_stays_light(code: str, unloaded: set[str]) -> None:
     code += "\nimport sys; print(*sys.modules)"

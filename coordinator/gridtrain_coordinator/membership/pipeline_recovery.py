@@ -58,6 +58,7 @@ class PipelineRecovery:
         self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
         self._pending_end: tuple[float, str] | None = None  # when and how an ended run ends
         self._end_s = math.inf  # when a run that its owner has ended ends without a model
+        self._stop_reason = ""  # why the latest generation ended, if the run has paused since
 
     # -- the next generation -----------------------------------------------------------------------
 
@@ -112,7 +113,9 @@ class PipelineRecovery:
             return self._await_end(restart, last, left[0], now_s, left[1])
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
-            return self._await_end(restart, last, str(result), now_s)
+            self._stop_reason = self._stop_reason or run.view_change.reason
+            cause = f"; training stopped because {self._stop_reason}" if self._stop_reason else ""
+            return self._await_end(restart, last, f"{result}{cause}", now_s)
         effects: list[Effect] = []
         if outcome is None or restart.outcome is not outcome:
             effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
@@ -208,7 +211,7 @@ class PipelineRecovery:
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result
-        self._end_s, self._pending_end = math.inf, None
+        self._end_s, self._pending_end, self._stop_reason = math.inf, None, ""
         self._placement.adopt_partition(bounds)
         placement = self._checkpoints.add_digests(placement, outcome)
         effects = self._view_installer.install(outcome, now_s, placement=placement)

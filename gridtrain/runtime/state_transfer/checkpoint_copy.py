@@ -116,6 +116,14 @@ class CheckpointCopier:
         self._block: m.CheckpointBlock | None = None
         self._next_send_s = 0.0
         self._incoming: _IncomingCopy | None = None
+        self._adoptions: list[threading.Thread] = []
+
+    def close(self) -> None:
+        """Discard the incomplete copy, if any, and wait until the complete ones have been stored."""
+        self._give_up()
+        self._discard_incoming()
+        for adoption in self._adoptions:
+            adoption.join()
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -208,7 +216,8 @@ class CheckpointCopier:
             elif self._incoming is not None and self._incoming.receive(block):
                 complete, self._incoming = self._incoming, None
                 complete.close()
-                _in_thread(self._disk.adopt_copy, complete.checkpoint, complete.folder)
+                adoption = _in_thread(self._disk.adopt_copy, complete.checkpoint, complete.folder)
+                self._adoptions = [*(x for x in self._adoptions if x.is_alive()), adoption]
         except OSError as error:
             log.warning("cannot write a copy of another stage's checkpoint: %s", error)
             self._discard_incoming()
@@ -263,9 +272,11 @@ def _is_of_removed_folder(error: OSError) -> bool:
     return isinstance(error, FileNotFoundError) and not Path(error.filename).parent.exists()
 
 
-def _in_thread(function: Callable[..., object], *args: object) -> None:
+def _in_thread(function: Callable[..., object], *args: object) -> threading.Thread:
     """Call a function in a separate thread, because the call may take a long time for a large checkpoint."""
-    threading.Thread(target=function, args=args, name="gridtrain-copy", daemon=True).start()
+    thread = threading.Thread(target=function, args=args, name="gridtrain-copy", daemon=True)
+    thread.start()
+    return thread
 
 
 def _files_with_residual(files: Sequence[Path], effect: io.SendCheckpoint) -> list[Path]:

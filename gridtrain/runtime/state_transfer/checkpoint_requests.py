@@ -91,3 +91,8 @@ class CheckpointRequests:
     def send_pending(self, transport: Transport, now_s: float, generation: int) -> int:
         """Send the next block of a copy if it is due; return the number of blocks sent."""
         return self._copier.send_next(transport, now_s, generation) if self._copier is not None else 0
+
+    def close(self) -> None:
+        """Close the copier; call this method when no more blocks will arrive."""
+        if self._copier is not None:
+            self._copier.close()

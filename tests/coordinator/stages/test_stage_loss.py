@@ -123,12 +123,30 @@ def test_a_run_with_fewer_members_than_stages_pauses_with_a_reason() -> None:
     snapshot = run.core.snapshot(run.now_s)
     assert snapshot["phase"] == "paused"
     assert snapshot["reason"] == (
-        "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; "
-        "training continues when one joins"
+        "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; training continues when one "
+        "joins; training stopped because c lost its connection and did not reconnect"
     )
     messages = sent(run.seen, to=A)
     assert m.RunStateUpdate("paused", snapshot["reason"]) in messages
     assert run.core.deadline_s > run.now_s, "no busy loop"
+    run.say(D, m.Leave("Ctrl-C"))
+    assert run.core.reason == (
+        "stage 2 of 4 has no worker: 2 workers are present, but 4 are needed; training continues when 2 "
+        "join; training stopped because c lost its connection and did not reconnect"
+    ), "the first cause is kept"
+
+
+def test_the_reason_of_a_pause_names_the_worker_that_left_and_why() -> None:
+    run = StagedRun(2, A, B)
+    for peer, why in ((B, "the loss is (1,), not a scalar"), (C, "the disk is full")):
+        run.say(peer, m.Leave(why))
+        run.report(A)
+        assert run.core.phase is RunPhase.PAUSED
+        assert run.core.reason.endswith(f"joins; training stopped because {peer.decode()[0]} left: {why}")
+        if peer == B:
+            run.join(C)
+            run.ready()
+            assert run.core.phase is RunPhase.TRAINING
 
 
 def test_before_the_first_step_a_newcomer_initializes_the_lost_stage() -> None:
@@ -190,7 +208,8 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
         "no connected worker holds stage 1 of 2 after step 13, nor do the connected workers have all stages "
         "of an earlier step; training continues when workers that hold what is missing, in memory or on "
         "disk, join: start the stopped workers again with the same command; only if their disks are lost, "
-        "end this run with gridtrain finish, and start a new one with another --state"
+        "end this run with gridtrain finish, and start a new one with another --state; training stopped "
+        "because b lost its connection and did not reconnect"
     )
     run.join(D)
     view = run.view
@@ -207,7 +226,8 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
         "of an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
         "the steps are lost, unless a worker rejoins that still holds what is missing, in memory or in a "
         "checkpoint that it wrote when it left; if they are lost, end this run with gridtrain finish, and "
-        "start a new one with another --state"
+        "start a new one with another --state; training stopped because b lost its connection and did not "
+        "reconnect"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)

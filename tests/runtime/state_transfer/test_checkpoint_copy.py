@@ -28,7 +28,8 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.adopted, self.checked = threading.Event(), threading.Event()
+        self.adopted, self.checked, self.may_adopt = (threading.Event() for _ in range(3))
+        self.may_adopt.set()
         for name, size in zip(FILES, SIZES, strict=True):
             (folder / name).write_bytes(
                 bytes(i % 251 for i in range(256)) * (size // 256) + b"e" * (size % 256)
@@ -47,7 +48,7 @@ class Disk:
         return False
 
     def adopt_copy(self, checkpoint: m.CheckpointInfo, folder: Path) -> None:
-        assert checkpoint == CHECKPOINT
+        assert checkpoint == CHECKPOINT and self.may_adopt.wait(WITHIN_S)
         self.adopted.set()
 
 
@@ -176,6 +177,27 @@ def test_a_copy_with_a_gap_is_not_kept(tmp_path: Path) -> None:
     for block in blocks[1:]:
         receiver.receive(block)
     assert disk.adopted.wait(WITHIN_S)
+
+
+def test_closing_discards_an_incomplete_copy_and_awaits_a_complete_one(tmp_path: Path) -> None:
+    """Either would otherwise stay in the folder of a process that ends."""
+    disk, transport = Disk(tmp_path), RecordingTransport()
+    blocks = sent_by(CheckpointCopier(disk, None, 10**8), transport)
+    receiver = CheckpointCopier(disk, None, 10**8)
+    for block in blocks[:3]:
+        receiver.receive(block)
+    receiver.close()
+    assert not (tmp_path / "copy").exists()
+    disk.may_adopt.clear()
+    for block in blocks:
+        receiver.receive(block)
+    closing = threading.Thread(target=receiver.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive() and not disk.adopted.is_set()
+    disk.may_adopt.set()
+    closing.join(WITHIN_S)
+    assert disk.adopted.is_set() and any((tmp_path / "copy").iterdir())
 
 
 @pytest.mark.parametrize(
