@@ -117,9 +117,11 @@ class GroupMeans:
         if self._announced != (plan.generation, plan.step, weight):
             self.announce_weight(plan.generation, plan.step, weight)
         answer = self._await(plan.step, WEIGHTS_INDEX)
-        if answer is None or answer.value is None or not math.isfinite(answer.value):
+        if answer is None or answer.value is None:
             return None
-        total = round(answer.value * plan.world_size)
+        if not math.isfinite(total_weight := answer.value * plan.world_size):
+            return None
+        total = round(total_weight)
         return total if total >= weight else None  # otherwise a member has sent a wrong value
 
     def _await(self, step: int, index: int) -> io.DeliverMean | None:

@@ -591,11 +591,14 @@ class GroupSession:
         Returns `value` if this worker leaves the group, the run ends, or the group continues from another
         step during the call.  Outside the loop, also returns `value` if the group changes during the call.
         """
-        if self.end_reason or self._is_dropping_batch:  # the others go on, or have ended, without this worker
+        if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
         is_before_step = self._turn is not None and not self.is_turn_done
         generation = self.snapshot.generation
-        return self._means.average(self.step, generation, value, is_before_step=is_before_step)
+        if not self.end_reason:
+            with self._ends_as_standby():
+                return self._means.average(self.step, generation, value, is_before_step=is_before_step)
+        return value
 
     def _await_generation_of(self, step: int) -> int | None:
         """Wait until a generation runs; return its number, or None if `step` is not its open step.

@@ -141,13 +141,16 @@ class Grid:
 
         Before the first batch it is 0, and a warning is logged once.
         """
+        self._warn_before_first_batch()
+        return self._session.snapshot.rank
+
+    def _warn_before_first_batch(self) -> None:
         if self._turns is None and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "grid.rank is 0, and grid.is_first is True, on all workers before the first batch; read them "
-                "in the loop, because another worker becomes first when the first one leaves"
+                "grid.rank is 0, grid.is_first is True and grid.mean returns the worker's own number on all "
+                "workers before the first batch; read them in the loop"
             )
-        return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
@@ -158,9 +161,8 @@ class Grid:
     def is_first(self) -> bool:
         """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
         saving.  Before the first batch it is True on every worker, and a warning is logged once."""
-        if self._session.end_reason:  # the run has ended without this worker
-            return False
-        return self.rank == 0 and (self._turns is None or self.world_size > 0)
+        is_first = self.rank == 0 and (self._turns is None or self.world_size > 0)
+        return is_first and not self._session.end_reason  # "" unless the run has ended without this worker
 
     @property
     def run_id(self) -> str:
@@ -579,14 +581,10 @@ class Grid:
         step without the call is left out and named in the log.  If a worker's number is not finite, neither
         is the average.
 
-        Raises `ConfigError` if this happens three times in a row and most workers do not make the call, or
-        before the first batch.
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
+        Before the first batch, a worker receives its own number, and a warning is logged once.
         """
-        if self._turns is None:
-            raise ConfigError(
-                "grid.mean was called before the first batch, when there is no group yet",
-                remedy="call it in the loop of grid.batches, or after it",
-            )
+        self._warn_before_first_batch()
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 
     def report(self, **figures: float) -> None:

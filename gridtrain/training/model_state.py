@@ -33,6 +33,7 @@ from gridtrain.core.collectives import direct, ring
 from gridtrain.core.messages import (
     BASE_FACT,
     BASE_ORIGIN,
+    KEPT_STEP,
     CheckpointInfo,
     Facts,
     LedgerSpec,
@@ -767,6 +768,7 @@ class WholeModelState(ModelState):
         is_after_step = between_steps or (not self.has_failed and self._is_before_step(snapshot))
         if is_after_step and not self._optimizer.parameter_watch.has_changed:
             self._left_at = snapshot
+            self._session.report_figures({KEPT_STEP: float(snapshot.applied + 1)})
         elif snapshot.world_size <= 1:
             self._lost_step = snapshot.applied + 1, CHANGED if is_after_step else "was stopped within a step"
         elif is_after_step:

@@ -68,7 +68,9 @@ def test_a_rank_that_is_read_before_the_loop_is_warned_of(
         return known
 
     assert together(train, 2) == [(True, 0)] * 2
-    text = "grid.rank is 0, and grid.is_first is True, on all workers before the first batch"
+    text = (
+        "grid.rank is 0, grid.is_first is True and grid.mean returns the worker's own number on all workers"
+    )
     assert [message.startswith(text) for message in caplog.messages].count(True) == 2, "once by each worker"
 
 

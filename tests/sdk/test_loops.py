@@ -369,12 +369,9 @@ def test_a_local_group_writes_its_model_only_to_a_given_folder(
     assert list(tmp_path.rglob("final.safetensors")) == [export_dir / "final.safetensors"]
 
 
-def test_a_mean_before_the_loop_is_refused() -> None:
-    def train(grid: Any) -> None:
-        grid.mean(1.0)
-
-    with pytest.raises(ConfigError, match=r"grid.mean was called before the first batch"):
-        gridtrain.local(train, workers=1)
+def test_a_mean_before_the_loop_is_the_workers_own_number(caplog: pytest.LogCaptureFixture) -> None:
+    assert gridtrain.local(lambda grid: (grid.mean(1.0), grid.mean(2.0)), workers=1) == [(1.0, 2.0)]
+    assert caplog.text.count("grid.mean returns the worker's own number on all workers before the first") == 1
 
 
 def test_a_mean_that_only_one_worker_requests_ends_in_an_error() -> None:

@@ -186,7 +186,9 @@ def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
         torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
+@pytest.mark.parametrize(
+    ("mean", "total"), [(4.0, 12), (float("nan"), None), (1e308, None), (1.5, None), (None, None)]
+)
 def test_an_impossible_total_is_not_used(mean: float | None, total: int | None) -> None:
     answer = DeliverMean(7, 0, mean)
     loop, config = SimpleNamespace(await_average=lambda *_: answer), SimpleNamespace(deadlines=Deadlines())

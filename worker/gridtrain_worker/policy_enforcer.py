@@ -39,8 +39,6 @@ OBEY_TIMEOUT_S = 120.0
 
 MAX_PAUSE_S = 366 * 86_400.0
 
-_SPENT_TEXT = "the day's traffic budget is used up, until 00:00"
-
 
 def load_sensors(path: str) -> Sensors:
     """Return sensors that read the file `path`, or this machine's sensors if `path` is empty."""
@@ -365,12 +363,11 @@ class PolicyEnforcer:
         with self._lock:
             if pid != self._counted_pid:
                 return  # read only after the next process had connected
-            was_paused = self._script_status.get("state") == "paused"
             self._script_status = said
             self._update_name(str(said.get("name") or self._name))
-            # The script pauses before all bytes are used.  Later reports may belong to an earlier budget.
-            has_paused = said.get("state") == "paused" and said.get("reason") == _SPENT_TEXT
-            if said.get("state") == BUDGET_EXHAUSTED or (has_paused and not was_paused):
+            # The script pauses before all bytes are used.
+            has_paused = said.get("state") == "paused" and said.get("reason") == self._spent_text
+            if said.get("state") == BUDGET_EXHAUSTED or has_paused:
                 self._spent_budget = self._now().date(), self._policy.rules.budget_bytes
                 self._decide()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
@@ -424,6 +421,12 @@ class PolicyEnforcer:
             self._last_pushed = directive
             self._control_socket.push(directive)
 
+    @property
+    def _spent_text(self) -> str:
+        """Why the script pauses once the budget is used up; different for each day and budget."""
+        budget = self._policy.rules.texts()["budget"]
+        return f"the traffic budget of {self._now():%d %B}, {budget}, is used up, until 00:00"
+
     def _wanted_state(self) -> Body:
         rules, now = self._policy.rules, self._now()
         max_bytes: int | None = None
@@ -436,7 +439,7 @@ class PolicyEnforcer:
             "most_bytes": max_bytes,
             "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
             "download_Bps": parse_rate(rules.download) if rules.download else None,
-            "spent_text": _SPENT_TEXT,
+            "spent_text": self._spent_text,
             **({DAY_BYTES: rules.budget_bytes or None} if self._knows_day_bytes else {}),
         }
 

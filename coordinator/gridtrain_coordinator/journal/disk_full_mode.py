@@ -100,6 +100,9 @@ class DiskFullMode:
             self._heartbeats[event.peer] = event.message, real_s
             return []
         if len(self.events) < MAX_EVENTS or not isinstance(event, Received | PeerUp):
+            if isinstance(event, Received) and isinstance(event.message, m.Leave | m.TemporaryLeave):
+                last = self._heartbeats.get(event.peer)  # the core must know the worker's last step
+                self.events += [Received(event.peer, last[0], event.nbytes)] if last is not None else []
             self.events.append(event)
             return []
         return [io.Disconnect(event.peer)]

@@ -112,15 +112,11 @@ class FreezePhase:
         run = self._run
         if run.is_ending:
             return self.end_without_members(now_s)
-        self._forget_members()
+        self._forget_members(now_s)
         lost: dict[str, Any] = {"committed": True} if run.has_committed and not run.highest_step else {}
         what = "the next workers continue from a checkpoint, or start at step 0 if they have none"
-        if run.left_step and not run.partition.is_pipeline:
+        if run.left_step:
             lost["left_step"] = run.left_step
-            what = (
-                f"the next workers continue from the checkpoint of step {run.left_step}; if none of them has "
-                f"it within {run.limits.regather_s:g} s, from an earlier one or step 0"
-            )
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
         reason = f"no connected worker holds the model; {what}; gridtrain finish ends the run"
@@ -130,9 +126,9 @@ class FreezePhase:
             *(run.phase_message(peer) for peer in run.workers),
         ]
 
-    def _forget_members(self) -> None:
+    def _forget_members(self, now_s: float) -> None:
         run = self._run
-        run.lose_model()
+        run.lose_model(now_s)
         run.view_change.withdraw()
         run.view_change.reset()
         self.is_awaiting_members, self.delayed_until_s = False, None
@@ -154,7 +150,12 @@ class FreezePhase:
         step = run.checkpoint_step
         if step is None:
             return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
-        self._forget_members()
+        if step < run.left_step:
+            run.forget_left_step()  # it is awaited once
+            run.view_change.withdraw()
+            run.view_change.wait_until(now_s + run.limits.regather_s)
+            return []
+        self._forget_members(now_s)
         run.view_change.request(END_REASON)
         for worker in run.workers.values():
             worker.mark_caught_up()  # no member can send the state

@@ -168,6 +168,7 @@ class Membership:
 
     def start(self, now_s: float) -> list[Effect]:
         run = self.run
+        run.begin(now_s)
         if run.view_change.is_freezing:
             self._freeze_phase.delay_freeze(now_s)
         elif run.is_ending and not run.is_finished:  # workers with checkpoints may come back
@@ -310,7 +311,12 @@ class Membership:
         )
 
     def _describe_awaited(self, now_s: float) -> str:
-        """Name the members that are awaited because the journal is behind; "" if there are none."""
+        """Return what is awaited, as text: members, because the journal is behind, or the checkpoint of a
+        worker that has left; "" if nothing is."""
+        if self.run.awaits_left_step:
+            until_s = self._left_step_deadline_s - now_s
+            limit = f", for at most {max(0, math.ceil(until_s))} s" if until_s < math.inf else ""
+            return f"; awaiting a worker with the checkpoint of step {self.run.left_step:,}{limit}"
         awaited, view_change = self._freeze_phase.awaited_members, self.run.view_change
         left_s = view_change.deadline_s - now_s
         if not awaited or not 0 < left_s < math.inf:
@@ -469,12 +475,22 @@ class Membership:
             newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
             settled_s = newest_s + limits.settle_s
         if run.highest_step and not run.members:
-            # A worker says in its setup which checkpoint it has, and one that left has the latest one.
+            # A worker says in its setup which checkpoint it has.
             unknown_s = [worker.joined_s for worker in run.workers.values() if worker.setup is None]
-            if not run.partition.is_pipeline and (run.checkpoint_step or 0) < run.left_step:
-                unknown_s.append(min((w.joined_s for w in run.workers.values()), default=-math.inf))
             settled_s = max([settled_s, *(joined_s + limits.regather_s for joined_s in unknown_s)])
+            if run.awaits_left_step:
+                settled_s = max(settled_s, self._left_step_deadline_s)
         return max(installed_s + limits.generation_gap_s, settled_s)
+
+    @property
+    def _left_step_deadline_s(self) -> float:
+        """The time until which the checkpoint of step `left_step` is awaited: `regather_s` after the model
+        was lost and enough workers joined; infinite until then."""
+        run = self.run
+        joined_s = sorted(worker.joined_s for worker in run.workers.values() if worker.is_admitted)
+        if len(joined_s) < run.required_workers:
+            return math.inf
+        return max(run.model_lost_s, joined_s[run.required_workers - 1]) + run.limits.regather_s
 
     @property
     def _candidates(self) -> Candidates:

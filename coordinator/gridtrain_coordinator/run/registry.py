@@ -131,6 +131,11 @@ class Worker:
         return checkpoint.applied + 1 if checkpoint is not None else None
 
     @property
+    def kept_step(self) -> int:
+        """The step of the checkpoint that the worker says it keeps when it leaves; 0 if there is none."""
+        return int(min(max(0.0, self.figures.get(m.KEPT_STEP, 0.0)), self.step))
+
+    @property
     def is_catching_up(self) -> bool:
         """Whether the worker is still receiving the state while the members train."""
         can_catch_up = self.setup is not None and self.setup.can_catch_up

@@ -9,6 +9,7 @@ All parts of the coordinator's core share this state, and change it only through
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +58,9 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
-        left_step: the number of steps of the last member that has left, if no worker has continued from
-            them; workers may return with its checkpoint.
+        left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none,
+            or another generation has begun since.
+        model_lost_s: the time at which it became known that no worker holds the model.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
@@ -92,7 +94,7 @@ class RunState:
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
         self.left_workers: dict[m.PeerId, LeftWorker] = {}
-        self.left_step = 0
+        self.left_step, self.model_lost_s = 0, -math.inf
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
         self._min_workers, self._software = min_workers, software
@@ -268,6 +270,12 @@ class RunState:
         self.left_workers.clear()
         self.left_step = 0
 
+    @property
+    def awaits_left_step(self) -> bool:
+        """Whether no worker holds the model, or has the checkpoint with which the last members have left."""
+        is_whole = not self.partition.is_pipeline
+        return is_whole and not self.members and (self.checkpoint_step or 0) < self.left_step
+
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""
         self.generation, self.view, self.has_started = generation, None, True
@@ -276,11 +284,20 @@ class RunState:
         self.departed_members.difference_update(self.left_workers)  # they left an earlier generation
         self.left_workers.clear()
 
-    def lose_model(self) -> None:
+    def lose_model(self, now_s: float) -> None:
         """Remove all members.  Call when no remaining worker holds the model."""
         self._set_members(())
+        self.model_lost_s = now_s
         self.view, self.has_started = None, False
         self.departed_members.clear()
+
+    def begin(self, now_s: float) -> None:
+        """Record that the coordinator has started."""
+        self.model_lost_s = now_s
+
+    def forget_left_step(self) -> None:
+        """Await the checkpoint of step `left_step` no longer."""
+        self.left_step = 0
 
     def raise_term(self, above: int) -> None:
         self.term = max(self.term, above) + 1
@@ -319,7 +336,7 @@ class RunState:
         run has members and the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
-            self.left_step = max(self.left_step, worker.step)
+            self.left_step = max(self.left_step, worker.kept_step)
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []

@@ -161,6 +161,9 @@ class WorkerInfo(Message):
 STATE_LEFT = "state_left_bytes"
 """Heartbeat metric: number of bytes of the state that the worker has not received yet."""
 
+KEPT_STEP = "kept_step"
+"""Heartbeat metric: step of the checkpoint that the worker keeps when it leaves."""
+
 STATE_BYTES = "state_bytes"
 """Heartbeat metric: number of bytes of state that the worker has received since it joined."""
 

@@ -173,7 +173,8 @@ class FlatGradient:
             raise ConfigError(
                 f"parameter {replaced[0]!r} was added or replaced after the optimizer was wrapped, so "
                 "the optimizer does not train it",
-                remedy="change the model before the optimizer is made, and load weights without assign=True",
+                remedy="change the model before the optimizer is made, load weights without assign=True, and "
+                "freeze what is not to be trained with requires_grad_(False)",
             )
 
     def _check_not_frozen(self) -> None:

@@ -204,6 +204,17 @@ def test_the_status_shows_later_heartbeats_and_broken_connections(disk: FullDisk
     assert disk.status()["members"][0]["step"] == 40, "the core has not received the heartbeats"
 
 
+def test_the_core_learns_the_last_step_of_a_worker_that_leaves(disk: FullDiskCoordinator) -> None:
+    disk.iteration(Received(ANNA, JOIN, 80))
+    beats = [m.Heartbeat(1, step, step, ()) for step in (160, 170)]
+    leave = m.Leave("Ctrl-C")
+    disk.iteration(*[Received(ANNA, message, 80) for message in (*beats, leave)])
+    disk.core.answers = {}
+    disk.make_room()
+    disk.iteration(after_s=1.0)
+    assert disk.core.received[-2:] == [MessageReceived(ANNA, beats[1]), MessageReceived(ANNA, leave)]
+
+
 def test_rates_are_not_measured_across_a_time_without_decisions(disk: FullDiskCoordinator) -> None:
     for _ in range(3):
         disk.core.status["step"] += 10

@@ -1331,36 +1331,98 @@ def advance_until(run: ScriptedCoordinator, until_s: float) -> None:
     run.now_s = until_s
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("returns", [True, False])
-def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, restarts: bool) -> None:
-    """A has an older checkpoint, and comes back first."""
-    limits = Deadlines(silence_s=1e9)
-    run: ScriptedCoordinator = ScriptedCoordinator(min_workers=1, limits=limits)
+def all_left(kept: int = 105, *, min_workers: int = 1) -> ScriptedCoordinator:
+    """A and B have left at step 105; A keeps a checkpoint of step `kept`, B none."""
+    run = ScriptedCoordinator(min_workers=min_workers, limits=Deadlines(silence_s=1e9))
     run.join(A), run.join(B)
     advance_until(run, run.now_s + 1.0)
     run.start(A, B)
     for peer in (A, B):
-        run.say(peer, m.Heartbeat(1, 105, 105, ()))
-    run.say(A, m.Leave("Ctrl-C"))
-    run.say(B, m.Leave("Ctrl-C"))
+        figures = ((m.KEPT_STEP, float(kept)),) if peer == A and kept else ()
+        run.say(peer, m.Heartbeat(1, 105, 105, figures))
+    return run
+
+
+def leave(run: ScriptedCoordinator) -> None:
+    for peer in (A, B):
+        run.say(peer, m.Leave("Ctrl-C"))
     assert run.core.phase is RunPhase.WAITING
-    assert (
-        "the next workers continue from the checkpoint of step 105; if none of them has it within 60 s"
-        in (run.core.reason)
-    )
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, restarts: bool) -> None:
+    """B has an older checkpoint, and comes back first."""
+    run = all_left()
+    leave(run)
     if restarts:
+        limits = Deadlines(silence_s=1e9)
         run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=1, limits=limits)
-    generation, joined_s = run.core.generation, run.now_s
-    restart(run, A, step=40)
-    advance_until(run, joined_s + 59.0)
-    assert run.core.generation == generation, "A alone would lose 65 steps"
+    generation = run.core.generation
+    restart(run, B, step=40)
+    joined_s = run.now_s
+    advance_until(run, joined_s + 50.0)
+    assert run.core.generation == generation, "B alone would lose 65 steps"
+    said = run.core.snapshot(run.now_s)["reason"]
+    assert re.search(r"; awaiting a worker with the checkpoint of step 105, for at most \d+ s$", said), said
     if returns:
-        restart(run, B, step=105)
+        restart(run, A, step=105)
     advance_until(run, joined_s + 70.0)
     assert run.core.generation == generation + 1
-    assert (run.view.applied + 1, run.roster) == ((105, "b a") if returns else (40, "a"))
+    assert (run.view.applied + 1, run.roster) == ((105, "a b") if returns else (40, "b"))
     assert bool(run.notes("rollback")) == (not returns)
+
+
+def test_a_checkpoint_that_no_worker_keeps_is_not_awaited() -> None:
+    run = all_left(kept=0)
+    leave(run)
+    restart(run, B, step=40)
+    advance_until(run, run.now_s + 5.0)
+    assert (run.core.generation, run.view.applied) == (2, 39)
+
+
+def test_the_wait_for_a_checkpoint_begins_when_enough_workers_have_joined() -> None:
+    run = all_left(min_workers=2)
+    leave(run)
+    restart(run, B, step=40)
+    advance_until(run, run.now_s + 100.0)
+    restart(run, C, step=40)
+    advance_until(run, run.now_s + 50.0)
+    assert run.core.generation == 1
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 5.0)
+    assert (run.core.generation, run.view.applied) == (2, 104)
+
+
+def test_the_wait_for_a_checkpoint_begins_when_the_last_member_leaves() -> None:
+    """C has been there for long, and is still catching up or preparing its data."""
+    run = all_left()
+    run.join(C, setup=None)
+    for step in range(106, 126):
+        advance_until(run, run.now_s + 4.0)
+        for peer in (A, B):
+            run.say(peer, m.Heartbeat(1, step, step, ((m.KEPT_STEP, 105.0),)))
+    leave(run)
+    generation = run.core.generation
+    run.say(C, SETUP, m.LinkLatencies(()))
+    advance_until(run, run.now_s + 50.0)
+    assert run.core.generation == generation, "C alone would start at step 0"
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 5.0)
+    assert (run.core.generation, run.view.applied) == (generation + 1, 104)
+
+
+def test_a_run_that_its_owner_ends_awaits_the_checkpoint_as_well() -> None:
+    run = all_left()
+    leave(run)
+    restart(run, B, step=40)
+    said = r"ends in \d\d s with the model of step 40, unless a worker with a later checkpoint joins first$"
+    assert re.search(said, end(run))
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 65.0)
+    assert run.view.applied == 104
+    run.ready(A, B)
+    assert run.core.phase is RunPhase.FINISHED
 
 
 def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:

@@ -128,6 +128,6 @@ def test_only_members_finish_steps_and_a_lost_model_leaves_no_members() -> None:
     assert state.highest_step == 8
     state.has_started = True
     state.record_departure(A)
-    state.lose_model()
+    state.lose_model(0.0)
     assert not state.has_started and not state.members and not state.departed_members
     assert state.enter_phase(RunPhase.TRAINING, "") and state.has_started

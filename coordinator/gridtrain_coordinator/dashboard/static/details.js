@@ -21,8 +21,7 @@ export class Details {
     this.dialog.replaceChildren(el("div", { className: "bar" }, el("h2", { id: "d-name" }, worker.name || "(no name)"), close), this.facts, this.orders(worker));
     this.update(worker);
     this.dialog.showModal();
-    await this.ask(worker);
-    this.update(worker);
+    if (await this.ask(worker)) this.update(worker);
   }
 
   update(worker) {
@@ -37,16 +36,18 @@ export class Details {
     for (const [name, value] of Object.entries(worker.about ?? {})) add(name, value);
     add("Address", this.place);
     for (const [name, value] of Object.entries(this.figures)) add(name, digits(value, 6));
-    this.facts.replaceChildren(...facts);
+    const changed = facts.length !== this.facts.children.length || facts.some((each, i) => each.textContent !== this.facts.children[i].textContent);
+    if (changed) this.facts.replaceChildren(...facts);
   }
 
   async ask(worker) {
     const headers = this.token ? { authorization: `Bearer ${this.token}` } : {};
     const answer = await fetch(`api/v1/workers/${worker.peer}`, { headers }).catch(() => null);
-    if (!answer?.ok || this.shown !== worker.id) return;
-    const told = await answer.json();
+    const told = answer?.ok ? await answer.json() : null;
+    if (!told || this.shown !== worker.id) return false;
     if (told.address !== undefined) this.place = told.address || "not known";
     this.figures = told.figures ?? {};
+    return true;
   }
 
   orders(worker) {
