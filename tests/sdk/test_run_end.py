@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator

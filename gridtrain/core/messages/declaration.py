@@ -139,9 +139,12 @@ class AnyFloatField(FieldType):
     name, bounds = "number", "a 64-bit float, also infinite or NaN"
 
     def pack(self, value: Any) -> float:
-        if type(value) is not float:
-            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
-        return value
+        return self.unpack(float(value) if type(value) is int else value)
+
+    def unpack(self, plain: Any) -> float:
+        if type(plain) is not float:
+            raise FieldError(f"{describe(plain)}; it must be {self.bounds}")
+        return plain
 
 
 class BytesField(FieldType):
