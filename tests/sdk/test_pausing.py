@@ -23,6 +23,7 @@ from torch import nn
 from training_loop import backward, flat, sgd, train_batch
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
 from gridtrain.runtime.contribution import Contribution
@@ -305,7 +306,7 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
             if is_back.wait(0.05 if is_far.is_set() else 0.0):
                 break
 
-    with new_group(workers=1) as group:
+    with new_group(workers=1, deadlines=Deadlines(regather_s=0.5)) as group:
         folder = group.export_dir / "one"
         group.start(train, owner=owner, checkpoint_every=1000, state_dir=str(folder))
         wait_for_status(group, lambda status: status["phase"] == "training")
