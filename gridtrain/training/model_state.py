@@ -286,12 +286,14 @@ class ModelState(ABC):
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
         if held is None or not is_settled:  # then a step may have committed that is missing in the model
+            self._report_kept()
             return None
         snapshot = self._session.snapshot
         was_alone = snapshot.world_size == 1 and snapshot.first_step <= held.applied
         self._paused_with = self._paused_with or (held, was_alone)
         if self._has_taken_part:  # otherwise what it has on disk stays valid
             self._keep_for_others()
+        self._report_kept()
         return held
 
     def save_paused(self) -> None:
@@ -330,6 +332,12 @@ class ModelState(ABC):
                 log.warning(NOT_SAVED, "it is no longer a member")
             except Exception as error:  # such as too little memory, which must not prevent the departure
                 log.warning(NOT_SAVED, error)
+        self._report_kept()
+
+    def _report_kept(self) -> None:
+        """Report of which step this worker, which is leaving or pausing, keeps a checkpoint."""
+        kept = self._written_step or 0 if self._left_at is None else self._left_at.applied + 1
+        self._session.report_figures({KEPT_STEP: float(kept)})
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         """Save what `leave` has recorded, wait for a checkpoint that is being written or uploaded, and
@@ -768,7 +776,6 @@ class WholeModelState(ModelState):
         is_after_step = between_steps or (not self.has_failed and self._is_before_step(snapshot))
         if is_after_step and not self._optimizer.parameter_watch.has_changed:
             self._left_at = snapshot
-            self._session.report_figures({KEPT_STEP: float(snapshot.applied + 1)})
         elif snapshot.world_size <= 1:
             self._lost_step = snapshot.applied + 1, CHANGED if is_after_step else "was stopped within a step"
         elif is_after_step:

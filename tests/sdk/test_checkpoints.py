@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from checkpointed_group import run
+from group_snapshot import snapshot_of
 from safetensors.torch import load_file
 from torch import nn
 from training_loop import backward, sgd, train_batch, train_steps
@@ -573,6 +575,31 @@ def test_checkpoints_from_before_a_start_at_step_0_are_moved_out_of_the_reach_of
     assert f"not from the checkpoint of step 3, which is now in {kept}" in caplog.text
     assert [path.name for path in kept.parent.glob("earlier-*")] == ["earlier-1"], "no more at each return"
     assert len(list(kept.parent.glob("step-*"))) <= 3
+
+
+def test_the_checkpoint_of_the_worker_that_left_last_is_awaited(
+    new_group: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first to come back has taken no step, and would begin again at step 0."""
+    begun: list[int] = []
+
+    def work(grid: gridtrain.Grid, number: int) -> None:
+        for step in steps_of(grid):
+            begun.append(step)
+            if step >= 3:
+                break
+
+    old = {"checkpoint_every": 1000, "state_dir": str(tmp_path / "worker-0")}
+    with new_group(workers=1) as group:
+        group.result(group.start(work, **old))
+        group.wait_for("waiting")
+        newcomer = group.start(work)
+        until_s = time.monotonic() + WITHIN_S
+        while "awaiting a worker with the checkpoint of step 3" not in (said := snapshot_of(group)["reason"]):
+            assert time.monotonic() < until_s, said
+        group.result(group.start(work, **old))
+        group.result(newcomer)
+    assert begun == [1, 2, 3, 4, 4], "both continue after step 3"
 
 
 def steps_of(grid: gridtrain.Grid) -> Iterator[int]:

@@ -472,6 +472,7 @@ def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFi
         _leaves_before_first_step=lambda: False,
         _leave_residual=lambda budget_bytes: None,
         _keep_for_others=refuse,
+        _report_kept=lambda: None,
     )
     ModelState.leave(state, 0, between_steps=True)
     assert caplog.messages == [

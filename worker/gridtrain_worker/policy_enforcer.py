@@ -366,7 +366,7 @@ class PolicyEnforcer:
             self._script_status = said
             self._update_name(str(said.get("name") or self._name))
             # The script pauses before all bytes are used.
-            has_paused = said.get("state") == "paused" and said.get("reason") == self._spent_text
+            has_paused = said.get("state") == "paused" and said.get("reason") == self._spent_text(self._now())
             if said.get("state") == BUDGET_EXHAUSTED or has_paused:
                 self._spent_budget = self._now().date(), self._policy.rules.budget_bytes
                 self._decide()
@@ -421,11 +421,10 @@ class PolicyEnforcer:
             self._last_pushed = directive
             self._control_socket.push(directive)
 
-    @property
-    def _spent_text(self) -> str:
-        """Why the script pauses once the budget is used up; different for each day and budget."""
+    def _spent_text(self, now: datetime) -> str:
+        """Return why the script pauses once the budget is used up; different for each day and budget."""
         budget = self._policy.rules.texts()["budget"]
-        return f"the traffic budget of {self._now():%d %B}, {budget}, is used up, until 00:00"
+        return f"the traffic budget of {now:%d %B}, {budget}, is used up, until 00:00"
 
     def _wanted_state(self) -> Body:
         rules, now = self._policy.rules, self._now()
@@ -439,7 +438,7 @@ class PolicyEnforcer:
             "most_bytes": max_bytes,
             "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
             "download_Bps": parse_rate(rules.download) if rules.download else None,
-            "spent_text": self._spent_text,
+            "spent_text": self._spent_text(now),
             **({DAY_BYTES: rules.budget_bytes or None} if self._knows_day_bytes else {}),
         }
 

@@ -12,7 +12,6 @@ TRAINING --view change requested--> Freeze --all connected members have reported
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -113,10 +112,8 @@ class FreezePhase:
         if run.is_ending:
             return self.end_without_members(now_s)
         self._forget_members(now_s)
-        lost: dict[str, Any] = {"committed": True} if run.has_committed and not run.highest_step else {}
+        lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         what = "the next workers continue from a checkpoint, or start at step 0 if they have none"
-        if run.left_step:
-            lost["left_step"] = run.left_step
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
         reason = f"no connected worker holds the model; {what}; gridtrain finish ends the run"
@@ -150,11 +147,6 @@ class FreezePhase:
         step = run.checkpoint_step
         if step is None:
             return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
-        if step < run.left_step:
-            run.forget_left_step()  # it is awaited once
-            run.view_change.withdraw()
-            run.view_change.wait_until(now_s + run.limits.regather_s)
-            return []
         self._forget_members(now_s)
         run.view_change.request(END_REASON)
         for worker in run.workers.values():

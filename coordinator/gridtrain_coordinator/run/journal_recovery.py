@@ -85,7 +85,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
             case "run":
                 definition = _definition(body)
             case "generation":
-                latest, phase, highest_step, left_workers = body, "", 0, {}
+                latest, phase, highest_step, left_workers, left_step = body, "", 0, {}, 0
                 for line in body["members"]:
                     peer = bytes.fromhex(line["peer"])
                     names.pop(peer, None)  # reinserted, so that the latest names come last

@@ -272,9 +272,11 @@ class RunState:
 
     @property
     def awaits_left_step(self) -> bool:
-        """Whether no worker holds the model, or has the checkpoint with which the last members have left."""
-        is_whole = not self.partition.is_pipeline
-        return is_whole and not self.members and (self.checkpoint_step or 0) < self.left_step
+        """Whether no worker holds the model, or has the checkpoint that a member kept when it left; False for
+        a pipeline, and once the owner has ended the run."""
+        if self.members or self.partition.is_pipeline or self.is_ending or self.is_finished:
+            return False
+        return (self.checkpoint_step or 0) < self.left_step
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""
@@ -294,10 +296,6 @@ class RunState:
     def begin(self, now_s: float) -> None:
         """Record that the coordinator has started."""
         self.model_lost_s = now_s
-
-    def forget_left_step(self) -> None:
-        """Await the checkpoint of step `left_step` no longer."""
-        self.left_step = 0
 
     def raise_term(self, above: int) -> None:
         self.term = max(self.term, above) + 1
@@ -371,6 +369,8 @@ class RunState:
     def phase_entry(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
         if phase is RunPhase.FINISHED and self.missing_model:
             more["missing_model"] = self.missing_model
+        if self.left_step:
+            more["left_step"] = self.left_step
         return JournalEntry("state", {"state": str(phase), "reason": reason, **more})
 
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:

@@ -1412,17 +1412,13 @@ def test_the_wait_for_a_checkpoint_begins_when_the_last_member_leaves() -> None:
     assert (run.core.generation, run.view.applied) == (generation + 1, 104)
 
 
-def test_a_run_that_its_owner_ends_awaits_the_checkpoint_as_well() -> None:
+def test_a_checkpoint_is_not_awaited_once_the_owner_has_ended_the_run() -> None:
     run = all_left()
     leave(run)
-    restart(run, B, step=40)
-    said = r"ends in \d\d s with the model of step 40, unless a worker with a later checkpoint joins first$"
-    assert re.search(said, end(run))
-    restart(run, A, step=105)
-    advance_until(run, run.now_s + 65.0)
-    assert run.view.applied == 104
-    run.ready(A, B)
-    assert run.core.phase is RunPhase.FINISHED
+    end(run)
+    assert run.core.run.is_finished
+    assert "awaiting" not in run.core.snapshot(run.now_s)["reason"]
+    assert not run.core.run.awaits_left_step
 
 
 def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
