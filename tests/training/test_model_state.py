@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gridtrain.config import Deadlines
-from gridtrain.core.messages import CheckpointInfo, LedgerState
+from gridtrain.core.messages import KEPT_STEP, CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
@@ -46,13 +46,32 @@ def state(tmp_path: Path) -> Any:
         return left  # type: ignore[no-any-return]
 
     made: Any = WholeModelState.__new__(WholeModelState)
-    made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))
+    made.reported = {}
+    tasks = SimpleNamespace(settle_absences=lambda timeout_s: True)
+    made._session = SimpleNamespace(tasks=tasks, report_figures=made.reported.update)
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._has_taken_part = True
     made._paused_with = made._left_at = made._left_step = made._written_step = None
     made._store = made._uploader = made._lost_step = None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made
+
+
+@pytest.mark.parametrize(("left_at", "written", "kept"), [(104, 100, 105), (None, 100, 100), (None, None, 0)])
+def test_a_worker_that_leaves_reports_the_checkpoint_that_it_keeps(
+    state: Any, left_at: int | None, written: int | None, kept: int
+) -> None:
+    """Also if it reported another one at an earlier pause."""
+    state.untransferred = [None]
+    state.reported[KEPT_STEP] = 7.0
+    state._leaves_before_first_step = lambda: False
+
+    def keep(*, between_steps: bool) -> None:
+        state._left_at = None if left_at is None else SimpleNamespace(applied=left_at)
+
+    state._keep_for_others, state._written_step = keep, written
+    state.leave(0, between_steps=True)
+    assert state.reported == {KEPT_STEP: float(kept)}
 
 
 @pytest.mark.parametrize(
