@@ -537,12 +537,13 @@ def test_a_script_that_pauses_before_its_budget_is_used_up_is_shown_as_paused(
     """It keeps a reserve of bytes for the end of its step."""
     enforcer = make(budget="1kB")
     link = AgentLink(enforcer.path, lambda: 900)
-    link.report(state="paused", reason=link.directive.spent_text)
+    reason = link.directive.spent_text
+    link.report(state="paused", reason=reason)
     wait_until(lambda: not enforcer.decision.may_train)
     (shown,) = (shown for _, shown in running_workers())
     assert (shown["state"], shown["reason"]) == ("paused", "the day's traffic budget is used up, until 00:00")
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
-    link.report(state="paused", reason=link.directive.spent_text)  # before the script has continued
+    link.report(state="paused", reason=reason)  # before the script has continued
     wait_until(lambda: link.directive.run)
     assert enforcer.decision.may_train
 
