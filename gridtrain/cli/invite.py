@@ -100,11 +100,13 @@ def invite(
     if address is not None:
         check_reachable("--address", parse_coordinator_address(address))
     operator = operator_for(run, state, wait)
-    port = int(operator.endpoint.file.address.rpartition(":")[2])
-    given = "" if address is None else parse_coordinator_address(address, port)
     if old is not None:
         click.echo(operator.withdraw(old), err=True)
         return
+    given = ""
+    if address is not None:
+        port = int(operator.endpoint.file.address.rpartition(":")[2])
+        given = parse_coordinator_address(address, port)
     invitation = operator.invite(uses, expires, given)
     click.echo(invitation.text())  # before anything can fail, because it is valid from now on
     status = operator.status()

@@ -518,7 +518,7 @@ class Grid:
         seed: int = 0,
     ) -> sampler.GridSampler:
         """Return a sampler for `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`.  The
-        arguments are those of `batches`, which has more of them.
+        arguments have the same meaning as in `batches`.
 
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead, use
         `grid.batches(..., num_workers=...)`, which drops the right batches when the group changes.

@@ -191,9 +191,9 @@ def local(
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
 
     If a worker raises an exception, or a planned fault kills it, this function ends the other workers and
-    raises the first such exception.
-    In the other workers, the call to the grid that is waiting, or else the next one, raises an exception.
-    A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds keeps running in its thread.
+    raises the first such exception.  In the other workers, the call to the grid that is waiting, or else the
+    next one, raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S` seconds
+    keeps running in its thread.
 
     Args:
         export_dir: the folder to which the final model is written; if empty, it is not written.

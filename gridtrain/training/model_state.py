@@ -285,14 +285,14 @@ class ModelState(ABC):
         is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
-        if held is None or not is_settled:  # then a step may have committed that is missing in the model
-            self._report_kept()
-            return None
-        snapshot = self._session.snapshot
-        was_alone = snapshot.world_size == 1 and snapshot.first_step <= held.applied
-        self._paused_with = self._paused_with or (held, was_alone)
-        if self._has_taken_part:  # otherwise what it has on disk stays valid
-            self._keep_for_others()
+        if not is_settled:  # then a step may have committed that is missing in the model
+            held = None
+        if held is not None:
+            snapshot = self._session.snapshot
+            was_alone = snapshot.world_size == 1 and snapshot.first_step <= held.applied
+            self._paused_with = self._paused_with or (held, was_alone)
+            if self._has_taken_part:  # otherwise what it has on disk stays valid
+                self._keep_for_others()
         self._report_kept()
         return held
 

@@ -365,10 +365,11 @@ class PolicyEnforcer:
                 return  # read only after the next process had connected
             self._script_status = said
             self._update_name(str(said.get("name") or self._name))
+            now = self._now()
             # The script pauses before all bytes are used.
-            has_paused = said.get("state") == "paused" and said.get("reason") == self._spent_text(self._now())
+            has_paused = said.get("state") == "paused" and said.get("reason") == self._spent_text(now)
             if said.get("state") == BUDGET_EXHAUSTED or has_paused:
-                self._spent_budget = self._now().date(), self._policy.rules.budget_bytes
+                self._spent_budget = now.date(), self._policy.rules.budget_bytes
                 self._decide()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
                 more, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes

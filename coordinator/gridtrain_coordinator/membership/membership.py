@@ -168,7 +168,6 @@ class Membership:
 
     def start(self, now_s: float) -> list[Effect]:
         run = self.run
-        run.begin(now_s)
         if run.view_change.is_freezing:
             self._freeze_phase.delay_freeze(now_s)
         elif run.is_ending and not run.is_finished:  # workers with checkpoints may come back
@@ -474,8 +473,7 @@ class Membership:
         if settled_s is None:
             newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
             settled_s = newest_s + limits.settle_s
-        if run.highest_step and not run.members:
-            # A worker says in its setup which checkpoint it has.
+        if run.highest_step and not run.members:  # a worker says in its setup which checkpoint it has
             unknown_s = [worker.joined_s for worker in run.workers.values() if worker.setup is None]
             settled_s = max([settled_s, *(joined_s + limits.regather_s for joined_s in unknown_s)])
             if run.awaits_left_step:

@@ -60,7 +60,8 @@ class RunState:
         highest_step: the number of committed steps, as far as generations and members' reports show.
         left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none,
             or another generation has begun since.
-        model_lost_s: the time at which it became known that no worker holds the model.
+        model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
+            before this coordinator started.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
@@ -292,10 +293,6 @@ class RunState:
         self.model_lost_s = now_s
         self.view, self.has_started = None, False
         self.departed_members.clear()
-
-    def begin(self, now_s: float) -> None:
-        """Record that the coordinator has started."""
-        self.model_lost_s = now_s
 
     def raise_term(self, above: int) -> None:
         self.term = max(self.term, above) + 1
