@@ -51,7 +51,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return a number with three significant digits, or from 1,000 on as an integer: "12.3", "6,083"."""
+    """Format a number with three significant digits or, from 1,000 on, as an integer: "12.3", "6,083"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
@@ -127,7 +127,7 @@ def format_field(value: object) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return a number of bytes with three significant digits and a decimal prefix, such as "1.25 GB"."""
+    """Format a number of bytes with three significant digits and a decimal prefix, such as "1.25 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"

@@ -213,7 +213,7 @@ class Site:
             theirs = self._listen_to(rank, _SiteMessage.BASE)
             if base.rule != "any" and theirs != base.describe():
                 raise ConfigError(
-                    f"the base of process {rank} of this site differs from the leader's: "
+                    f"the frozen base of process {rank} of this site differs from the leader's: "
                     f"{theirs or 'no frozen parameters'} in that process and "
                     f"{base.describe() or 'no frozen parameters'} in the leader",
                     remedy="load the same model from the same files, freeze parameters in the same way, and "

@@ -1,4 +1,4 @@
-"""Ends a run on one worker: waits for the last checkpoint and upload, and exports the final model."""
+"""Ends a run on one worker: waits for the last checkpoint, and exports the final model, with retries."""
 
 from __future__ import annotations
 

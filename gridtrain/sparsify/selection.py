@@ -1,4 +1,4 @@
-"""Chooses how the k largest entries of a vector (acc) are selected, so that it is fast on its device.
+"""Chooses how the k largest entries of a vector (acc), or of each chunk of it, are selected on its device.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude

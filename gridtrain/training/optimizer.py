@@ -202,7 +202,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_overlapping(self) -> bool:
-        """Whether buckets are currently sent during the backward pass, outside of trials."""
+        """Whether buckets are sent during the backward pass, except in trials, which measure both ways."""
         return self._overlapper is not None and self._overlapper.is_active
 
     # -- torch.optim.Optimizer -------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Overlapper:
         if bucket in self._sent:
             raise ConfigError(
                 f"more than {self.backwards} backward pass{'es' * (self.backwards != 1)} ran before one "
-                "step(); the gradients were already sent",
+                "step(); the gradients have already been sent",
                 remedy="use grid.batches(..., accumulate=N) for N backward passes per step, or overlap=None",
             )
         self._backward_counts[index] += 1

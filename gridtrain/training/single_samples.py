@@ -1,4 +1,4 @@
-"""Trains batch norms on a single sample, which has no statistics of its own.
+"""Trains batch-norm layers on a single sample, which has no statistics of its own.
 
     values per channel    running statistics
     2 or more             yes or no              as torch does
@@ -6,8 +6,8 @@
     1                     no                     normalized by itself, which leaves only the bias
 
 At the end of a pass, for example, a batch (with `accumulate`, a micro-batch) may have a single sample,
-regardless of the chosen size: no division of a step's samples can rule this out.  Only sizes with which every
-batch has a single sample are refused, such as `batch_size=1`.
+regardless of the chosen size: no way of dividing a step's samples can rule this out.  Only sizes that give
+every batch a single sample, such as `batch_size=1`, are refused.
 """
 
 from __future__ import annotations

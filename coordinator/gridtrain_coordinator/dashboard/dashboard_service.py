@@ -81,7 +81,7 @@ class DashboardService:
         self._events.append((time.time(), level, event, dict(fields)))
 
     def take_orders(self) -> Iterator[Order]:
-        """Yield the operator's commands since the last call; the caller must answer each of them."""
+        """Yield the operator's commands received since the last call; the caller must answer each of them."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._orders.get_nowait()

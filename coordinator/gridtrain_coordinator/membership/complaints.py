@@ -148,9 +148,9 @@ class Complaints:
 
 
 class StalledStep:
-    """Decides which member delays a step, from the generations in which the step stalled, and the reports.
+    """Decides which member delays a step, based on the reports and on the generations in which it stalled.
 
-    stall of step 7   reporter   suspect    made progress   dismissed
+    stall of step 7   reporter   suspect    has progressed  dismissed
     1st               root       bert       no              bert
     1st, 2nd          root       clara      yes             no member
     3rd               root       clara      yes             clara      she was suspected three times

@@ -76,7 +76,7 @@ class Membership:
 
     Args:
         me: the coordinator's key.
-        run: the run's name; joins for another run are refused.
+        run: the run's name; requests to join another run are refused.
         term: the number of times that the coordinator has started; already written to the journal.
         min_workers: the number of workers that the run needs to start.
         deadlines: the time limits; see `gridtrain.config.Deadlines`.

@@ -211,7 +211,7 @@ class WorkerAdmission:
         return f"; the base was loaded from {' and '.join(known)}" if known else ""
 
     def handle_dial_back_result(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
-        """Record how other workers can reach a worker, and introduce it if its setup is known."""
+        """Record how others can reach a worker, and introduce it to them if its setup is known."""
         worker = self._run.workers.get(peer)
         if worker is None or not (effects := self._addresses.on_dial_back_result(worker, address)):
             return []

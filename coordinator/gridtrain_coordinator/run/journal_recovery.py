@@ -31,7 +31,7 @@ class RecoveredRun:
     """The run according to the journal; the defaults correspond to an empty journal.
 
     Attributes:
-        definition: the setup that all workers must agree with; None if no worker has joined yet.
+        definition: the setup that those of all workers must match; None if no worker has joined yet.
         generation: the latest generation; 0 if none was installed.
         view, roster: the view and members of the latest generation; None and () if no worker held the model
             when the journal ended.

@@ -40,7 +40,7 @@ class RunState:
     """The state of one run.
 
     Args:
-        name: the run's name; joins for another run are refused.
+        name: the run's name; requests to join another run are refused.
         term: the number of times that the coordinator has started; already written to the journal.
         limits: the time limits; see `gridtrain.config.Deadlines`.
         min_workers: the number of workers that the run needs to start.
@@ -49,7 +49,7 @@ class RunState:
     Attributes:
         phase: the phase of the run, which the status shows together with `reason`.
         generation: the number of the latest generation; 0 if none was installed.
-        definition: the setup that all workers must agree with; None until a worker has defined the run.
+        definition: the setup that those of all workers must match; None until a worker has defined the run.
         workers: registered workers, in joining order.
         view: the view of the latest generation; None if no worker holds the model, or if only the members
             know the view.
@@ -58,8 +58,8 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
-        left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none,
-            or another generation has begun since.
+        left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
+            or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
             before this coordinator started.
         has_committed: whether a step may have been committed; until then the definition may be replaced.

@@ -1,4 +1,4 @@
-"""Turns the problems that workers report in heartbeats into log events, alerts, and text for the status.
+"""Turns the problems that workers report, such as skipped steps, into log events, alerts, and status texts.
 
 one worker's figures  --> WorkerProblems.update --> LogEvent, at intervals       for the log
                           WorkerProblems.text   --> "made the group skip ..."    for the worker's status

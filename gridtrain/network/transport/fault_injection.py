@@ -358,9 +358,9 @@ class FaultyTransport(WrappingTransport):
 
 
 def _flip_bit(payload: bytes | memoryview) -> bytes:
-    """Return the payload after flipping the lowest bit of its last float32, or of an fp16 near its end.
+    """Return the payload after flipping the lowest bit of its last float32 value, which remains finite.
 
-    The changed value remains finite.
+    In a payload of float16 values, a value near its end changes.
     """
     changed = bytearray(payload)
     if changed:

@@ -371,7 +371,7 @@ class MemoryTransport:
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
         """Drop the connection and the messages queued for it.
 
-        `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has hung up.
+        `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has closed it.
         """
         peer, now_s = link.other_end(self).me, time.monotonic()
         if self._connections.get(peer) is not link:

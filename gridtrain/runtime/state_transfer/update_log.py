@@ -1,6 +1,6 @@
 """A log of the latest committed updates for newcomers, limited in number and size, and an update's encoding.
 
-    member:    committed round --> UpdateLog (at most a few hundred updates) --> UpdateLogEntry
+    member:    committed round --> UpdateLog (at most MAX_UPDATES updates) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step
 
     payload:   u32 S | S bytes of settings | u64 flags | u8 m | m digests of 32 bytes | sparse update, fp32

@@ -44,7 +44,7 @@ class StepRecorder:
         self._times = StepTimes()
 
     def exclude_time(self, elapsed_s: float) -> None:
-        """Exclude the time that a held-out evaluation took from the clock."""
+        """Exclude from the clock the time that a held-out evaluation took."""
         self._paused_s += elapsed_s
 
     def count_step(self, loss: float, timings: dict[str, float]) -> float:

@@ -1,4 +1,6 @@
-"""Stores a pipeline's checkpoints and copies on a worker's disk by stage; decides which are kept and loaded.
+"""Stores a pipeline's checkpoints, and copies of the previous stage's, on a worker's disk by stage.
+
+It decides which of them are kept and loaded:
 
     <folder>/blocks-000-003/step-00000200/     as `checkpoint_store` writes them, the latest few of each stage
     <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)

@@ -75,7 +75,7 @@ def decode(data: bytes) -> Any:
 
 
 def convert_parquet(file: BinaryIO, rows: BinaryIO) -> None:
-    """Write the rows of a Parquet file as a file of rows."""
+    """Write the rows of a Parquet file in the cache's row format."""
     require("pyarrow", "reading Parquet files")
     from pyarrow.parquet import ParquetFile
 
