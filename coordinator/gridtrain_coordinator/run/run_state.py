@@ -331,7 +331,9 @@ class RunState:
         run has members and the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
-            self.left_step = max(self.left_step, worker.kept_step)
+            # A member that leaves before its first step keeps the checkpoint with which it joined.
+            joined_step = min(worker.checkpoint_step or 0, self.highest_step)
+            self.left_step = max(self.left_step, worker.kept_step, joined_step)
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []

@@ -1373,6 +1373,19 @@ def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, r
     assert bool(run.notes("rollback")) == (not returns)
 
 
+def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
+    run = all_left()
+    leave(run)
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 5.0)
+    assert run.roster == "a"
+    run.say(A, m.Leave("Ctrl-C"))
+    generation = run.core.generation
+    restart(run, B, step=40)
+    advance_until(run, run.now_s + 50.0)
+    assert run.core.generation == generation, "B alone would lose 65 steps"
+
+
 def test_a_checkpoint_that_no_worker_keeps_is_not_awaited() -> None:
     run = all_left(kept=0)
     leave(run)
