@@ -153,6 +153,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "seeds" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.sweep)
+            if FULL:  # five times as many seeds as the configured timeout is for
+                item.add_marker(pytest.mark.timeout(5 * float(config.getini("timeout"))))
 
 
 def _has_cuda() -> bool:

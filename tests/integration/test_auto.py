@@ -6,6 +6,7 @@ milliseconds, and a batch of these is computed in one.
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -40,9 +41,10 @@ def test_a_slow_link_makes_the_exchange_sparse_for_all(new_group) -> None:
     assert victim.code == KILLED
     assert len(ends) == 3 and len({end["digest"] for end in ends}) == 1
     (used,) = {end["used"] for end in ends}
-    assert "TopK(density=0.05" in used
+    assert re.match(r"G?TopK\(.*density=0\.05", used), used
     assert opened == "not chosen yet"
-    # Either of the two sparse exchanges: the log names it with the times of the others, and it stays.
-    assert len({text.partition(":")[0] for text in chosen}) == 1
+    # Either of the two sparse exchanges: the log names it with the times of the others, and it stays.  Its
+    # topology may change with the members and the latest measurements (decision 0094).
+    assert len({text.partition(":")[0].replace("topology=direct, ", "") for text in chosen}) == 1
     assert "TopK(density=0.05" in chosen[0] and "dense " in chosen[0]
     assert all(program.marked("round")[0]["round"][0] > 1 for program in first), "none before the choice"
