@@ -224,6 +224,11 @@ class Grid:
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
+        The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
+        share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, also
+        those of float64 parameters.  A parameter that has no gradient on any worker receives zeros, so that
+        weight decay and momentum continue to change it.
+
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
                 on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, even within `LocalSteps`,
@@ -237,10 +242,11 @@ class Grid:
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
-            wait: "all" waits for all workers in every step, so that a run is reproducible from its seeds;
-                "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must
-                be the same on all workers.  The default is the option `wait` of `gridtrain worker`, or "all"
-                if that is not set.
+            wait: "all" waits for all workers in every step, so that a run of the same workers is reproducible
+                from its seeds if shares and exchange do not depend on measurements: with `batch_size=`, and
+                an exchange with a fixed topology (a dense star adds in order of arrival); "auto" continues
+                without workers whose loops have stalled (see docs/stragglers.md).  It must be the same on all
+                workers.  The default is the option `wait` of `gridtrain worker`, or "all" if that is not set.
             base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
@@ -447,7 +453,9 @@ class Grid:
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
                 end of a pass.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
-                workers join and leave, and is divided among them according to their measured speed.
+                workers join and leave, and is divided among them according to their measured speed.  A step
+                is smaller at the end of a pass, or if a worker is lost during the step; the samples of the
+                lost worker belong to later steps, so that a pass may have one step more.
             max_batch_size: with `global_batch_size`, the largest batch that this worker can process; it is
                 exceeded while the group is too small, which the coordinator logs.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.

@@ -625,8 +625,8 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if the arguments are not compatible; warn about an adaptive optimizer with a sparse
-    exchange.
+    """Raise `ConfigError` if the arguments, or the parameters' dtypes, are not compatible; warn about an
+    adaptive optimizer with a sparse exchange.
 
     The warning names the line that called `grid.optimizer`.  For this, there must be exactly two frames
     between this function and that line.
@@ -639,6 +639,13 @@ def check_compatible(
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")
+    wire, parameters = round_exchange(exchange), [p for group in inner.param_groups for p in group["params"]]
+    if not isinstance(wire, Dense) and any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ConfigError(
+            f"a parameter is {torch.float16}, whose range an update of {type(wire).__name__} may exceed, "
+            "because unsent gradients add up in the residual",
+            remedy="keep parameters in float32 (with torch.autocast) or bfloat16, or use exchange=Dense()",
+        )
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)

@@ -40,6 +40,14 @@ def wrapped_twice(grid: gridtrain.Grid) -> None:
     grid.optimizer(optimizer, model)
 
 
+def half_parameters_with_a_sparse_exchange(grid: gridtrain.Grid) -> None:
+    sgd(grid, linear().half(), SPARSE)
+
+
+def half_parameters_with_sparse_local_steps(grid: gridtrain.Grid) -> None:
+    sgd(grid, linear().half(), gridtrain.LocalSteps(2, SPARSE))
+
+
 def step_before_the_data(grid: gridtrain.Grid) -> None:
     model, optimizer = wrapped(grid)
     train_batch(model, optimizer, DATA[0])
@@ -107,6 +115,9 @@ TOO_EARLY = "optimizer.step() was called after only 1 of its 2 batches had been 
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
     wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
+    half_parameters_with_a_sparse_exchange: "a parameter is torch.float16, whose range an update of GTopK "
+    "may exceed, because unsent gradients add up in the residual -> keep parameters in float32",
+    half_parameters_with_sparse_local_steps: "a parameter is torch.float16, whose range an update of GTopK",
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
     forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}",
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
