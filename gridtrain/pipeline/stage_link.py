@@ -108,6 +108,5 @@ class RoundStageLink:
 
     def _broken_error(self) -> LineBroken:
         return LineBroken(
-            self._open_round.failure_reason
-            or "the round is lost, because a member left or could not continue"
+            self._open_round.failure_reason or "the round failed, because a member left or could not continue"
         )

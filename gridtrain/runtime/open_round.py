@@ -1,6 +1,6 @@
 """An open round and its buffers; a pipeline's training thread adds parts to the round and waits for them.
 
-add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last collective) -> RoundOutcome
+add(parts) ..   wait(channels) -> False if the round fails ..     complete(last collective) -> RoundOutcome
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PipelineRound:
         self._mailbox.submit_payload(io.AddCollectives(self._round.id, collectives_of(parts)))
 
     def wait(self, *channels: m.Channel) -> bool:
-        """Wait until the collectives of `channels` are complete; return False if the round is lost first."""
+        """Wait until the collectives of `channels` are complete; return False if the round fails first."""
 
         def are_complete() -> bool:
             return all(channel in self._round.completed for channel in channels)
@@ -127,7 +127,7 @@ class PipelineRound:
     def report_peer(self, rank: int, reason: str) -> None:
         """Report a violation by the member with this rank that only the trainer can detect.
 
-        The member is disconnected, and the round is lost.  Has no effect if the round's generation has ended.
+        The member is disconnected, and the round fails.  Has no effect if the round's generation has ended.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):

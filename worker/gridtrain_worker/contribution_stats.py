@@ -1,4 +1,4 @@
-"""Adds up one worker's contributions: since the agent started, and over all starts on this machine.
+"""Adds up one worker's contributions since its agent started, and in all sessions on this machine.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
 shown only to the volunteer, and never sent.

@@ -1,11 +1,11 @@
-"""Decides whether a pipeline that lost workers continues, rolls back or pauses, and who is on standby.
+"""Decides whether a pipeline that has lost workers continues, rolls back or pauses, and who is on standby.
 
     all reports received --> every stage is held in memory or on disk -----> the next generation
                              every stage of an earlier step is on disk ----> rollback, the next generation
                              neither --------------------------------------> PAUSED until a worker joins;
-                                      ended by its owner: FINISHED without a model after `regather_s`
+                                      a run that is ended: FINISHED without a model after `regather_s`
     a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`);
-                                      ended by its owner: as above
+                                      a run that is ended: as above
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the connected workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 

@@ -1,8 +1,8 @@
 """Assigns each sample of a pass to one worker and one step, and re-queues batches that are lost or too late.
 
-Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
-over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`
-determines.
+Positions number the samples in the order in which the run assigns them: position p belongs to pass number
+p // size over the data.  The sampler maps positions to samples by a permutation of each pass, which
+`LedgerSpec.seed` determines.
 
     size = 10, shares 2 + 2             |<------ pass 0 ------>|<- pass 1
     positions                           0 1 2 3 4 5 6 7 8 9   10 11 12 ..
@@ -14,7 +14,7 @@ The state is replicated.  It changes only when a step commits (`commit`), or whe
 aborted step (`reassign`).  All other values are computed from the state, identically on every worker.
 `commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + holders + late + pending + leased      (all as numbers of samples)
+    cursor == consumed + requeued + holders + late + pending + leased      (each a number of samples)
 
 `holders` are the positions that members keep after an aborted step (`reassign`).
 

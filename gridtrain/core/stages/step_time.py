@@ -64,7 +64,7 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble of the same number of equal stages without transfers: (S - 1)/(M + S - 1)."""
+        """The bubble if the stages were equal and there were no transfers: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 

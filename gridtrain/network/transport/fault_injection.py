@@ -174,7 +174,7 @@ class Faults:
             plan = [PlannedFault(**fault) for fault in json.loads(body)[:MAX_FAULTS]]
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"GRIDTRAIN_FAULTS is {text[:80]!r}, which cannot be read as a plan of faults: {error}",
+                f"GRIDTRAIN_FAULTS is {text[:80]!r}, which cannot be parsed as a plan of faults: {error}",
                 remedy="set it to the text that gridtrain.testing.Faults.text() returns, or unset it",
             ) from None
         return cls(*plan, marks=path)

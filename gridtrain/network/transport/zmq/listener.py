@@ -212,7 +212,7 @@ class Listener:
         return taken
 
     def due_s(self) -> float:
-        """Return the time from which `close_overdue` must be called; infinity if no call is necessary."""
+        """Return the earliest time at which `close_overdue` must be called; infinity if none is necessary."""
         return min(self._half_open.due_s(), *(due_s for due_s, _ in self._closing), math.inf)
 
     def close_overdue(self, drained_s: float, now_s: float) -> None:
@@ -229,7 +229,7 @@ class Listener:
         self._closing = [(due_s, connection) for due_s, connection in self._closing if now_s < due_s]
 
     def find_hoarders(self) -> list[Connection | None]:
-        """Return the connections over which many more bytes have arrived than were read.
+        """Return the connections over which many more bytes have arrived than have been read.
 
         Connections over which no Hello has arrived are closed, and None is returned for each of them.
         """
