@@ -292,7 +292,7 @@ class Site:
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
         """Receive the expected message from another process and return its text.
 
-        Raises `SiteFailed` if another message, which reports a failure, arrives, or if the process has exited.
+        Raises `SiteFailed` if another message, which reports a failure, arrives, or if the process exited.
         """
         word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
