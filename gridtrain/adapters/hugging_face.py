@@ -30,6 +30,7 @@ stops with the group.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object  # the mixin's base is the class that follows it
+
+log = logging.getLogger("gridtrain")
 
 
 class GridTrainerMixin(_Trainer):
@@ -73,6 +76,15 @@ class GridTrainerMixin(_Trainer):
         self._grid_options = grid_options or {}
         self._loader: GridLoader | None = None
         self.add_callback(_StepCallback(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        if resume_from_checkpoint:
+            raise ConfigError(
+                f"train has resume_from_checkpoint={resume_from_checkpoint!r}, but a run resumes from its "
+                "own checkpoints",
+                remedy="remove it; to begin a run with these weights, load them before train()",
+            )
+        return super().train(resume_from_checkpoint, *args, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if model is None:  # older versions have no argument
@@ -107,7 +119,7 @@ class GridTrainerMixin(_Trainer):
             steps=self.args.max_steps,
             accumulate=self.args.gradient_accumulation_steps,
             batch_size=self._train_batch_size,
-            seed=self.args.data_seed or 0,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             num_workers=self.args.dataloader_num_workers,
             collate_fn=collate,
             weigh=False,  # Trainer reads all batches of a step first, and weights them itself
@@ -141,7 +153,7 @@ class GridTrainer(GridTrainerMixin, Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Sets Trainer's step count, which starts at 0, to the step of the run (except with `LocalSteps`).
+    """Sets Trainer's step count, which starts at 0, to the run's (with `LocalSteps` only its start).
 
     It also ends the training loop when the run ends, lets only the first worker save, and reports the losses.
     """
@@ -149,10 +161,23 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: GridTrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._follow_run(state)
+
+    def _follow_run(self, state: Any) -> None:
+        """Add to Trainer's step counts the steps that this worker did not take, over which Trainer would
+        average its losses."""
+        trainer, calls = self._trainer, self._trainer.grid.calls_per_step
+        if calls == 1 or not state.global_step:
+            missed = trainer.grid.step * calls - state.global_step
+            state.global_step += missed
+            trainer._globalstep_last_logged += missed
+            initial = getattr(trainer, "_initial_global_step", 0)  # transformers 4 has none
+            trainer._initial_global_step = initial + missed
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         grid = self._trainer.grid
-        if grid.calls_per_step == 1:
-            state.global_step = grid.step
+        self._follow_run(state)
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
         control.should_save = control.should_save and grid.is_first
@@ -169,6 +194,11 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.finish()
+        if args.load_best_model_at_end and state.best_model_checkpoint is None:
+            log.warning(
+                "load_best_model_at_end had no effect: this worker has not saved the best model, and keeps "
+                "the last one"
+            )
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -216,6 +246,19 @@ def _refuse_misfits(args: TrainingArguments) -> None:
         raise ConfigError(
             "TrainingArguments has fp16=True, but Trainer's GradScaler would differ from worker to worker",
             remedy="use bf16=True, which needs no scaler",
+        )
+    # "group_by_length" was an argument of its own before transformers 5.
+    order = getattr(args, "train_sampling_strategy", "random")
+    if order != "random" or getattr(args, "group_by_length", False):
+        name = f"train_sampling_strategy={order!r}" if order != "random" else "group_by_length=True"
+        raise ConfigError(
+            f"TrainingArguments has {name}, but the group assigns the samples in random order",
+            remedy="remove it",
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "TrainingArguments has auto_find_batch_size=True, but a run cannot start again with another size",
+            remedy="set per_device_train_batch_size, which may differ from worker to worker",
         )
     if args.world_size > 1 or args.n_gpu > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Runs `lightning.Trainer` as a worker of a run; only the first worker writes log files and checkpoints.
+"""Runs `lightning.Trainer` as a worker of a run; only the first worker writes checkpoints.
 
     class Model(L.LightningModule):
         def configure_optimizers(self):
@@ -17,12 +17,15 @@ takes the step.
                            optimizer.step(): exchange and apply
 
 Learning rate schedulers from `configure_optimizers` are tracked: newcomers receive their state.
+`trainer.global_step`, and so `max_steps` and the axis of loggers, count the optimizer steps of the whole run.
+Every worker runs the trainer's loggers; `gridtrain.adapters.loggers` writes on the first worker only.
 Lightning treats the worker as one process on one device, so it distributes neither samples nor gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -47,6 +50,8 @@ class GridStrategy(SingleDeviceStrategy):
     def __init__(self, grid: Grid, loader: GridLoader, device: str = "cpu") -> None:
         super().__init__(device=device)
         self._grid, self._loader = grid, loader
+        self._evaluation = ExitStack()  # holds `grid.evaluation()` during a validation
+        self._has_failed = False
 
     @property
     def is_global_zero(self) -> bool:
@@ -66,6 +71,11 @@ class GridStrategy(SingleDeviceStrategy):
                 "precision is 16-mixed, but Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
+        if trainer.training and trainer.ckpt_path:
+            raise ConfigError(
+                f"fit has ckpt_path={str(trainer.ckpt_path)!r}, but a run resumes from its own checkpoints",
+                remedy="remove it; to begin a run with these weights, load them before grid.optimizer",
+            )
         if trainer.training:  # so that newcomers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             ours = serialization.INTERNAL_PREFIX
@@ -79,9 +89,37 @@ class GridStrategy(SingleDeviceStrategy):
             once, model=model or self.lightning_module, closure=closure, **options
         )
 
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        if self.lightning_module.trainer.training:  # the first hook of a batch, with which grid.step is known
+            self._follow_run()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _follow_run(self) -> None:
+        """Set Lightning's step counts, which start at 0, to the run's (with `LocalSteps` only at first)."""
+        loop, calls = self.lightning_module.trainer.fit_loop.epoch_loop, self._grid.calls_per_step
+        if self.lightning_module.automatic_optimization:
+            steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+        else:
+            steps = loop.manual_optimization.optim_step_progress.total
+        if calls == 1 or not steps.completed:
+            steps.ready = steps.completed = loop._batches_that_stepped = self._grid.step * calls
+
+    def on_validation_start(self) -> None:
+        self._evaluation.enter_context(self._grid.evaluation())
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._evaluation.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        self._evaluation.close()
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         try:
-            if self._grid.world_size:
+            if self._grid.world_size and not self._has_failed:
                 self._loader.finish()
         finally:
             super().teardown()
@@ -89,6 +127,9 @@ class GridStrategy(SingleDeviceStrategy):
 
 class _ClosureFirstOptimizer:
     """An optimizer whose `step` runs the closure once, and then takes the step without a closure."""
+
+    # GridOptimizer has True, with which Lightning refuses to clip; it only matters with a scaler.
+    _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -98,7 +98,8 @@ class BatchWeights:
         if not self._counts:
             error = ConfigError(
                 "optimizer.step() was called for a batch without a weight",
-                remedy="call grid.weigh(tokens) for each batch before optimizer.step()",
+                remedy="call grid.weigh(tokens) for each batch before optimizer.step(), as GridTrainer and "
+                'GridSFTTrainer do, or use weigh_by="samples"',
             )
             self._session.close(error.reason)  # so that other workers do not wait for this script's end
             raise error

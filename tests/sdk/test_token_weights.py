@@ -249,7 +249,7 @@ def test_options_that_do_not_allow_weights_by_tokens_are_refused(options: dict[s
 @pytest.mark.parametrize(
     ("weigh_by", "count", "says"),
     [
-        ("tokens", None, "a batch without a weight"),
+        ("tokens", None, "a batch without a weight -> .*, as GridTrainer and GridSFTTrainer do"),
         ("tokens", -1, "is -1"),
         ("samples", 1, "weighted by samples"),
     ],
