@@ -172,7 +172,11 @@ class Grid:
 
     @property
     def step(self) -> int:
-        """The number of steps committed so far, over the whole run."""
+        """The number of the run's steps that this worker's parameters contain.
+
+        A worker that missed steps, because it was cut off or its loop stalled, receives them with its next
+        batch; until then, the other workers may be further.
+        """
         return self._session.step
 
     @property
