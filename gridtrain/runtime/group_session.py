@@ -134,6 +134,8 @@ class GroupSession:
         Raises `ConfigError` if this worker has already joined.
         """
         self.check_not_joined()
+        if setup.checkpoint is not None:
+            self.tasks.applied = setup.checkpoint.applied
         self._joined = io.TrainerJoined(setup, neighbours, about, choices, may_be_absent)
         self.connection.submit(self._joined)
 
@@ -203,7 +205,7 @@ class GroupSession:
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
-        self._means.begin_turn(self.step)
+        self._means.begin_turn(self._group_step)
         self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
@@ -497,6 +499,7 @@ class GroupSession:
         self.is_turn_done = outcome.is_committed
         turn = self._turn
         if outcome.is_committed and turn is not None and turn.open_round is not None:
+            self.tasks.applied = turn.open_round.step
             self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
@@ -597,7 +600,7 @@ class GroupSession:
         generation = self.snapshot.generation
         if not self.end_reason:
             with self._ends_as_standby():
-                return self._means.average(self.step, generation, value, is_before_step=is_before_step)
+                return self._means.average(self._group_step, generation, value, is_before_step=is_before_step)
         return value
 
     def _await_generation_of(self, step: int) -> int | None:
@@ -626,7 +629,7 @@ class GroupSession:
                 tasks = due(snapshot)
                 if tasks and isinstance(tasks[0], copies):
                     self._run_task(tasks[0], snapshot)
-                elif self._can_begin(snapshot) and not self._is_interrupted and self.step == step:
+                elif self._can_begin(snapshot) and not self._is_interrupted and self._group_step == step:
                     return snapshot.generation
                 else:
                     return None
@@ -652,15 +655,18 @@ class GroupSession:
 
     @property
     def step(self) -> int:
-        """The number of steps committed so far; with a delay, only those whose update has been applied."""
-        turn = self._turn
-        if not self._has_delay or turn is None or turn.open_round is None:
-            return self.snapshot.applied + 1
-        return turn.open_round.step + int(self.is_turn_done)
+        """The number of steps whose updates this worker's model contains."""
+        return self.tasks.applied + 1
 
     @property
-    def _has_delay(self) -> bool:
-        return self._joined is not None and self._joined.setup.ledger.delay > 0
+    def _group_step(self) -> int:
+        """The number of the next step, for calls of `grid.mean`.
+
+        It counts the group's committed steps, also those that this worker has missed; with a delay, only
+        those whose update has been applied, because the calls in between belong to the same turn.
+        """
+        has_delay = self._joined is not None and self._joined.setup.ledger.delay > 0
+        return self.step if has_delay else self.snapshot.applied + 1
 
     @property
     def snapshot(self) -> WorkerSnapshot:

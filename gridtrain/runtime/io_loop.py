@@ -55,6 +55,7 @@ from gridtrain.network.transport.interface import (
 )
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq import tcp_options
+from gridtrain.runtime.client.worker_defaults import default_listen_address, interface_address
 from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.link_probes.link_probe import LinkProbe
@@ -125,6 +126,8 @@ class IoLoop:
         self._budget_exhausted = budget_exhausted
         self._coordinator = bytes.fromhex(config.coordinator_key)
         self._core: MemberCore  # from `start` on
+        # By interface: the address that peers can dial.  Earlier ones stay, because an address may return.
+        self._addresses: dict[str, str] = {}
         donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         deadlines = config.deadlines
         self.mailbox = Mailbox(transport.wake, should_interrupt)
@@ -170,7 +173,8 @@ class IoLoop:
             TransportError: an address cannot be used.
         """
         config = self._config
-        address = self._transport.listen(config.listen)
+        interface = config.listen or default_listen_address(config.coordinator)
+        address = self._addresses[interface] = self._transport.listen(interface)
         join = m.Join(config.run, config.name, config.advertise or address, config.relay != "no")
         self._core = MemberCore(self._transport.me, self._coordinator, join, config.deadlines)
         self._transport.dial(self._coordinator, config.coordinator)
@@ -387,9 +391,10 @@ class IoLoop:
             return
         self._is_payload_only = False
         match event:
-            case PeerUp(peer):
+            case PeerUp(peer, host=host):
                 if peer == self._coordinator:
                     self._reconnect_policy.connected()
+                    self._follow_interface(host)
                 self._link_probe.peer_up(peer, time.monotonic())
                 self._handle(io.PeerConnected(peer))
             case PeerDown(peer, reason):
@@ -403,6 +408,21 @@ class IoLoop:
                 log.info("an unknown peer violated the protocol: %s", reason)
             case TransportViolation(peer, reason) if peer is not None:
                 self._handle(io.ProtocolViolation(peer, reason))
+
+    def _follow_interface(self, host: str) -> None:
+        """Listen at another address if this machine now reaches the coordinator, at the IP address `host`,
+        from another address, for example after a change of the Wi-Fi network."""
+        interface = "" if self._config.listen or not host else interface_address(host)
+        if not interface:
+            return
+        if interface not in self._addresses:
+            try:
+                self._addresses[interface] = self._transport.listen(interface)
+            except TransportError as error:
+                log.warning("other workers cannot connect to this machine's new address: %s", error)
+                return
+            log.info("this machine's address has changed; now listening at %s", self._addresses[interface])
+        self._handle(io.AddressChanged(self._config.advertise or self._addresses[interface]))
 
     def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
         match message:

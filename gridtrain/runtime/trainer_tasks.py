@@ -94,10 +94,15 @@ class TrainerTasks:
 
     Args:
         loop: the current I/O loop; after a pause, `connect` sets the new loop.
+
+    Attributes:
+        applied: the last step that the trainer's model contains; -1 if there is none.  The group's last step
+            (`WorkerSnapshot.applied`) may be later, until the trainer has loaded or applied what it lacks.
     """
 
     def __init__(self, loop: IoLoop) -> None:
         self._loop = loop
+        self.applied = -1
         self._capture: CaptureBlobs | None = None
         self._restore: RestoreState | None = None
         self._replay: ReplayUpdate | None = None
@@ -263,9 +268,9 @@ class TrainerTasks:
                 case ReadCheckpoint():
                     self._read_checkpoint(task)
                 case io.LoadCheckpoints():
-                    self._load_checkpoints(task)
+                    self._load_checkpoints(task, snapshot.applied)
                 case LoadState():
-                    self._load_state(task, is_pipeline=is_pipeline)
+                    self._load_state(task, snapshot.applied, is_pipeline=is_pipeline)
                 case CaptureState(_, is_whole):
                     assert self._capture is not None
                     loop.state_sender.supply_state(task, self._capture(snapshot, is_whole))
@@ -293,14 +298,19 @@ class TrainerTasks:
         with suppress(GridtrainError):  # the loop has ended: nothing commits any more
             self._loop.mailbox.wait(lambda _: not rounds.is_absent, timeout_s)
         is_settled = not rounds.is_absent
-        self._apply_missed(rounds.take_missed())
+        self._apply(rounds.take_missed())
         return is_settled
 
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
-        assert self._apply_missed is not None
         self._loop.mailbox.submit(io.TrainerReturned())  # first, so that the next step is not missed, too
-        self._apply_missed(self._loop.step_rounds.take_missed(last_step))
+        self._apply(self._loop.step_rounds.take_missed(last_step))
+
+    def _apply(self, missed: Sequence[MissedStep]) -> None:
+        assert self._apply_missed is not None
+        self._apply_missed(missed)
+        if missed:
+            self.applied = missed[-1].step
 
     def _do_catch_up_work(self) -> None:
         """Load a snapshot or replay updates, while the members keep training."""
@@ -310,9 +320,11 @@ class TrainerTasks:
             try:
                 if isinstance(work, SnapshotWork):
                     self._restore([work.private_part, work.shared_part])
+                    self.applied = work.applied
                 else:
                     for step in work.steps:
                         self._replay(step)
+                        self.applied = step.step
             except RemoteProtocolError as error:
                 catch_up.fail_work(error.reason)
                 return
@@ -348,14 +360,15 @@ class TrainerTasks:
             self.report_checkpoints(disk.stored_checkpoints())
         self._loop.state_sender.supply_checkpoint(task, blobs)
 
-    def _load_checkpoints(self, task: io.LoadCheckpoints) -> None:
-        """Load the state from this worker's disk.
+    def _load_checkpoints(self, task: io.LoadCheckpoints, applied: int) -> None:
+        """Load the state after the step `applied` from this worker's disk.
 
         If the checkpoints cannot be read, they are reported as missing, and another member sends the state.
         """
         disk, event = self._attached_disk(), None
         try:
             disk.reload(task.checkpoints, task.layers)
+            self.applied = applied
         except (ConfigError, RemoteProtocolError) as error:
             log.warning("%s", error)
             readable = (each for each in disk.stored_checkpoints() if each not in task.checkpoints)
@@ -363,7 +376,8 @@ class TrainerTasks:
         self._loop.checkpoint_requests.finish(task)  # first, because the event may lead to another request
         self._loop.mailbox.submit(event or io.StateLoaded(task.term, task.generation))
 
-    def _load_state(self, task: LoadState, *, is_pipeline: bool) -> None:
+    def _load_state(self, task: LoadState, applied: int, *, is_pipeline: bool) -> None:
+        """Load the state after the step `applied` that the state source has sent."""
         if self._restore is None:
             raise ConfigError(
                 "a state arrived before the optimizer was wrapped",
@@ -387,4 +401,5 @@ class TrainerTasks:
             reason = f"sent a state that does not belong to this stage: {error.reason}"
             self._loop.state_receiver.reject_state(generation, reason)
         else:
+            self.applied = applied
             self._loop.mailbox.submit(io.StateLoaded(term, generation))

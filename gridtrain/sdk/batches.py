@@ -184,7 +184,7 @@ class Turns:
         if self._pauses.should_stop:
             log.warning(
                 "this worker is being stopped; its training loop will end after step %d",
-                self._session.snapshot.applied + 1,
+                self._session.step,
             )
             return False
         snapshot = self._session.snapshot

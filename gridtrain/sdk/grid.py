@@ -53,7 +53,7 @@ from gridtrain.pipeline.stage_state import (
     schedule_for,
 )
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
-from gridtrain.runtime.client.worker_defaults import default_listen_address, export_folder
+from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import (
     closed_at_exit,
@@ -108,7 +108,7 @@ class Grid:
         allowlist: PeerAllowlist,
         faults: Faults | None = None,
     ) -> None:
-        self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
+        self._config = config
         self.resources = ExitStack()  # released when the grid is closed
         self._process = os.getpid()
         self._session = GroupSession(transport, self._config, allowlist)
@@ -172,7 +172,11 @@ class Grid:
 
     @property
     def step(self) -> int:
-        """The number of steps committed so far, over the whole run."""
+        """The number of the run's steps that this worker's parameters contain.
+
+        A worker that missed steps, because it was cut off or its loop stalled, receives them with its next
+        batch; until then, the other workers may be further.
+        """
         return self._session.step
 
     @property

@@ -7,6 +7,7 @@ the others  step 10 . without it . step 25
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
-from training_loop import digest, sgd, train_batch
+from training_loop import digest, flat, sgd, train_batch
 
 import gridtrain
 
@@ -26,12 +27,17 @@ STEPS = 60
 
 
 class Outage:
-    """Worker 1's batch of step 10 breaks the links; they are restored once worker 0 is at step 25."""
+    """Worker 1's batch of step 10 breaks the links; they are restored once worker 0 is at step 25.
+
+    Attributes:
+        models: by `grid.step` after a step, the workers' parameters.
+    """
 
     def __init__(self, group: Any, broken: tuple[int, ...]) -> None:
         self.group, self.broken = group, broken
         self.away, self.healed, self.ready = threading.Event(), threading.Event(), threading.Barrier(3)
         self.keys: dict[int, bytes] = {}
+        self.models: dict[int, set[bytes]] = defaultdict(set)
 
     def train(self, grid: gridtrain.Grid, number: int) -> tuple[int, int, str, float]:
         coordinator = self.group._transport.me
@@ -60,6 +66,7 @@ class Outage:
                 # Steps take a millisecond here: without this the run could end before a worker is back.
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
             train_batch(model, optimizer, batch)
+            self.models[grid.step].add(flat(model).numpy().tobytes())
             scheduler.step()
         return grid.step, batches, digest(model, optimizer), scheduler.get_last_lr()[0]
 
@@ -79,6 +86,7 @@ def test_a_broken_link_to_the_coordinator_costs_at_most_some_batches(
         generation = snapshot_of(group)["generation"]
     steps, batches, digests, rates = zip(*results, strict=True)
     assert steps == (STEPS, STEPS, STEPS)
+    assert [step for step, models in outage.models.items() if len(models) > 1] == []
     assert len(set(digests)) == 1
     assert len(set(rates)) == 1
     assert ("this worker has rejoined and is receiving the group" in caplog.text) == (broken == (1,))

@@ -160,7 +160,7 @@ def test_no_part_of_a_gradient_is_lost_or_counts_twice(
         group.start_all(training(totals, exchange, stop))
         ended = [group.result(number) for number in range(2)]
     assert ended[0] == STEPS, ended
-    assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
+    assert ended[1] == LEAVES, "no update of the interrupted step is in its parameters"
     assert totals.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "the interrupted step, too"
     assert np.abs(totals.contributed[1]).sum() > 0
     # A dense exchange sends the whole residual, and rounds nothing once its worker is alone.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from live_coordinator import LiveCoordinator
@@ -22,7 +25,7 @@ from live_coordinator import LiveCoordinator
 import gridtrain
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.core.messages import PeerId
+from gridtrain.core.messages import Join, PeerId
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -35,8 +38,8 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime import io_loop
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, present_invitation
-from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk.grid import Grid
 
 pytestmark = pytest.mark.integration
@@ -191,7 +194,7 @@ def test_without_an_agent_a_worker_listens_on_the_interface_to_the_coordinator(
             raise TransportError(f"asked to listen at {address}")
 
     monkeypatch.setattr(
-        grid_module, "default_listen_address", lambda coordinator: f"the interface to {coordinator}"
+        io_loop, "default_listen_address", lambda coordinator: f"the interface to {coordinator}"
     )
     for options, expected in (
         ({}, "the interface to tcp://10.0.0.9:7700"),
@@ -200,6 +203,46 @@ def test_without_an_agent_a_worker_listens_on_the_interface_to_the_coordinator(
         config = config_of("tcp://10.0.0.9:7700", bytes(32), **options)
         with pytest.raises(TransportError, match=f"^asked to listen at {expected}$"):
             grid_of(config, Identity.generate(), Refusing)
+
+
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [({}, True), ({"listen": "tcp://127.0.0.1:0"}, False)],
+    ids=["any address", "a chosen address"],
+)
+def test_a_worker_announces_the_address_that_it_has_when_it_reconnects(
+    start_coordinator: StartCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    moved: bool,
+) -> None:
+    """Its machine gets the address 127.0.0.2, as by a change of the network, and its first address again."""
+    service = start_coordinator()
+    with join(service.address, service.invitation(), **options) as grid:
+        loop = grid._session.connection.loop
+        transport, announced = loop._transport, queue.Queue[str]()
+        send = transport.send
+
+        def seen(peer: PeerId, message: Any, *frames: Any) -> None:
+            if isinstance(message, Join):
+                announced.put(message.address)
+            send(peer, message, *frames)
+
+        def reconnect() -> None:
+            transport.hang_up(service.keys.public)
+            transport.dial(service.keys.public, service.address)
+
+        monkeypatch.setattr(transport, "send", seen)
+        addresses = []
+        for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
+            own = f"tcp://{host}:0"
+            monkeypatch.setattr(io_loop, "interface_address", {"127.0.0.1": own}.__getitem__)
+            loop.mailbox.submit(reconnect)
+            addresses.append(urlsplit(announced.get(timeout=WITHIN_S)))
+            socket.create_connection((addresses[-1].hostname, addresses[-1].port)).close()
+    first, second, third = addresses
+    assert second.hostname == ("127.0.0.2" if moved else "127.0.0.1")
+    assert third == first
 
 
 def test_a_coordinator_that_does_not_run_is_reported() -> None:

@@ -34,11 +34,13 @@ class Stall:
 
     Attributes:
         steps_without: the steps that the group has taken when the stall ended.
+        steps_counted: by how many steps `grid.step` of that worker has grown in this time.
         batches: the number of batches of the worker that stalled.
         digests: by step, the digests of the workers' states that were compared after it.
     """
 
     steps_without: int = -1
+    steps_counted: int = -1
     batches: int = 0
     digests: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _claim: threading.Lock = field(default_factory=threading.Lock)
@@ -99,7 +101,9 @@ def train(
 
         def stall_once(*gradient: torch.Tensor) -> None:
             if is_stalling and number == stalled_at * optimizer.calls_per_turn:
+                before = grid.step
                 stall.stall(timeout_s)
+                stall.steps_counted = grid.step - before
 
         if amid_backward:  # the last layer's gradients are complete then
             model[0].weight.register_hook(stall_once)
@@ -146,6 +150,7 @@ def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
     stall = Stall()
     results = train(stall, exchange)
     assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
+    assert stall.steps_counted == 0, "its model does not contain them yet"
     assert len(set(results)) == 1, "models, learning rates and ledgers are equal"
     assert results[0][2] == len(DATA), "every sample counts once"
     assert len(stall.digests) > STEPS_WITHOUT // COMPARE_EVERY

@@ -155,7 +155,6 @@ def test_the_script_finds_its_run_in_the_environment(
         "GRIDTRAIN_IDENTITY": str(identities(state, invitation) / "worker-0.key"),
         "GRIDTRAIN_RUN": "default",
         "GRIDTRAIN_NAME": "anna",
-        "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
         "GRIDTRAIN_ADVERTISE": "tcp://10.0.0.5:7001",
         "GRIDTRAIN_UPLOAD_LIMIT": "20Mbit",
         "GRIDTRAIN_EXPORT_DIR": str(tmp_path),

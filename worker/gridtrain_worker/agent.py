@@ -46,7 +46,7 @@ from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
-from gridtrain.runtime.client.worker_defaults import default_listen_address, export_folder, name_of_key
+from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -171,7 +171,6 @@ class Job:
     ) -> dict[str, str]:
         """Return the environment variables that `gridtrain.join` reads in the script; they are not secret."""
         variables = {
-            "listen": default_listen_address(entry.coordinator),
             **self.settings,
             **entry.join_options(),
             "name": self.name,

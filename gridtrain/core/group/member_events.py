@@ -46,6 +46,13 @@ class PeerDisconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class AddressChanged:
+    """This worker now listens at another address, which its next Join announces."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerJoined:
     """The trainer has set up its model and data, and requests to take part in the run.
 
@@ -289,6 +296,7 @@ GenerationEvent = (
 
 MemberEvent = (
     GenerationEvent
+    | AddressChanged
     | MessageReceived
     | PeerConnected
     | PeerDisconnected

@@ -62,6 +62,10 @@ class CoordinatorLink:
         """Record the name that the coordinator gave this worker, for use in the next Join."""
         self._join = replace(self._join, name=name)
 
+    def set_address(self, address: str) -> None:
+        """Record the address at which this worker now listens, for use in the next Join."""
+        self._join = replace(self._join, address=address)
+
     def set_term(self, term: int) -> None:
         """Record the term of an accepted MembershipView or StandbyNotice."""
         self.term = term

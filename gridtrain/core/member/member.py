@@ -21,6 +21,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.member_events import (
+    AddressChanged,
     CatchUpFailed,
     CaughtUp,
     DeliverMean,
@@ -203,6 +204,9 @@ class MemberCore:
                 return self._peer_disconnected(peer, reason, now_s)
             case ProtocolViolation(peer, reason):
                 return self._protocol_violation(peer, reason, now_s)
+            case AddressChanged(address):
+                self.coordinator_link.set_address(address)
+                return []
             case TrainerJoined():
                 return self._trainer_joined(event)
             case SnapshotLoading() | CaughtUp() | CatchUpFailed():

@@ -142,7 +142,7 @@ class MemoryHub:
         ):
             return False
         link = MemoryConnection(dialler, acceptor)
-        dialler.connection_made_locked(link, PeerUp(acceptor.me, SOFTWARE))
+        dialler.connection_made_locked(link, PeerUp(acceptor.me, SOFTWARE, acceptor.host))
         acceptor.connection_made_locked(link, PeerUp(dialler.me, SOFTWARE, dialler.host))
         return True
 

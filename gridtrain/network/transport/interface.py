@@ -56,7 +56,7 @@ class PeerUp:
     """Event: both sides have sent Hello, so messages can be sent.  The event is repeated after a reconnect.
 
     Attributes:
-        host: the address of the other end as this side sees it; empty if this side dialled.
+        host: the IP address of the other end as this side sees it; empty if unknown.
         pending_key: the invitation's key if the other side has proven only that key, otherwise None.  If it
             is set, `peer` is a name that the transport generates for the connection, because several peers
             may hold the same invitation.

@@ -100,12 +100,17 @@ def default_listen_address(coordinator: str) -> str:
     resolved or has no route.  No packet is sent to the coordinator to determine the interface.
     """
     target = urlsplit(coordinator)
-    host, port = target.hostname or _LOOPBACK, target.port or 1
+    return interface_address(target.hostname or _LOOPBACK, target.port or 1) or f"tcp://{_LOOPBACK}:0"
+
+
+def interface_address(host: str, port: int = 1) -> str:
+    """Return the address of the network interface that leads to `host`, with port 0 (any free port); "" if
+    the host cannot be resolved or has no route.  No packet is sent."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             own = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
     except OSError:
-        own = ipaddress.ip_address(_LOOPBACK)
+        return ""
     return f"tcp://[{own}]:0" if own.version == 6 else f"tcp://{own}:0"

@@ -43,8 +43,9 @@ MAX_UPDATES_PER_WORK = 64
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWork:
-    """The private and the shared part of a snapshot, which the trainer has to load."""
+    """The private and the shared part of the snapshot of step `applied`, which the trainer has to load."""
 
+    applied: int
     private_part: memoryview
     shared_part: memoryview
 
@@ -205,7 +206,8 @@ class CatchUpReceiver:
         Call this method only if `has_work` is true, and `finish_work` after the work is done.
         """
         if self.position is None:
-            self._current_work = SnapshotWork(*self._snapshot.take_parts())
+            assert self._snapshot.applied is not None
+            self._current_work = SnapshotWork(self._snapshot.applied, *self._snapshot.take_parts())
         else:
             self._current_work = ReplayWork(
                 tuple(update for update, _, _ in itertools.islice(self._pending, MAX_UPDATES_PER_WORK))
@@ -218,8 +220,7 @@ class CatchUpReceiver:
             return  # the work belongs to a catch-up that was replaced
         self._current_work = None
         if isinstance(work, SnapshotWork):
-            assert self._snapshot.applied is not None
-            self.position = (self._snapshot.applied, self._snapshot.history)
+            self.position = (work.applied, self._snapshot.history)
             self.latest_step = max(self.latest_step, self.position[0])
             self._discard_before(self.position)
         for _ in work.steps if isinstance(work, ReplayWork) else ():

@@ -191,7 +191,7 @@ def test_where_a_connection_comes_from(net):
     anna, bert = net.pair()
     (up,) = bert.of(PeerUp)
     assert up.host == ("memory" if net.kind == "memory" else "127.0.0.1")
-    assert anna.of(PeerUp)[0].host == ""  # anna dialled
+    assert anna.of(PeerUp)[0].host == up.host
     assert up.pending_key is None
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gridtrain.runtime.client.worker_defaults import default_listen_address
+from gridtrain.runtime.client.worker_defaults import default_listen_address, interface_address
 
 ROUTES = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
 """The coordinator's address, and the local address of the route to it."""
@@ -55,3 +55,4 @@ def test_a_worker_without_a_route_listens_on_loopback(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(socket, "getaddrinfo", no_such_host)
     assert default_listen_address("tcp://coordinator.invalid:7700") == "tcp://127.0.0.1:0"
+    assert interface_address("coordinator.invalid") == ""

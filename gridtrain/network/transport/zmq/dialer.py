@@ -137,13 +137,13 @@ class OutgoingConnection:
                 return event
         return None
 
-    def establish(self, software: str, now_s: float) -> Connection:
-        """Create the `Connection` after the peer has answered our Hello."""
+    def establish(self, software: str, host: str, now_s: float) -> Connection:
+        """Create the `Connection` after the peer has answered our Hello from the IP address `host`."""
         assert self.socket is not None
         self.due_s, self.attempt, self.established_s = math.inf, 0, now_s
         if self.tcp is not None:
             self.tcp.choose_congestion_control()
-        self.connection = Connection(self.peer, self.peer, software, self.socket, outgoing=self)
+        self.connection = Connection(self.peer, self.peer, software, self.socket, outgoing=self, host=host)
         return self.connection
 
     def close(self) -> None:

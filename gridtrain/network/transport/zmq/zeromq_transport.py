@@ -483,7 +483,7 @@ class ZeroMQTransport:
         elif not access_control.is_still_admitted(self._access_policy, dial.peer, is_pending=False):
             self._redial(dial, "the peer's key is not admitted")
         else:
-            self._connection_up(dial.establish(hello.software, time.monotonic()))
+            self._connection_up(dial.establish(hello.software, incoming.host, time.monotonic()))
 
     def _handle_hello(self, incoming: sockets.IncomingMessage) -> None:
         """Handle the first message of an accepted connection."""
