@@ -1,19 +1,21 @@
 """Carries out access control's decisions on enrolments, kicks, bans and violations, in a safe order.
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
-    operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
-                    EndRun ----------------> Membership.end_run --> Send(OperatorReply)
+    operator        Invite, RemoveWorker --> handle_order, on a copy --> record --> apply_entry, removals
+                    EndRun ----------------> Membership.ending_entries --> record --> Membership.end_run
     RecordViolation -----------------------> record_violation --> JournalEntry, removals
     once a second -------------------------> tick --------------> JournalEntry, removals
 
     removal: Membership.handle(WorkerRemoved)
 
-A journal entry precedes all messages about the recorded change.
+A journal entry precedes all messages about the recorded change.  The entries of an operator's command are
+durable before it changes anything, so that a command that cannot be recorded can be refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -28,6 +30,9 @@ from gridtrain_coordinator.access.authorization import (
 from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
+
+Order = m.Invite | m.RemoveWorker | m.Unban | m.EndRun
+"""A command of the operator."""
 
 
 class AccessHandler:
@@ -92,13 +97,15 @@ class AccessHandler:
         return [note, io.Send(peer, refusal), io.Disconnect(peer)]
 
     def handle(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[io.Effect] | None:
-        """Handle a message that concerns access; return None if `Membership` has to handle the message."""
+        """Handle a message that concerns access; return None if `Membership` has to handle the message.
+
+        The caller passes the operator's commands to `execute_order` instead.
+        """
         if peer in self._pending_members:
             return self._handle_pending(peer, message)
         match message:
             case m.Invite() | m.RemoveWorker() | m.Unban() | m.EndRun():
-                effects, reply = self.execute_order(message, now_s, peer)
-                return [*effects, io.Send(peer, reply)]
+                return [io.Send(peer, authorization_limits.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
                 return [io.Send(peer, authorization_limits.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):
@@ -108,27 +115,33 @@ class AccessHandler:
 
     def execute_order(
         self,
-        order: m.Invite | m.RemoveWorker | m.Unban | m.EndRun,
+        order: Order,
         now_s: float,
-        sender: m.PeerId | None = None,
+        record: Callable[[Sequence[io.Effect]], None],
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out a command from the operator or the dashboard; return the effects and the reply.
+        """Carry out a command from the operator or the dashboard; return the further effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
 
         Args:
-            sender: the peer that sent the command; None for the dashboard, which acts for the operator.
+            record: makes the command's journal entries durable; if it raises an exception, nothing has
+                changed.
         """
         if isinstance(order, m.EndRun):
-            if sender is not None and not self.is_operator(sender):
-                return [], authorization_limits.NOT_OPERATOR
-            return self._membership.end_run(now_s)
+            entries = self._membership.ending_entries()
+            record(entries)
+            effects, reply = self._membership.end_run(now_s)
+            return effects[len(entries) :], reply
         name = self._membership.worker_name(order.peer) if isinstance(order, m.RemoveWorker) else ""
-        by = (self._authorization.operator or b"") if sender is None else sender
-        answer = self._authorization.handle_order(by, order, self._wall(), name)
+        by = self._authorization.operator or b""
+        # A copy decides, because deciding changes who has access, which the transport checks at any time.
+        answer = copy.deepcopy(self._authorization).handle_order(by, order, self._wall(), name)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
+        record(answer.entries)
+        for entry in answer.entries:
+            self._authorization.apply_entry(entry.kind, entry.body)
         is_ban = isinstance(order, m.RemoveWorker) and order.ban
-        return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
+        return self._remove_all(answer.removed, now_s, is_ban), answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
         """Record a violation; return the effects, among them the removals that it causes.

@@ -10,7 +10,8 @@
                                                                 |
                             disk full: DiskFullMode, then the same effects; from time to time: Backups
 
-Journal entries are on disk before any effect that follows is carried out.
+Journal entries are on disk before any effect that follows is carried out.  The entries of an operator's
+command are on disk before it changes anything; if the disk is full, it is refused.
 """
 
 from __future__ import annotations
@@ -25,15 +26,12 @@ from gridtrain._version import __version__
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import (
     BundleRequest,
-    EndRun,
     OperatorReply,
     PeerId,
     Refused,
-    RemoveWorker,
     RunStateUpdate,
     StatusReply,
     StatusRequest,
-    Unban,
 )
 from gridtrain.errors import JournalError, TransportError
 from gridtrain.network.transport.interface import (
@@ -47,11 +45,11 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import AccessHandler
+from gridtrain_coordinator.access_handler import AccessHandler, Order
 from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_coordinator.diagnostics import Checkups
 from gridtrain_coordinator.journal.backups import Backups
-from gridtrain_coordinator.journal.disk_full_mode import RETRY_S, DiskFullMode
+from gridtrain_coordinator.journal.disk_full_mode import DEFERRED, RETRY_S, DiskFullMode, refusal
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
@@ -84,7 +82,7 @@ class DashboardPort(Protocol):
     def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(
         self,
-    ) -> Iterable[tuple[RemoveWorker | Unban | EndRun, Future[OperatorReply | Refused]]]: ...
+    ) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str) -> RecoveredRun:
@@ -257,14 +255,33 @@ class Coordinator:
         wait_s = self._membership.deadline_s - self._clock()
         events = self._transport.poll(min(max(wait_s, 0.0), MAX_WAIT_S))
         now_s = self._clock()
-        effects = [effect for event in events for effect in self._handle_event(event, now_s)]
-        if now_s >= self._membership.deadline_s:
+        effects = self._handle_events(events, now_s)
+        if now_s >= self._membership.deadline_s and self._disk_full is None:
             effects += self._membership.tick(now_s)
         self._perform(effects, now_s)
         if now_s >= self._rates.due_s():
             self._run_housekeeping(now_s)
         if self._backups is not None and now_s >= self._backups.due_s:
             self._back_up(self._backups)
+
+    def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[io.Effect]:
+        """Handle the events of one poll, in order; return the effects that are still to be carried out.
+
+        Those before an operator's command are carried out first, so that it can be refused on its own.
+        """
+        effects: list[io.Effect] = []
+        for event in events:
+            if self._disk_full is not None:  # since an operator's command of this poll
+                self._carry_out(self._handle_event_disk_full(self._disk_full, event), set())
+                continue
+            match event:
+                case Received(peer, order) if isinstance(order, Order) and self._access.is_operator(peer):
+                    self._perform(effects, now_s)
+                    effects = []
+                    self._carry_out([io.Send(peer, self._execute_order(order, now_s))], set())
+                case _:
+                    effects += self._handle_event(event, now_s)
+        return effects
 
     def _handle_event(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
         self._track_connection(event)
@@ -393,21 +410,19 @@ class Coordinator:
         mode = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
         self._disk_full = mode
         self._rates.restart(now_s)
-        self._log(
-            "error",
-            "no_room",
-            {"reason": full.reason, "remedy": "free disk space; writing is retried every second"},
-        )
-        # The reply to the command during which the disk was found full is sent once its decision is durable.
+        self._log_no_room(full, "free disk space; writing is retried every second")
+        # A pending member does not wait for its reply, which is sent once its enrolment is durable.
         asked = {effect.peer for effect in effects if isinstance(effect, io.Send)} - self._connected
-        refusals = [io.Send(peer, mode.refusal()) for peer in sorted(asked)]
+        refusals = [io.Send(peer, refusal(mode.cause)) for peer in sorted(asked)]
         states = [io.Send(peer, mode.state()) for peer in sorted(self._connected)]
         self._carry_out([*refusals, *states], set())
+
+    def _log_no_room(self, full: JournalFull, remedy: str) -> None:
+        self._log("error", "no_room", {"reason": full.reason, "remedy": remedy})
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
         """Run one iteration that makes no decisions; retry writing those that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
-            self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())
         if self._real_clock() < mode.retry_at_s:
             return
@@ -420,13 +435,14 @@ class Coordinator:
         self._leave_disk_full_mode(mode)
 
     def _handle_event_disk_full(self, mode: DiskFullMode, event: TransportEvent) -> Sequence[io.Effect]:
+        self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
                 return []
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
                 return [io.Send(peer, StatusReply(self._encoded_status(peer, mode.core_stopped_s)))]
             case Received(peer) if self._access.is_pending(peer) or self._access.is_operator(peer):
-                return [io.Send(peer, mode.refusal())]
+                return [io.Send(peer, refusal(mode.cause))]
             case PeerUp(peer):
                 if self._access.on_connected(event):
                     return []
@@ -485,12 +501,22 @@ class Coordinator:
             now_s = self._clock()
             if not answer.set_running_or_notify_cancel():
                 continue  # the request was cancelled
-            mode = self._disk_full
-            if mode is None:
-                effects, reply = self._access.execute_order(order, now_s)
-                self._perform(effects, now_s)
-                mode = self._disk_full  # if the disk is full, the order is stored and carried out later
-            answer.set_result(reply if mode is None else mode.refusal())
+            answer.set_result(self._execute_order(order, now_s))
+
+    def _execute_order(self, order: Order, now_s: float) -> OperatorReply | Refused:
+        """Carry out an operator's command and return the reply, or refuse it if it cannot be recorded.
+
+        A command that is refused changes nothing, so that the operator can decide again once there is room.
+        """
+        if self._disk_full is not None:
+            return refusal(self._disk_full.cause)
+        try:
+            effects, reply = self._access.execute_order(order, now_s, self._make_durable)
+        except JournalFull as full:
+            self._log_no_room(full, "free disk space, and repeat the command, which was refused")
+            return refusal(full.reason)
+        self._perform(effects, now_s)
+        return reply if self._disk_full is None else DEFERRED
 
     def _build_status(
         self, snapshot: dict[str, Any], now_s: float, *, with_addresses: bool

@@ -110,7 +110,9 @@ def invite(
     invitation = operator.invite(uses, expires, given)
     click.echo(invitation.text())  # before anything can fail, because it is valid from now on
     status = operator.status()
-    told = explanation(invitation, uses, expires, time.time(), bool(status.get("bundle")))
+    file = operator.endpoint.file
+    wider = next((known for known in (file.address, file.here) if not _LOOPBACK.fullmatch(known)), "")
+    told = explanation(invitation, uses, expires, time.time(), bool(status.get("bundle")), wider)
     click.echo(told, err=True)
     if status.get("finished"):
         click.echo(
@@ -122,12 +124,16 @@ def invite(
         await_members(operator.status, invitation, uses, until_joined)
 
 
-def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
+def explanation(
+    invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool, wider: str = ""
+) -> str:
     """Return instructions for using a new invitation; they do not contain its token.
 
     Args:
         wall_s: the current time, in seconds since the epoch.
         has_bundle: whether the coordinator serves the script, so that the volunteer needs no command.
+        wider: an address of the coordinator that other machines can reach; "" if it listens on this machine
+            only.
     """
     from gridtrain.core.group.invitation import comparable_key
 
@@ -144,6 +150,8 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
         lines += ["and compares the coordinator's key:", f"  {comparable_key(invitation.coordinator)}"]
     if _LOOPBACK.fullmatch(invitation.address):
         told = f"It contains the address {invitation.address}, which only this machine can reach; "
-        lines += textwrap.wrap(f"{told}to admit other machines, start the coordinator with", TEXT_WIDTH)
-        lines.append(f"  --listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}")
+        what = "create an invitation with" if wider else "start the coordinator with"
+        lines += textwrap.wrap(f"{told}to admit other machines, {what}", TEXT_WIDTH)
+        everywhere = f"--listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}"
+        lines.append(f"  --address {wider}" if wider else f"  {everywhere}")
     return "\n".join(lines)

@@ -122,7 +122,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
 
 def _seconds(where: str, value: Any) -> float:
     if isinstance(value, str):
-        return parse_seconds(value)
+        return parse_seconds(value, where)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
         return float(value)
     raise ConfigError(

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 MAX_WORKERS = 1_000_000
 
 
-def parse_seconds(text: str) -> float:
-    """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time."""
+def parse_seconds(text: str, name: str = "") -> float:
+    """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time.
+
+    Args:
+        name: what has this duration, for the error message.
+    """
     found = parse_duration_s(text)
     if found is None:
+        where = f"{name}: " if name else ""
         raise ConfigError(
-            f"{text!r} is not a time", remedy='write a number and a unit (us, ms or s), such as "10ms"'
+            f"{where}{text!r} is not a time", remedy='write a number and a unit (us, ms or s), such as "10ms"'
         )
     return found
 
@@ -200,8 +205,8 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
         )
     if both is None and ("up" not in entry or "down" not in entry):
         raise ConfigError(f"{where} has no link", remedy="specify either a link, or up and down")
-    down_Bps, up_Bps = _rates(str(both)) if both is not None else _rates(f"{entry['down']}/{entry['up']}")
-    return NetworkSite(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
+    down_Bps, up_Bps = _rates(str(both) if both is not None else f"{entry['down']}/{entry['up']}", where)
+    return NetworkSite(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s")), where))
 
 
 def _pair(
@@ -213,15 +218,15 @@ def _pair(
     if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
         raise ConfigError(f"{where} does not name two sites", remedy=f"specify two of {', '.join(names)}")
     check_keys(where, entry, {"sites", "link", "latency"})
-    rate_Bps = _rates(str(entry["link"]))[0] if "link" in entry else None
-    return frozenset(named), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
+    rate_Bps = _rates(str(entry["link"]), where)[0] if "link" in entry else None
+    return frozenset(named), (parse_seconds(str(entry.get("latency", "0s")), where), rate_Bps)
 
 
-def _rates(text: str) -> tuple[float, float]:
+def _rates(text: str, name: str = "") -> tuple[float, float]:
     """Parse "RATE" or "DOWN/UP"; return (down, up) in bytes per second.  Raises `ConfigError`, see
     `parse_rate`."""
     from gridtrain.network.transport.rate_limiter import parse_rate
 
     down, slash, up = text.partition("/") if not text.endswith("/s") else (text, "", "")
-    down_Bps = parse_rate(down)
-    return down_Bps, parse_rate(up) if slash else down_Bps
+    down_Bps = parse_rate(down, name)
+    return down_Bps, parse_rate(up, name) if slash else down_Bps

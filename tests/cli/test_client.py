@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -165,6 +166,22 @@ def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> 
         pytest.raises(CoordinatorUnreachable, match=r"the coordinator at .* cannot be reached.* firewall"),
     ):
         client.status(0.05)
+
+
+@pytest.mark.parametrize(("host", "needs_ipv6"), [("[2001:db8::1]", True), ("192.0.2.1", False)])
+def test_a_machine_without_a_route_to_the_coordinator_is_told_so(
+    host: str, needs_ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_connection(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with (
+        CoordinatorClient(f"tcp://{host}:7700", COORDINATOR, ME) as client,
+        pytest.raises(CoordinatorUnreachable, match=r"within 0\.05 s: Network is unreachable") as raised,
+    ):
+        client.status(0.05)
+    assert ("needs IPv6" in raised.value.remedy) == needs_ipv6 and "firewall" not in raised.value.remedy
 
 
 def test_a_coordinator_that_connects_and_does_not_answer_times_out() -> None:

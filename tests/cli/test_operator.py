@@ -205,6 +205,8 @@ def test_an_invitation_for_this_machine_only_is_explained() -> None:
     local = Invitation("tcp://127.0.0.1:7711", bytes(32), bytes(32), "r", encrypted=False)
     explained = explanation(local, 1, 60.0, 0.0, False)
     assert "for 1 worker, valid for 1 min" in explained and "--listen tcp://0.0.0.0:7711" in explained
+    wider = explanation(local, 1, 60.0, 0.0, False, "tcp://192.0.2.2:7711")
+    assert "create an invitation with\n  --address tcp://192.0.2.2:7711" in wider and "--listen" not in wider
     key = " ".join(["0000"] * 8)
     assert key not in explained and key in explanation(local, 1, 60.0, 0.0, True), (
         "shown if the volunteer sees it too"

@@ -338,6 +338,17 @@ def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str
         ("[[host]]\nname='a'", "unknown keys host"),
         ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has both a link and up or down"),
         ("[[site]]\nname='a'\nlink='100Mbit/'", "'' is not a rate"),
+        ("[[site]]\nname='a'\nlink='0Mbit'", "n.toml: site \"a\": the rate '0Mbit' is less than"),
+        ("[[site]]\nname='a'\nup='1Mbit'\ndown='fast'", "n.toml: site \"a\": 'fast' is not a rate"),
+        (
+            "[[site]]\nname='a'\nlink='1Gbit'\nlatency='-12ms'",
+            "n.toml: site \"a\": '-12ms' is not a time",
+        ),
+        (
+            "[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'\n"
+            "[[between]]\nsites=['a','b']\nlatency='-12ms'",
+            "n.toml: [[between]] of ['a', 'b']: '-12ms' is not a time",
+        ),
         (
             "[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=[['a'],['b']]",
             "[[between]] of [['a'], ['b']]",

@@ -12,7 +12,7 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Frames, TransportEvent
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
-from gridtrain_coordinator.run.events import Effect, Event
+from gridtrain_coordinator.run.events import Effect, Event, JournalEntry
 
 COORDINATOR, OPERATOR, ANNA, BERT, INVITATION = (letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i"))
 PENDING = b"g" * 32
@@ -40,6 +40,9 @@ class FakeCore:
         }  # fmt: skip
         self.at_start: list[Effect] = []
         self.at_tick: list[Effect] = []
+        self.at_end: list[JournalEntry] = []
+        self.after_end: list[Effect] = []
+        self.ends = 0
 
     def start(self, now_s: float) -> list[Effect]:
         return self.at_start
@@ -52,6 +55,13 @@ class FakeCore:
     def tick(self, now_s: float) -> list[Effect]:
         self.deadline_s = math.inf
         return self.at_tick
+
+    def ending_entries(self) -> list[JournalEntry]:
+        return self.at_end
+
+    def end_run(self, now_s: float) -> tuple[list[Effect], m.OperatorReply | m.Refused]:
+        self.ends += 1
+        return [*self.at_end, *self.after_end], m.OperatorReply("the run ends")
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         return copy.deepcopy(self.status)

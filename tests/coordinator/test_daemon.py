@@ -48,6 +48,7 @@ from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
     Disconnect,
+    Effect,
     JournalEntry,
     LogEvent,
     MessageReceived,
@@ -394,16 +395,17 @@ def test_the_remedy_of_a_ban_names_the_command_to_lift_it() -> None:
 def test_a_ban_is_journalled_with_the_workers_name() -> None:
     handler = access_handler(FakeCore(), ANNA)
     assert [row["name"] for row in handler.status()["enrolled"]] == ["aaaa"]
-    effects = handler.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
-    (entry,) = [effect.body for effect in effects or () if isinstance(effect, JournalEntry)]
+    recorded: list[Effect] = []
+    handler.execute_order(m.RemoveWorker(ANNA, True, "rude"), 0.0, recorded.extend)
+    (entry,) = [effect.body for effect in recorded if isinstance(effect, JournalEntry)]
     assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
 def test_a_removed_worker_can_still_be_named() -> None:
     handler = access_handler(FakeCore(), ANNA)
-    handler.handle(OPERATOR, m.RemoveWorker(ANNA, False, "rude"), 0.0)
+    handler.execute_order(m.RemoveWorker(ANNA, False, "rude"), 0.0, lambda entries: None)
     assert handler.status()["removed"] == [{"peer": ANNA.hex(), "name": "aaaa"}]
-    handler.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+    handler.execute_order(m.RemoveWorker(ANNA, True, "rude"), 0.0, lambda entries: None)
     assert handler.status()["removed"] == []
 
 

@@ -4,7 +4,7 @@
                               | events: queued in order, bounded                             then the events
                               | heartbeats: shown in the status, then dropped
                               | status: answered, with the reason and the time since the disk is full
-                              | pending members, the operator: refused, with the remedy
+                              | pending members, the operator: refused, with the remedy (`refusal`)
                               + the core's clock is stopped, so that no deadline passes
 
 Decisions are not announced until they are durable, so a full disk has the same effect as a slow coordinator:
@@ -30,6 +30,14 @@ A peer whose event would exceed this number is disconnected, and reconnects late
 """
 
 REMEDY = "try again when the run's owner has freed disk space"
+
+DEFERRED = m.OperatorReply("the command is recorded; it is carried out when the coordinator's disk has room")
+"""The reply to a command whose own journal entries are durable, while the entries that follow are not."""
+
+
+def refusal(cause: str) -> m.Refused:
+    """Return the refusal of a request that the journal, because of `cause`, cannot record."""
+    return m.Refused("no-room", f"the coordinator cannot decide now, because {cause}", REMEDY)
 
 
 class DiskFullMode:
@@ -61,9 +69,6 @@ class DiskFullMode:
     @property
     def phase(self) -> str:
         return str(io.RunPhase.PAUSED)
-
-    def refusal(self) -> m.Refused:
-        return m.Refused("no-room", f"the coordinator cannot decide now, because {self.cause}", REMEDY)
 
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)

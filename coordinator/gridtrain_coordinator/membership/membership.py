@@ -49,6 +49,7 @@ from gridtrain_coordinator.run.events import (
     Disconnect,
     Effect,
     Event,
+    JournalEntry,
     LogEvent,
     MessageReceived,
     PeerConnected,
@@ -240,12 +241,20 @@ class Membership:
         self._cached_deadline_s = self._workers_deadline_s = None
         return self._log_events(effects, now_s)
 
+    def ending_entries(self) -> list[JournalEntry]:
+        """Return the journal entries of the owner's order to end the run; none if it would change nothing."""
+        run = self.run
+        if run.is_finished or not (run.generation or run.workers):
+            return []
+        return run.ending_entries()
+
     def end_run(self, now_s: float) -> tuple[list[Effect], m.OperatorReply | m.Refused]:
         """End the run on its owner's order; return the effects and the reply to the owner.
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
         finished.  A pipeline with a missing stage may end without a model.  The order is refused if no worker
-        has joined the run yet, because the run could then never begin.
+        has joined the run yet, because the run could then never begin.  The effects begin with
+        `ending_entries`.
         """
         run = self.run
         if run.is_finished:

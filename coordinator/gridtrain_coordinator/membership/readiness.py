@@ -113,9 +113,11 @@ class Readiness:
         if run.is_ending:  # the end is announced first, so that no member begins a round
             return [*self._departures.finish_run(), *starts]
         size, step = len(run.member_order), run.view.applied + 1
+        was_paused = run.phase is RunPhase.PAUSED  # which all workers know, also from their Welcome
         entry = run.enter_phase(RunPhase.TRAINING, f"{format_count(size, 'worker')} since step {step}")
         fields = {"generation": run.generation, "workers": size, "step": step}
-        return [entry, LogEvent("info", "training", fields), *starts]
+        told = [run.phase_message(peer) for peer in run.workers] if was_paused else []
+        return [entry, LogEvent("info", "training", fields), *starts, *told]
 
     def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
         """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.

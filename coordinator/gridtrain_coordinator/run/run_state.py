@@ -314,13 +314,17 @@ class RunState:
         """Lower the highest step to `applied` + 1; the run continues after step `applied`."""
         self.highest_step = applied + 1
 
+    def ending_entries(self) -> list[JournalEntry]:
+        """Return the journal entry that `end_early` would return."""
+        entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
+        return [] if self.is_ending else [entry]
+
     def end_early(self) -> list[JournalEntry]:
         """Record that the owner has ended the run; return the journal entry, if it is new.
 
         The members finish the run with the next generation, in which they all hold the same state.
         """
-        entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
-        entries, self.is_ending = [] if self.is_ending else [entry], True
+        entries, self.is_ending = self.ending_entries(), True
         self.view_change.replace_reason(END_REASON)
         return entries
 

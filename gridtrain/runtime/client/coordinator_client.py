@@ -8,6 +8,7 @@ A client is not a member of the run.
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -53,6 +54,7 @@ DENIED = "denied"
 """Refusal code for a key that the coordinator does not admit, or no longer admits."""
 CONNECT_S = 1.0
 """Time limit for checking whether a program listens at an address that has not answered."""
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
 class CoordinatorClient:
@@ -156,9 +158,14 @@ class CoordinatorClient:
             raise _unreachable_error(
                 self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
             )
-        if self._is_tcp and _accepts_tcp(self.address):
-            raise _wrong_peer_error(self.address, timeout_s)
-        raise _unreachable_error(self.address, f"it did not answer within {timeout_s:g} s")
+        reason = f"it did not answer within {timeout_s:g} s"
+        if self._is_tcp:
+            error = _tcp_error(self.address)
+            if error is None:
+                raise _wrong_peer_error(self.address, timeout_s)
+            if error.errno in _NO_ROUTE:
+                raise _no_route_error(self.address, f"{reason}: {error.strerror}")
+        raise _unreachable_error(self.address, reason)
 
     def _send(self, question: Message) -> bool:
         try:
@@ -173,14 +180,14 @@ def allow_only(key: PeerId) -> AccessPolicy:
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
 
 
-def _accepts_tcp(address: str) -> bool:
-    """Return whether a TCP connection can be opened: a program listens, and no firewall blocks it."""
+def _tcp_error(address: str) -> OSError | None:
+    """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it."""
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
+    except (OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
+        return error if isinstance(error, OSError) else OSError(str(error))
+    return None
 
 
 def _parse_status(address: str, payload: bytes) -> dict[str, Any]:
@@ -233,6 +240,14 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",
     )
+
+
+def _no_route_error(address: str, reason: str) -> CoordinatorUnreachable:
+    """Return the error for an address to which this machine has no route."""
+    remedy = "check this machine's network, and whether the address belongs to another network"
+    if "[" in address:
+        remedy += "; this address needs IPv6, or ask the run's owner for an invitation with an IPv4 address"
+    return CoordinatorUnreachable(f"the coordinator at {address} cannot be reached: {reason}", remedy=remedy)
 
 
 def _unreachable_error(address: str, reason: str) -> CoordinatorUnreachable:

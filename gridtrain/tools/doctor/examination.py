@@ -10,7 +10,7 @@ predict the run's speed with this machine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -251,7 +251,8 @@ class Examination:
             limited, rank = self._limited(measured), ranks.get(peer.hex())
             if isinstance(rank, int):
                 self._members[rank] = limited
-            yield from _line(f"member {number + 1}", limited, self._effective_limit(limited))
+            others = (self._coordinator, *(other for _, other in found if other is not measured))
+            yield from _line(f"member {number + 1}", limited, self._effective_limit(limited), others)
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
         """Return the measurement, with the upload rate reduced to the user's limit if it is higher."""
@@ -313,12 +314,18 @@ class Examination:
             yield ok("prediction", text, **figures)
 
 
-def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> list[Finding]:
+def _line(
+    name: str,
+    measured: LinkMeasurement,
+    limit: UploadLimit | None,
+    others: Sequence[LinkMeasurement] = (),
+) -> list[Finding]:
     """Return the finding about the link to the coordinator or to a member.
 
     Args:
         name: the name of the check: "coordinator" or "member 1", "member 2", ...
         limit: the user's upload limit if it determines the upload rate, otherwise None.
+        others: the other links of this machine.
     """
     if measured.rtt_s is None and name == "coordinator":
         text = f"not measured, because it answered no ping in time (at most {COORDINATOR_TIMEOUT_S:g} s)"
@@ -342,6 +349,10 @@ def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> li
             )
         ]
     if measured.up_Bps is None or measured.down_Bps is None:
+        if any(other.up_Bps is not None and other.down_Bps is not None for other in others):
+            slow = "download" if measured.up_Bps is None else "upload"
+            text += f": this member's {slow} is slow, and nothing needs to be done on this machine"
+            return [ok(name, text, **figures)]
         fix = "close other programs that use the link, or use a faster link: 256 KiB did not arrive in time"
         return [warning(name, text, fix, **figures)]
     if measured.up_Bps < SLOW_UP_Bps:

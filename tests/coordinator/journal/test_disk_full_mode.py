@@ -26,14 +26,16 @@ from gridtrain.network.transport.interface import PeerDown, PeerUp, Received, Tr
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.journal import disk_full_mode
 from gridtrain_coordinator.journal.backups import JOURNAL, Backups, latest_backup
-from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.run.events import (
+    Disconnect,
     JournalEntry,
     LogEvent,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
     Send,
+    WorkerRemoved,
 )
 
 BIG = "x" * 60_000
@@ -73,6 +75,12 @@ class FullDiskCoordinator:
 
     def fill(self) -> None:
         self.store._connection.execute(f"PRAGMA max_page_count = {self.pages + 2}")
+
+    def fill_to_the_last_byte(self) -> None:
+        self.fill()
+        with pytest.raises(JournalFull):
+            while True:
+                self.store.append_all([("strike", {})])
 
     def make_room(self) -> None:
         self.store._connection.execute("PRAGMA max_page_count = 100000")
@@ -119,6 +127,67 @@ def test_a_command_that_finds_the_disk_full_is_refused_at_once(disk: FullDiskCoo
         if lines[0] == "log error no_room":
             break
     assert "send Refused no-room to operator" in lines
+
+
+KICK = m.RemoveWorker(ANNA, False, "slow")
+
+
+def test_a_kick_that_cannot_be_recorded_changes_nothing(disk: FullDiskCoordinator) -> None:
+    disk.core.answers = {WorkerRemoved: [Disconnect(ANNA)]}
+    disk.fill_to_the_last_byte()
+    refused = ["log error no_room", "send Refused no-room to operator"]
+    assert disk.iteration(Received(OPERATOR, KICK, 80), Received(ANNA, JOIN, 80)) == refused
+    assert disk.core.received[-1] == MessageReceived(ANNA, JOIN), "anna has access"
+    assert disk.iteration(Received(OPERATOR, KICK, 80)) == refused, "the second one, too"
+    disk.make_room()
+    assert "hang up on anna" not in disk.iteration(after_s=2.0)
+    assert "expelled" not in [e.kind for e in disk.store.entries()]
+    assert disk.iteration(Received(OPERATOR, KICK, 80), Received(ANNA, JOIN, 80)) == [
+        "hang up on anna",
+        "send OperatorReply to operator",
+    ]
+    assert [e.kind for e in disk.store.entries()][-1] == "expelled"
+
+
+def test_an_end_of_the_run_that_cannot_be_recorded_changes_nothing(disk: FullDiskCoordinator) -> None:
+    disk.core.at_end = [JournalEntry("state", {"ending": True})]
+    disk.core.after_end = [LogEvent("info", "finished")]
+    disk.fill_to_the_last_byte()
+    assert disk.iteration(Received(OPERATOR, m.EndRun(), 8)) == [
+        "log error no_room",
+        "send Refused no-room to operator",
+    ]
+    disk.make_room()
+    disk.iteration(after_s=6.0)
+    assert disk.core.ends == 0 and "state" not in [e.kind for e in disk.store.entries()]
+    assert disk.iteration(Received(OPERATOR, m.EndRun(), 8)) == [
+        "log info finished",
+        "send OperatorReply to operator",
+    ]
+    assert [e.kind for e in disk.store.entries()][-1] == "state"
+
+
+def test_a_recorded_command_whose_further_entries_do_not_fit_is_carried_out_later(
+    disk: FullDiskCoordinator,
+) -> None:
+    disk.core.at_end = [JournalEntry("state", {"ending": True})]
+    disk.core.after_end = [JournalEntry("state", {"note": BIG}), LogEvent("info", "finished")]
+    lines = disk.iteration(Received(OPERATOR, m.EndRun(), 8))
+    assert (lines[0], lines[-1]) == ("log error no_room", "send OperatorReply to operator")
+    assert disk.transport.sent[-1] == disk_full_mode.DEFERRED
+    assert [e.body for e in disk.store.entries()] == [{"ending": True}]
+    disk.make_room()
+    assert "log info finished" in disk.iteration(after_s=2.0)
+    assert disk.core.ends == 1 and len(disk.store.entries()) == 2
+
+
+def test_a_command_follows_the_decisions_of_earlier_messages(disk: FullDiskCoordinator) -> None:
+    lines = disk.iteration(Received(ANNA, JOIN, 80), Received(OPERATOR, KICK, 80), Received(BERT, JOIN, 80))
+    assert (lines[0], lines[-1]) == ("log error no_room", "send Refused no-room to operator")
+    before, disk.core.answers = len(disk.core.received), {}
+    disk.make_room()
+    assert "send StartGeneration to bert" in disk.iteration(after_s=2.0)
+    assert disk.core.received[before:] == [MessageReceived(BERT, JOIN)]
 
 
 def test_a_decision_is_carried_out_once_when_there_is_room(disk: FullDiskCoordinator) -> None:

@@ -6,7 +6,7 @@ The other members are stalled meanwhile; each test lists the events by second.
 from __future__ import annotations
 
 import pytest
-from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator, receivers
+from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator, receivers, sent
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -230,6 +230,22 @@ def test_members_train_until_all_have_returned_to_a_restarted_coordinator() -> N
     for peer in (A, B, C):
         run.report(peer, 3.1)
     assert run.core.generation == 2
+
+
+def test_members_that_were_told_of_the_pause_are_told_when_training_continues() -> None:
+    """Otherwise the last message in a worker's log is that the run is paused."""
+    run = restarted()
+    for peer in (A, B, C):
+        run.join(peer, 1.0)
+    for peer in (A, B, C):
+        run.report(peer, 1.1)
+    run.ready(1.2, A, B, C)
+    for peer in (A, B, C):
+        states = [(x.state, x.reason.partition(";")[0]) for x in sent(run.seen, m.RunStateUpdate, peer)]
+        assert states == [("paused", "the coordinator restarted"), ("training", "3 workers since step 0")]
+    new = TimedCoordinator()
+    new.train()
+    assert [x.state for x in sent(new.seen, m.RunStateUpdate, A)] == ["waiting"], "there was no pause"
 
 
 def test_a_member_lost_with_the_coordinator_is_not_awaited_until_regather_s() -> None:

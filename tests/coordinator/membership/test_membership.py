@@ -975,7 +975,9 @@ def test_a_setup_after_the_end_is_refused_as_finished() -> None:
 
 
 def end(run: ScriptedCoordinator) -> str:
+    entries = run.core.ending_entries()
     effects, answer = run.core.end_run(run.now_s)
+    assert effects[: len(entries)] == entries
     run.keep(effects)
     return answer.text if isinstance(answer, m.OperatorReply) else answer.reason
 

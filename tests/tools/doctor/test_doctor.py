@@ -548,6 +548,37 @@ def test_a_relay_is_no_remedy_for_the_link_to_the_coordinator(name: str, uses_re
     assert found.level is FindingLevel.WARNING and ("relay" in found.fix) == uses_relay
 
 
+def test_a_member_is_compared_with_the_other_members(invitation: Invitation) -> None:
+    class Probe:
+        def measure_members(self, until_s: float) -> list[tuple[bytes, LinkMeasurement]]:
+            return [(b"a" * 32, LINK), (b"b" * 32, LinkMeasurement(0.02, 12.5e6, None))]
+
+    examination = Examination(invitation, lambda _: run_of(3, whole=96), probe=quick_probe)
+    found = list(examination._member_findings(Probe()))  # type: ignore[arg-type]
+    assert [line.level for line in found] == [FindingLevel.OK] * 2
+
+
+@pytest.mark.parametrize(
+    ("others", "level"),
+    [
+        ((), FindingLevel.WARNING),
+        ((LinkMeasurement(0.02, 12.5e6, None),), FindingLevel.WARNING),
+        ((LinkMeasurement(), LinkMeasurement(0.02, 12.5e6, 12.5e6)), FindingLevel.OK),
+    ],
+)
+@pytest.mark.parametrize(
+    ("slow", "measured"),
+    [("upload", LinkMeasurement(0.02, 12.5e6, None)), ("download", LinkMeasurement(0.02, None, 12.5e6))],
+)
+def test_a_slow_link_of_one_member_is_not_this_machines(
+    slow: str, measured: LinkMeasurement, others: tuple[LinkMeasurement, ...], level: FindingLevel
+) -> None:
+    (found,) = _line("member 2", measured, None, others)
+    assert found.level is level
+    assert (f"this member's {slow} is slow" in found.text) == (level is FindingLevel.OK)
+    assert ("use a faster link" in found.fix) == (level is FindingLevel.WARNING)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
