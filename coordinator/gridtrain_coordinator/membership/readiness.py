@@ -175,7 +175,7 @@ class Readiness:
         holders = [rank for rank, member in enumerate(run.member_list) if not member.joining]
         if run.partition.is_pipeline or not holders or not self._joining():
             return None
-        named = next(x.source for x in run.member_list if x.joining)
+        named = next(x.donor for x in run.member_list if x.joining)
         return run.member_order[named if named >= 0 else holders[0]]
 
     def _is_source_computing(

@@ -191,7 +191,7 @@ class CheckpointCatalog:
         if view.applied >= 0 and not (own.joining or own.pieces or is_ready):
             wanted.append(spans[layout.stage_of(own_rank)])
         for rank, member in enumerate(run.member_list):
-            if member.source == own_rank and layout.stage_of(rank) != layout.stage_of(own_rank):
+            if member.donor == own_rank and layout.stage_of(rank) != layout.stage_of(own_rank):
                 wanted.append(spans[layout.stage_of(rank)])
         return next((layers for layers in wanted if layers not in available), None)
 

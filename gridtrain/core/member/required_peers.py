@@ -36,8 +36,8 @@ def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int |
             return None
         replicas = assignment.layout.stage_ranks(assignment.stage)
         lowest = next((rank for rank in replicas if not members[rank].joining), None)
-        return own.source if 0 <= own.source < world_size else lowest
-    chosen = (member.source for member in members if member.joining)
+        return own.donor if 0 <= own.donor < world_size else lowest
+    chosen = (member.donor for member in members if member.joining)
     holders = (rank for rank, member in enumerate(members) if not member.joining)
     return next((rank for rank in chosen if 0 <= rank < world_size), next(holders, None))
 
@@ -73,7 +73,7 @@ def _required_in_pipeline(assignment: RankAssignment, trainer: TrainerJoined) ->
         required.add(source)
     required |= {source for _, source in own.pieces if source < world_size}
     for other, member in enumerate(assignment.members):
-        if member.source == rank or any(source == rank for _, source in member.pieces):
+        if member.donor == rank or any(source == rank for _, source in member.pieces):
             required.add(other)
     return (trainer.neighbours(rank, world_size, assignment.stage_bounds) | required) - {rank}
 

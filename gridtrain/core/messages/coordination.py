@@ -509,7 +509,7 @@ def _member_line(x: Member) -> str:
     pieces = ",".join(f"{layers.start}-{layers.stop}@{rank}" for layers, rank in x.pieces)
     piece_digests = ",".join(digest.hex() for digest in x.piece_digests)
     return (
-        f"{x.peer.hex()}\t{x.name}\t{x.address}\t{x.share}\t{int(x.joining)}\t{x.source}\t{pieces}\t"
+        f"{x.peer.hex()}\t{x.name}\t{x.address}\t{x.share}\t{int(x.joining)}\t{x.donor}\t{pieces}\t"
         f"{x.digest.hex()}\t{piece_digests}\t{x.entries_share}\n"
     )
 

@@ -235,7 +235,7 @@ class Member:
             same for all members that can be dialled; of two such members, the one with the larger key dials.
         share: the member's batch size in samples.
         joining: whether the member must first receive the state.
-        source: rank of the member's state source; -1 stands for the lowest rank that holds the state.
+        donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.
         pieces: for a repartitioned model, the checkpoints from which the member assembles its stage: the
             layers of each, and the rank that stores it.
         digest: `CheckpointInfo.digest` of the checkpoint that the state source sends, according to the
@@ -251,7 +251,7 @@ class Member:
     address: Address
     share: Count
     joining: bool
-    source: SourceRank = -1
+    donor: SourceRank = -1  # like all of these names, a key in the journal
     pieces: Annotated[tuple[tuple[Span, Count], ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
     digest: Digest = b""
     piece_digests: Annotated[tuple[Digest, ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()

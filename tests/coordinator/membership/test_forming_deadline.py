@@ -94,14 +94,14 @@ def test_a_worker_that_only_reports_the_same_digest_is_no_source() -> None:
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
         group.join(peer, setup)
     order = [member.peer for member in group.core.run.member_list]
-    sources = {member.peer: member.source for member in group.core.run.member_list}
+    sources = {member.peer: member.donor for member in group.core.run.member_list}
     assert sources == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
     view = group.view
     for peer in (A, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
     order = [member.peer for member in group.core.run.member_list]
-    assert {x.source for x in group.core.run.member_list if x.joining} == {order.index(A)}
+    assert {x.donor for x in group.core.run.member_list if x.joining} == {order.index(A)}
 
 
 def test_no_digest_of_the_eldest_matches_none() -> None:
@@ -276,7 +276,7 @@ class Trained(Group):
     def source(self) -> str:
         """The member that sends the state."""
         members = self.core.run.member_list
-        named = next((x.source for x in members if x.joining), -1)
+        named = next((x.donor for x in members if x.joining), -1)
         rank = named if named >= 0 else next(i for i, x in enumerate(members) if not x.joining)
         return members[rank].peer[:1].decode()
 

@@ -149,7 +149,7 @@ def test_a_checkpoint_with_another_digest_than_that_trained_is_not_used() -> Non
     run.say(B, m.StageCheckpointList(stored(9, 1, 0, 2, digest="t")))
     assert run.view.applied == 9
     (newcomer,) = [member for member in run.core.run.member_list if member.peer == D]
-    assert run.core.run.member_list[newcomer.source].peer == B and newcomer.digest == b"t2", (
+    assert run.core.run.member_list[newcomer.donor].peer == B and newcomer.digest == b"t2", (
         "the newcomer can verify what it receives"
     )
     again = CheckpointQuorum(recover_run(run.journal).checkpoints)

@@ -87,7 +87,7 @@ def test_a_standby_replaces_a_lost_member_and_gets_the_state_from_its_replica() 
         p: s for p, s in before.items() if p != lost
     }
     assert run.stage_of(standby) == 1 and after[standby].joining
-    source = run.core.run.member_list[after[standby].source].peer
+    source = run.core.run.member_list[after[standby].donor].peer
     assert before[source] == 1 and not after[source].joining
     name = standby[:1].decode()
     assert f"{name} gets stage 1 from {source[:1].decode()}" in run.core.snapshot(run.now_s)["plan_reason"]
@@ -184,7 +184,7 @@ def test_a_run_without_a_stage_rolls_back_to_the_latest_whole_step() -> None:
     assert view.ledger == state_after(9), "the ledger is rolled back with the model"
     assert run.roster == "a b d"
     assert [member.joining for member in run.core.run.member_list] == [False, False, True]
-    assert run.core.run.member_list[2].source == 0, "a has stage 2 on its disk"
+    assert run.core.run.member_list[2].donor == 0, "a has stage 2 on its disk"
     (note,) = run.notes("rollback")
     assert note.fields == {"from": 24, "to": 10, "at_least": False}
     journalled = [body["rollback"] for _, body in run.journal if "rollback" in body]
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     run.join(C)
     view = run.view
     assert view.applied == 23 and not run.notes("rollback")
-    assert run.roster == "a c" and run.core.run.member_list[1].source == 0
+    assert run.roster == "a c" and run.core.run.member_list[1].donor == 0
 
 
 def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage() -> None:

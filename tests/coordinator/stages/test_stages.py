@@ -196,7 +196,7 @@ def test_standbys_make_no_generation_until_there_is_one_for_each_stage() -> None
     run.report(A, B)
     assert run.core.generation == generation + 1
     assert run.roster in ("a c b d", "a d b c")
-    sources = {m_.peer: m_.source for m_ in run.core.run.member_list if m_.joining}
+    sources = {m_.peer: m_.donor for m_ in run.core.run.member_list if m_.joining}
     assert {run.core.run.member_list[rank].peer for rank in sources.values()} == {A, B}
 
 

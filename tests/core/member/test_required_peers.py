@@ -29,7 +29,7 @@ def right(rank: int, size: int, bounds: tuple[int, ...] = ()) -> frozenset[int]:
 
 
 @pytest.mark.parametrize(
-    ("joining", "sources", "source"),
+    ("joining", "donor", "source"),
     [
         ({}, {}, 0),
         ({0: True}, {}, 1),
@@ -40,15 +40,15 @@ def right(rank: int, size: int, bounds: tuple[int, ...] = ()) -> frozenset[int]:
     ],
 )
 def test_the_state_source_is_the_named_member_or_the_first_one_with_the_state(
-    joining: dict[int, object], sources: dict[int, object], source: int | None
+    joining: dict[int, object], donor: dict[int, object], source: int | None
 ) -> None:
-    assert choose_state_source(group(4, 3, joining=joining, source=sources), is_pipelined=False) == source
+    assert choose_state_source(group(4, 3, joining=joining, donor=donor), is_pipelined=False) == source
 
 
 def test_in_a_pipeline_the_state_source_is_a_replica_of_the_same_stage() -> None:
     """Stage 0: ranks 0, 1, 2; stage 1: ranks 3, 4, 5."""
-    for named, source in ((-1, 4), (5, 5), (0, 0), (6, 4)):
-        assignment = group(6, 5, stages=2, joining={3: True, 5: True}, source={5: named})
+    for donor, source in ((-1, 4), (5, 5), (0, 0), (6, 4)):
+        assignment = group(6, 5, stages=2, joining={3: True, 5: True}, donor={5: donor})
         assert choose_state_source(assignment, is_pipelined=True) == source
     pieces = {5: ((m.Span(0, 1), 0),)}
     assert choose_state_source(group(6, 5, stages=2, pieces=pieces), is_pipelined=True) is None
