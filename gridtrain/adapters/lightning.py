@@ -71,6 +71,8 @@ class GridStrategy(SingleDeviceStrategy):
                 "precision is 16-mixed, but Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
+        for optimizer in (*self.optimizers, *self._lightning_optimizers):
+            optimizer._step_supports_amp_scaling = False  # with True, Lightning refuses to clip
         if trainer.training and trainer.ckpt_path:
             raise ConfigError(
                 f"fit has ckpt_path={str(trainer.ckpt_path)!r}, but a run resumes from its own checkpoints",
@@ -127,9 +129,6 @@ class GridStrategy(SingleDeviceStrategy):
 
 class _ClosureFirstOptimizer:
     """An optimizer whose `step` runs the closure once, and then takes the step without a closure."""
-
-    # GridOptimizer has True, with which Lightning refuses to clip; it only matters with a scaler.
-    _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -205,6 +205,8 @@ class GroupSession:
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
+        if not self._has_delay:
+            self.tasks.applied = snapshot.applied  # also if a pipeline begins anew at step 0
         self._means.begin_turn(self._group_step)
         self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
@@ -665,8 +667,11 @@ class GroupSession:
         It counts the group's committed steps, also those that this worker has missed; with a delay, only
         those whose update has been applied, because the calls in between belong to the same turn.
         """
-        has_delay = self._joined is not None and self._joined.setup.ledger.delay > 0
-        return self.step if has_delay else self.snapshot.applied + 1
+        return self.step if self._has_delay else self.snapshot.applied + 1
+
+    @property
+    def _has_delay(self) -> bool:
+        return self._joined is not None and self._joined.setup.ledger.delay > 0
 
     @property
     def snapshot(self) -> WorkerSnapshot:

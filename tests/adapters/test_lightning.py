@@ -87,6 +87,27 @@ def test_the_local_gradient_is_clipped(precision: str, tmp_path: Path) -> None:
     gridtrain.local(train, workers=1, export_dir=str(tmp_path))
 
 
+class Manual(Line):
+    """Clips its gradient itself."""
+
+    def training_step(self, x_BF, index):
+        self.manual_backward(self.net(x_BF).square().mean())
+        self.clip_gradients(self.optimizers(), gradient_clip_val=0.25)
+        self.optimizers().step()
+
+
+def test_a_module_with_manual_optimization_can_clip(tmp_path: Path) -> None:
+    def train(grid) -> None:
+        model = Manual(grid, is_manual=True)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        loader = GridLoader(grid, [100.0 * x_F for x_F in points()], steps=1, batch_size=2)
+        fit(model, loader, precision="bf16-mixed")
+        change = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+        assert change.norm().item() == pytest.approx(0.25, rel=1e-2)
+
+    gridtrain.local(train, workers=1, export_dir=str(tmp_path))
+
+
 def test_a_precision_with_a_scaler_is_refused(tmp_path: Path) -> None:
     def train(grid) -> None:
         loader = GridLoader(grid, points(), steps=1, batch_size=2)

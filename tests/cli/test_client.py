@@ -172,8 +172,8 @@ def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> 
 def test_a_machine_without_a_route_to_the_coordinator_is_told_so(
     host: str, needs_ipv6: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create_connection(*_: object) -> None:
-        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+    def create_connection(*_: object, **__: object) -> None:
+        raise ExceptionGroup("", [OSError(errno.ENETUNREACH, "Network is unreachable")])
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     with (
@@ -182,6 +182,24 @@ def test_a_machine_without_a_route_to_the_coordinator_is_told_so(
     ):
         client.status(0.05)
     assert ("needs IPv6" in raised.value.remedy) == needs_ipv6 and "firewall" not in raised.value.remedy
+
+
+def test_a_stopped_coordinator_is_not_blamed_on_an_address_without_a_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name has an IPv4 and an IPv6 address, and this machine has only IPv4."""
+
+    def create_connection(*_: object, **__: object) -> None:
+        refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        raise ExceptionGroup("", [refused, OSError(errno.ENETUNREACH, "Network is unreachable")])
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with (
+        CoordinatorClient("tcp://lab:7700", COORDINATOR, ME) as client,
+        pytest.raises(CoordinatorUnreachable, match=r"within 0\.05 s -> ") as raised,
+    ):
+        client.status(0.05)
+    assert "firewall" in raised.value.remedy
 
 
 def test_a_coordinator_that_connects_and_does_not_answer_times_out() -> None:

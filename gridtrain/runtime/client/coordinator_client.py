@@ -54,7 +54,7 @@ DENIED = "denied"
 """Refusal code for a key that the coordinator does not admit, or no longer admits."""
 CONNECT_S = 1.0
 """Time limit for checking whether a program listens at an address that has not answered."""
-_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+_NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
 class CoordinatorClient:
@@ -163,8 +163,10 @@ class CoordinatorClient:
             error = _tcp_error(self.address)
             if error is None:
                 raise _wrong_peer_error(self.address, timeout_s)
+            if error.errno in (*_NO_ROUTE, errno.EHOSTUNREACH):
+                reason += f": {error.strerror}"
             if error.errno in _NO_ROUTE:
-                raise _no_route_error(self.address, f"{reason}: {error.strerror}")
+                raise _no_route_error(self.address, reason)
         raise _unreachable_error(self.address, reason)
 
     def _send(self, question: Message) -> bool:
@@ -181,10 +183,16 @@ def allow_only(key: PeerId) -> AccessPolicy:
 
 
 def _tcp_error(address: str) -> OSError | None:
-    """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it."""
+    """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it.
+
+    Of a host with several addresses, those to which there is a route come first.
+    """
     parts = urlsplit(address)
     try:
-        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
+        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S, all_errors=True).close()
+    except ExceptionGroup as group:  # an `OSError` for each address
+        errors = [error for error in group.exceptions if isinstance(error, OSError)]
+        return min(errors, key=lambda error: error.errno in _NO_ROUTE)
     except (OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
         return error if isinstance(error, OSError) else OSError(str(error))
     return None

@@ -105,9 +105,11 @@ def default_listen_address(coordinator: str) -> str:
 
 def interface_address(host: str, port: int = 1) -> str:
     """Return the address of the network interface that leads to `host`, with port 0 (any free port); "" if
-    the host cannot be resolved or has no route.  No packet is sent."""
+    the host cannot be resolved or has no route.  No packet is sent.  As for the connection itself, IPv4
+    precedes IPv6 (`network.transport.zmq.name_lookup`)."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             own = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])

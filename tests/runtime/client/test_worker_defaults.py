@@ -49,6 +49,13 @@ def test_a_worker_on_the_coordinators_machine_listens_on_loopback() -> None:
     assert default_listen_address("tcp://127.0.0.1:7700") == "tcp://127.0.0.1:0"
 
 
+def test_a_name_with_addresses_of_both_kinds_is_reached_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipv6 = (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 1, 0, 0))
+    ipv4 = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 1))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ipv6, ipv4])
+    assert default_listen_address("tcp://both.invalid:7700") == "tcp://127.0.0.1:0"
+
+
 def test_a_worker_without_a_route_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_such_host(*_: object, **__: object) -> object:
         raise socket.gaierror("no such host")

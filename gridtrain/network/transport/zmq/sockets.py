@@ -365,9 +365,9 @@ def _resolve_ipv6_only(address: str, wait_s: float) -> str:
 
 
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
-    """Enable IPv6 on the socket if the address is an IPv6 address."""
-    if ":" in _host(address):
-        socket.setsockopt(zmq.IPV6, 1)
+    """Enable IPv6 for the next use of the socket if the address is an IPv6 address; otherwise disable it,
+    because a socket with IPv6 listens at IPv4 addresses in their IPv6 form."""
+    socket.setsockopt(zmq.IPV6, int(":" in _host(address)))
 
 
 def _host(address: str) -> str:

@@ -269,6 +269,14 @@ def test_ipv6(zeromq_net, listen, dialled, host):
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine speaks no IPv6")
+def test_an_ipv4_address_after_an_ipv6_address_has_its_own_form(zeromq_net):
+    """A worker that moves to another network listens at both."""
+    bert = zeromq_net.add("bert")
+    assert bert.transport.listen("tcp://[::1]:0").startswith("tcp://[::1]:")
+    assert bert.transport.listen("tcp://127.0.0.1:0").startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine speaks no IPv6")
 def test_a_name_that_has_ipv6_addresses_only(zeromq_net, monkeypatch):
     """To listen and to dial; a name with an address of either kind is dialled over IPv4."""
     ipv6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
