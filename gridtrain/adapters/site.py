@@ -12,9 +12,12 @@ optimizer's state and the residual.  The processes communicate with each other t
 for tensors on GPUs, gloo for everything else.
 
     leader       <--- the digest of the base --- every process, once
+    leader       <--- ready ------------------------------- every process
     leader       turn: the site's samples, the state -----> every process
     each process its part of the samples, backward
-    leader       <--- reduce: sum of share * gradient ------ every process
+    leader       <--- ready ------------------------------- every process
+    leader       reduce ----------------------------------> every process
+    leader       <--- sum of share * gradient -------------- every process
                  step: exchange with the other workers, apply the update
                  ... next turn: the updated state ------------> every process
 
@@ -24,7 +27,9 @@ The leader sends all trained parameters and buffers, which are as large as a den
 the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
 other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 
-A process that fails sends the reason before it exits; the leader then leaves the run with that reason.
+A process that fails sends the reason before it exits: the leader to all, any other process to the leader,
+which then leaves the run with that reason.  Broadcast and reduce, which a failure would block, therefore start
+only when every process is ready and the leader has announced them.
 """
 
 from __future__ import annotations
@@ -33,8 +38,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -61,6 +67,7 @@ from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 LEADER = 0
 _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
+_END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
 
 
 class SiteFailed(GridtrainError):
@@ -70,9 +77,10 @@ class SiteFailed(GridtrainError):
 class _SiteMessage(IntEnum):
     TURN = 1  # from the leader: the samples of the next step
     END = 2  # from the leader: there is no further step; a text gives the error, if there was one
-    READY = 3  # from another process: the gradient is complete
+    READY = 3  # from another process: it waits for the next turn, or its gradient is complete
     FAILED = 4  # from another process: it failed, with the reason
     BASE = 5  # from another process: the description of its base
+    REDUCE = 6  # from the leader: all gradients are complete and will be summed
 
 
 class Site:
@@ -89,7 +97,8 @@ class Site:
         self._channel = channel
         self._optimizer: SiteOptimizer | None = None
         self._weight = 0.0  # the weight of this process's gradient in the site's gradient
-        self._listening = self._is_end_received = self._has_ended = False
+        self._has_ended = self._is_delaying = False
+        self._delayed_signal: int | None = None
         self._owns_group = False  # torch.distributed was set up by `enter`
 
     @classmethod
@@ -210,7 +219,8 @@ class Site:
 
     def _compare_bases(self, base: FrozenBase) -> None:
         for rank in range(1, self.world_size):
-            theirs = self._listen_to(rank, _SiteMessage.BASE)
+            with self._signals_delayed():
+                theirs = self._listen_to(rank, _SiteMessage.BASE)
             if base.rule != "any" and theirs != base.describe():
                 raise ConfigError(
                     f"the frozen base of process {rank} of this site differs from the leader's: "
@@ -224,24 +234,23 @@ class Site:
 
     def _lead(self, turns: sampler.GridSampler) -> Iterator[list[int]]:
         for indices in turns:
-            self._broadcast(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
-            self._share_state()
+            with self._signals_delayed():
+                self._announce(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
+                self._share_state()
             yield indices
-        self._has_ended = True
-        self._broadcast(_SiteMessage.END, b"")
-        self._share_state()
+        with self._signals_delayed():
+            self._announce(_SiteMessage.END)
+            self._has_ended = True
+            self._share_state()
 
     def _follow(self) -> Iterator[list[int]]:
-        while True:
-            word, payload = self._listen(LEADER, 8 * _MAX_SAMPLES)
-            if word is _SiteMessage.END:
-                self._has_ended = True
-                if payload:
-                    raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
+        word = _SiteMessage.TURN
+        while word is _SiteMessage.TURN:
+            with self._signals_delayed():
+                word, payload = self._await_announcement()
                 self._share_state()
-                return
-            self._share_state()
-            yield np.frombuffer(payload, np.int64).tolist()
+            if word is _SiteMessage.TURN:
+                yield np.frombuffer(payload, np.int64).tolist()
 
     def _share_state(self) -> None:
         """Copy the leader's parameters, excluding the base, and its buffers to all processes, one message for
@@ -256,7 +265,8 @@ class Site:
         for _, alike in groupby(by_kind, key=_kind):
             group = list(alike)
             flat_N = torch.cat([tensor.flatten() for tensor in group])
-            dist.broadcast(flat_N, group_src=LEADER)
+            with _named(self._another):
+                dist.broadcast(flat_N, group_src=LEADER)
             if self.is_leader:
                 continue
             for tensor, piece in zip(group, torch.split(flat_N, [t.numel() for t in group]), strict=True):
@@ -274,20 +284,45 @@ class Site:
             flat_N.zero_()  # without samples its values are arbitrary
         if self.world_size == 1:
             return
-        if self.is_leader:
-            for rank in range(1, self.world_size):  # a process that has failed would block the reduce
-                self._listen_to(rank, _SiteMessage.READY)
-        else:
-            self._channel.send(LEADER, [_SiteMessage.READY])
-        dist.reduce(flat_N, group_dst=LEADER)
-        self._channel.wait_sent()
+        with self._signals_delayed():
+            if self.is_leader:
+                self._announce(_SiteMessage.REDUCE)
+            else:
+                self._await_announcement()
+            with _named(self._another):
+                dist.reduce(flat_N, group_dst=LEADER)
 
     # -- messages --------------------------------------------------------------------------------------
 
-    def _broadcast(self, word: _SiteMessage, payload: bytes) -> None:
+    @property
+    def _another(self) -> str:
+        """How an error names a process that is not this one."""
+        return "another process" if self.is_leader else "the leader"
+
+    def _announce(self, word: _SiteMessage, payload: bytes = b"") -> None:
+        """Wait until all other processes are ready, and send them the message."""
+        for rank in range(1, self.world_size):
+            self._listen_to(rank, _SiteMessage.READY)
+        with _named(self._another):
+            self._broadcast(word, payload)
+
+    def _await_announcement(self) -> tuple[_SiteMessage, bytes]:
+        """Tell the leader that this process is ready, and return the leader's next message."""
+        self._channel.send(LEADER, [_SiteMessage.READY])
+        word, payload = self._listen(LEADER, 8 * _MAX_SAMPLES)
+        if word is _SiteMessage.END:
+            self._has_ended = True
+            if payload:
+                self._obey_delayed_signal()
+                raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
+        with _named("the leader"):
+            self._channel.wait_sent()
+        return word, payload
+
+    def _broadcast(self, word: _SiteMessage, payload: bytes, timeout_s: float | None = None) -> None:
         for rank in range(1, self.world_size):
             self._channel.send(rank, [word], payload)
-        self._channel.wait_sent()
+        self._channel.wait_sent(timeout_s)
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
         """Receive the expected message from another process and return its text.
@@ -301,35 +336,46 @@ class Site:
         return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """Receive a message from `rank`; raise `SiteFailed` if that process has exited.
-
-        If SIGTERM arrives in the meantime, this process exits after the message, unless the message reports a
-        failure: torchrun stops all processes when one has failed, and the failure is then still reported.
-        """
-        self._listening = True
-        try:
+        """Receive a message from `rank`; raise `SiteFailed` if that process has exited."""
+        with _named("the leader" if rank == LEADER else f"process {rank}"):
             head, payload = self._channel.receive(rank, most_bytes)
-        except RuntimeError as error:  # raised by gloo
-            who = "the leader" if rank == LEADER else f"process {rank}"
-            first = (str(error).splitlines() or [""])[0]
-            raise SiteFailed(
-                f"{who} of this site has disconnected: {first}", remedy="see its output"
-            ) from error
-        finally:
-            self._listening = False
-        if self._is_end_received and head[0] != _SiteMessage.FAILED:
-            sys.exit(128 + signal.SIGTERM)
         return _SiteMessage(head[0]), payload
+
+    # -- the end ---------------------------------------------------------------------------------------
 
     def _stop_cleanly(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._terminate)
+            signal.signal(signal.SIGTERM, self._on_signal)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._on_signal)
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        if self._listening:
-            self._is_end_received = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_delaying:
+            self._delayed_signal = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
         else:
             sys.exit(128 + number)
+
+    @contextmanager
+    def _signals_delayed(self) -> Iterator[None]:
+        """Delay SIGTERM and Ctrl-C while the processes do something together.
+
+        Otherwise, those that have not received the signal would wait for this process.  A failure is raised
+        instead: torchrun stops all processes when one has failed, and the failure is then still reported.
+        """
+        self._is_delaying = True
+        try:
+            yield
+        finally:
+            self._is_delaying = False
+        self._obey_delayed_signal()
+
+    def _obey_delayed_signal(self) -> None:
+        self._is_delaying = False
+        number, self._delayed_signal = self._delayed_signal, None
+        if number is not None:
+            self._on_signal(number, None)
 
     def _end(self, reason: str) -> None:
         """Send the reason why this process is ending to all other processes, or to the leader if this process
@@ -338,14 +384,15 @@ class Site:
             return
         self._has_ended = True
         text = reason.encode()[:_MAX_TEXT_BYTES]
-        try:
+        with suppress(RuntimeError):  # raised by gloo: the receiver has exited, or does not answer
             if self.is_leader:
-                self._broadcast(_SiteMessage.END, text)
-            else:
-                self._channel.send(LEADER, [_SiteMessage.FAILED], text)
-                self._channel.wait_sent()
-        except RuntimeError:  # raised by gloo, because the receiver has already exited
-            pass
+                self._broadcast(_SiteMessage.END, text, _END_TIMEOUT_S)
+                return
+            self._channel.send(LEADER, [_SiteMessage.FAILED], text)
+            deadline_s, word = time.monotonic() + _END_TIMEOUT_S, None
+            while word != _SiteMessage.END:  # the leader, too, may be waiting until it has sent its reason
+                left_s = max(0.001, deadline_s - time.monotonic())
+                (word, *_), _ = self._channel.receive(LEADER, 8 * _MAX_SAMPLES, left_s)
 
     def __enter__(self) -> Site:
         return self
@@ -409,6 +456,17 @@ def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tensor.device.type}"
+
+
+@contextmanager
+def _named(who: str) -> Iterator[None]:
+    """Raise `SiteFailed` with the name of a process instead of gloo's error about the connection to it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo/transport" not in str(error):
+            raise
+        raise SiteFailed(f"{who} of this site has disconnected", remedy="see its output") from error
 
 
 def _reason(error: BaseException) -> str:

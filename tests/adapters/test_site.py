@@ -5,8 +5,9 @@ torchrun -- 2 processes, gloo between them --+-- leader --+
 single ---------------------------------------------------+
 """
 
+import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,41 @@ def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how,
         reasons = [line for line in group.coordinator.lines if says in str(line)]
         assert group.workers["site"].code == 1
         assert reasons, group.coordinator.tail()
+
+
+def end_of_pair(folder: Path, how: str) -> list[tuple[int, str]]:
+    """The exit code and the output of both processes of ending_site.py, which must end by themselves."""
+    with ExitStack() as stack:
+        pair = []
+        for rank in "01":
+            command = [sys.executable, str(SCRIPTS / "ending_site.py"), rank, str(folder / "rendezvous"), how]
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            pair.append(stack.enter_context(subprocess.Popen(command, **pipes)))
+            stack.callback(pair[-1].kill)
+        outputs = [process.communicate(timeout=60)[0] for process in pair]
+        return [(process.returncode, output) for process, output in zip(pair, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "first", "second"),
+    [
+        ("0 raises", (1, 1), "closed: ValueError: a bad sample", "SiteFailed: ValueError: a bad sample"),
+        ("0 breaks", (0, 1), "closed: the training script ended", "SiteFailed: the training script ended"),
+        ("1 raises", (1, 1), "closed: process 1 of this site failed: ValueError", "ValueError: a bad sample"),
+        ("1 raises after the step", (1, 1), "process 1 of this site failed: ValueError", "a bad file"),
+        ("break", (0, 0), "closed: the training script ended", ""),
+        ("SIGTERM", (143, 143), "closed: its site was stopped", ""),
+        ("SIGINT", (-2, -2), "closed: KeyboardInterrupt", "interrupted"),
+    ],
+)
+def test_when_some_processes_end_all_do_and_say_why(tmp_path, how, codes, first, second) -> None:
+    ends = end_of_pair(tmp_path, how)
+    assert tuple(code for code, _ in ends) == codes, ends
+    for (_, output), text in zip(ends, (first, second), strict=True):
+        assert "stepped" in output and text in output, output
+    if "raises" in how:
+        raising = int(how[0])
+        assert "Traceback" in ends[raising][1], "the script's traceback is missing"
 
 
 def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
