@@ -28,13 +28,14 @@ the leader's model (a skipped step, another member's state, a repair) therefore 
 other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 
 A process that fails sends the reason before it exits: the leader to all, any other process to the leader,
-which then leaves the run with that reason.  Broadcast and reduce, which a failure would block, therefore start
-only when every process is ready and the leader has announced them.
+which then leaves the run with that reason.  Broadcast and reduce, which a failure would block, therefore
+start only when every process is ready and the leader has announced them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -68,6 +69,8 @@ LEADER = 0
 _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
 _END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
+_PROCESS_TIMEOUT_S = 1800.0  # until a process has trained on its batch
+_LEADER_TIMEOUT_S = 3650 * 86400.0  # the leader waits for the run, and its end breaks the connection
 
 
 class SiteFailed(GridtrainError):
@@ -336,9 +339,12 @@ class Site:
         return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """Receive a message from `rank`; raise `SiteFailed` if that process has exited."""
-        with _named("the leader" if rank == LEADER else f"process {rank}"):
-            head, payload = self._channel.receive(rank, most_bytes)
+        """Receive a message from `rank`; raise `SiteFailed` if that process has exited or does not answer."""
+        who, timeout_s = f"process {rank}", _PROCESS_TIMEOUT_S
+        if rank == LEADER:
+            who, timeout_s = "the leader", _LEADER_TIMEOUT_S
+        with _named(who):
+            head, payload = self._channel.receive(rank, most_bytes, timeout_s)
         return _SiteMessage(head[0]), payload
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -466,7 +472,10 @@ def _named(who: str) -> Iterator[None]:
     except RuntimeError as error:
         if "gloo/transport" not in str(error):
             raise
-        raise SiteFailed(f"{who} of this site has disconnected", remedy="see its output") from error
+        what = "has disconnected"
+        if late := re.search(r"Timed out waiting (\d+)ms", str(error)):
+            what = f"has not answered for {int(late[1]) / 1000:g} s"
+        raise SiteFailed(f"{who} of this site {what}", remedy="see its output") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -87,6 +87,7 @@ def end_of_pair(folder: Path, how: str) -> list[tuple[int, str]]:
         ("0 breaks", (0, 1), "closed: the training script ended", "SiteFailed: the training script ended"),
         ("1 raises", (1, 1), "closed: process 1 of this site failed: ValueError", "ValueError: a bad sample"),
         ("1 raises after the step", (1, 1), "process 1 of this site failed: ValueError", "a bad file"),
+        ("0 waits", (1, 1), "closed: process 1 of this site has not answered for 0.1 s", "Traceback"),
         ("break", (0, 0), "closed: the training script ended", ""),
         ("SIGTERM", (143, 143), "closed: its site was stopped", ""),
         ("SIGINT", (-2, -2), "closed: KeyboardInterrupt", "interrupted"),
@@ -100,6 +101,20 @@ def test_when_some_processes_end_all_do_and_say_why(tmp_path, how, codes, first,
     if "raises" in how:
         raising = int(how[0])
         assert "Traceback" in ends[raising][1], "the script's traceback is missing"
+
+
+def test_the_leader_may_wait_for_the_run_for_days_but_not_for_a_process() -> None:
+    timeouts_s = []
+
+    def receive(rank: int, most_bytes: int, timeout_s: float) -> tuple[list[int], bytes]:
+        timeouts_s.append(timeout_s)
+        return [site._SiteMessage.READY], b""
+
+    for rank in (0, 1):
+        channel: Any = SimpleNamespace(rank=rank, world_size=2, receive=receive)
+        site.Site(None, channel)._listen(1 - rank, 0)
+    of_process, of_leader = timeouts_s
+    assert of_process <= 1800.0 and of_leader > 365 * 86400.0
 
 
 def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
@@ -116,7 +131,7 @@ def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
 def test_a_process_with_another_base_is_refused_with_both_digests(rule) -> None:
     bases = [FrozenBase(nn.Linear(2, 2).requires_grad_(False), rule=rule) for _ in range(2)]
     told = [site._SiteMessage.BASE], bases[1].describe().encode()
-    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda rank, most_bytes: told)
+    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda *_: told)
     with nullcontext() if rule == "any" else pytest.raises(ConfigError) as refusal:
         site.Site(None, channel)._compare_bases(bases[0])
     if refusal is not None:
