@@ -52,6 +52,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
@@ -66,6 +68,7 @@ from gridtrain.training.single_samples import SingleSampleBatches
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 LEADER = 0
+_WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
 _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
 _END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
@@ -158,6 +161,7 @@ class Site:
             raise ConfigError(
                 "a site's processes are weighted by their samples", remedy="remove the argument weigh_by="
             )
+        _refuse_wrapped(model)
         flat = FlatGradient(model, optimizer)
         if self.grid is not None:
             wrapped = self.grid.optimizer(optimizer, model, **options)
@@ -451,6 +455,18 @@ class SiteOptimizer(WrappingOptimizer):
         if self._site.is_leader:
             self._flat.scatter()
             self.inner.step()
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise `ConfigError` if torch averages the gradients or divides the parameters of `model`."""
+    found = {type(module).__name__ for module in model.modules() if isinstance(module, _WRAPPERS)}
+    found |= {type(p.data).__name__ for p in model.parameters() if isinstance(p.data, DTensor)}
+    if found:
+        raise ConfigError(
+            f"the model has parts of type {', '.join(sorted(found))}, which combine the gradients of the "
+            "processes themselves; a site weights each process's own gradient by its samples",
+            remedy="use the model without DistributedDataParallel, FSDP and fully_shard",
+        )
 
 
 def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
