@@ -57,7 +57,7 @@ from torch.distributed.tensor import DTensor
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.runtime.process_hooks import closed_at_exit
+from gridtrain.runtime.process_hooks import closed_at_exit, describe_end
 from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
@@ -497,6 +497,8 @@ def _named(who: str) -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, GridtrainError):
         return error.reason
+    if isinstance(error, KeyboardInterrupt):
+        return describe_end(error)
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         return "its site was stopped, perhaps because another of its processes failed"
     return f"{type(error).__name__}: {error}"
