@@ -130,7 +130,7 @@ class Site:
             try:
                 site.grid = join(invitation, **options)
             except BaseException as error:
-                site._end(f"the leader could not join: {type(error).__name__}: {error}")
+                site._end(f"it could not join: {type(error).__name__}: {error}")
                 raise
         return site
 
@@ -321,7 +321,8 @@ class Site:
             self._has_ended = True
             if payload:
                 self._obey_delayed_signal()
-                raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
+                reason = payload.decode(errors="replace")
+                raise SiteFailed(f"the leader of this site ended: {reason}", remedy="see its output")
         with _named("the leader"):
             self._channel.wait_sent()
         return word, payload

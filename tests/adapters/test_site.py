@@ -91,8 +91,18 @@ def end_of_pair(folder: Path, how: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("how", "codes", "first", "second"),
     [
-        ("0 raises", (1, 1), "closed: ValueError: a bad sample", "SiteFailed: ValueError: a bad sample"),
-        ("0 breaks", (0, 1), "closed: the training script ended", "SiteFailed: the training script ended"),
+        (
+            "0 raises",
+            (1, 1),
+            "closed: ValueError: a bad sample",
+            "the leader of this site ended: ValueError: a bad sample",
+        ),
+        (
+            "0 breaks",
+            (0, 1),
+            "closed: the training script ended",
+            "the leader of this site ended: the training script ended",
+        ),
         ("1 raises", (1, 1), "closed: process 1 of this site failed: ValueError", "ValueError: a bad sample"),
         ("1 raises after the step", (1, 1), "process 1 of this site failed: ValueError", "a bad file"),
         ("0 waits", (1, 1), "closed: process 1 of this site has not answered for 0.1 s", "Traceback"),
