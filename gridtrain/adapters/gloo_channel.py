@@ -4,14 +4,16 @@
     uint8   | payload |                                     only if it is not empty
 
 Messages between two processes arrive in the order in which they were sent.  A process that waits for one that
-has exited gets an error from gloo as soon as the connection breaks, or at the group's timeout.  Nothing is
-pickled.
+has exited gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is sent
+only when its receiver waits for it, so two processes that both wait until they have sent wait for each other.
+A timeout breaks the connections to all processes of the group.  Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,15 +45,20 @@ class GlooChannel:
         if len(payload):
             self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
-    def receive(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
+    def receive(
+        self, from_rank: int, most_bytes: int, timeout_s: float | None = None
+    ) -> tuple[list[int], bytes]:
         """Wait for the next message from `from_rank`; return its head, padded with zeros, and its payload.
+
+        Args:
+            timeout_s: replaces the group's timeout, for the head and for the payload.
 
         Raises:
             RemoteProtocolError: the payload is larger than `most_bytes`; nothing was allocated for it.
-            RuntimeError: the connection to the process broke, or the group's timeout has passed.
+            RuntimeError: the connection to the process broke, or the timeout has passed.
         """
         numbers_H = torch.empty(HEAD, dtype=torch.int64)
-        self._receive_tensor(numbers_H, from_rank)
+        self._receive_tensor(numbers_H, from_rank, timeout_s)
         payload_bytes, *head = numbers_H.tolist()
         if not 0 <= payload_bytes <= most_bytes:
             raise RemoteProtocolError(
@@ -62,14 +69,23 @@ class GlooChannel:
         if not payload_bytes:
             return head, b""
         data_B = torch.empty(payload_bytes, dtype=torch.uint8)
-        self._receive_tensor(data_B, from_rank)
+        self._receive_tensor(data_B, from_rank, timeout_s)
         return head, data_B.numpy().tobytes()
 
-    def wait_sent(self) -> None:
-        """Wait until all messages have been sent."""
+    def wait_sent(self, timeout_s: float | None = None) -> None:
+        """Wait until all messages have been sent; `timeout_s` replaces the group's timeout.
+
+        If a message cannot be sent, the error is raised after the others have been sent.
+        """
         in_flight, self._in_flight = self._in_flight, []
+        failure: RuntimeError | None = None
         for work, _ in in_flight:
-            work.wait()
+            try:
+                _wait(work, timeout_s)
+            except RuntimeError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Destroy the group, unless it was already destroyed together with all other groups.
@@ -87,5 +103,11 @@ class GlooChannel:
         assert work is not None  # this process is in the group
         self._in_flight.append((work, tensor))
 
-    def _receive_tensor(self, tensor: Tensor, from_rank: int) -> None:
-        dist.recv(tensor, group=self.group, group_src=from_rank)
+    def _receive_tensor(self, tensor: Tensor, from_rank: int, timeout_s: float | None) -> None:
+        work = dist.irecv(tensor, group=self.group, group_src=from_rank)
+        assert work is not None  # this process is in the group
+        _wait(work, timeout_s)
+
+
+def _wait(work: dist.Work, timeout_s: float | None) -> None:
+    work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))

@@ -12,9 +12,12 @@ optimizer's state and the residual.  The processes communicate with each other t
 for tensors on GPUs, gloo for everything else.
 
     leader       <--- the digest of the base --- every process, once
+    leader       <--- ready ------------------------------- every process
     leader       turn: the site's samples, the state -----> every process
     each process its part of the samples, backward
-    leader       <--- reduce: sum of share * gradient ------ every process
+    leader       <--- ready ------------------------------- every process
+    leader       reduce ----------------------------------> every process
+    leader       <--- sum of share * gradient -------------- every process
                  step: exchange with the other workers, apply the update
                  ... next turn: the updated state ------------> every process
 
@@ -24,17 +27,21 @@ The leader sends all trained parameters and buffers, which are as large as a den
 the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
 other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 
-A process that fails sends the reason before it exits; the leader then leaves the run with that reason.
+A process that fails sends the reason before it exits: the leader to all, any other process to the leader,
+which then leaves the run with that reason.  Broadcast and reduce, which a failure would block, therefore
+start only when every process is ready and the leader has announced them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -45,10 +52,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.runtime.process_hooks import closed_at_exit
+from gridtrain.runtime.process_hooks import closed_at_exit, describe_end
 from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
@@ -59,8 +68,12 @@ from gridtrain.training.single_samples import SingleSampleBatches
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 LEADER = 0
+_WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
 _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
+_END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
+_PROCESS_TIMEOUT_S = 1800.0  # until a process has trained on its batch
+_LEADER_TIMEOUT_S = 3650 * 86400.0  # the leader waits for the run, and its end breaks the connection
 
 
 class SiteFailed(GridtrainError):
@@ -70,9 +83,10 @@ class SiteFailed(GridtrainError):
 class _SiteMessage(IntEnum):
     TURN = 1  # from the leader: the samples of the next step
     END = 2  # from the leader: there is no further step; a text gives the error, if there was one
-    READY = 3  # from another process: the gradient is complete
+    READY = 3  # from another process: it waits for the next turn, or its gradient is complete
     FAILED = 4  # from another process: it failed, with the reason
     BASE = 5  # from another process: the description of its base
+    REDUCE = 6  # from the leader: all gradients are complete and will be summed
 
 
 class Site:
@@ -89,7 +103,8 @@ class Site:
         self._channel = channel
         self._optimizer: SiteOptimizer | None = None
         self._weight = 0.0  # the weight of this process's gradient in the site's gradient
-        self._listening = self._is_end_received = self._has_ended = False
+        self._has_ended = self._is_delaying = False
+        self._delayed_signal: int | None = None
         self._owns_group = False  # torch.distributed was set up by `enter`
 
     @classmethod
@@ -115,7 +130,7 @@ class Site:
             try:
                 site.grid = join(invitation, **options)
             except BaseException as error:
-                site._end(f"the leader could not join: {type(error).__name__}: {error}")
+                site._end(f"it could not join: {type(error).__name__}: {error}")
                 raise
         return site
 
@@ -146,6 +161,7 @@ class Site:
             raise ConfigError(
                 "a site's processes are weighted by their samples", remedy="remove the argument weigh_by="
             )
+        _refuse_wrapped(model)
         flat = FlatGradient(model, optimizer)
         if self.grid is not None:
             wrapped = self.grid.optimizer(optimizer, model, **options)
@@ -210,7 +226,8 @@ class Site:
 
     def _compare_bases(self, base: FrozenBase) -> None:
         for rank in range(1, self.world_size):
-            theirs = self._listen_to(rank, _SiteMessage.BASE)
+            with self._signals_delayed():
+                theirs = self._listen_to(rank, _SiteMessage.BASE)
             if base.rule != "any" and theirs != base.describe():
                 raise ConfigError(
                     f"the frozen base of process {rank} of this site differs from the leader's: "
@@ -224,24 +241,23 @@ class Site:
 
     def _lead(self, turns: sampler.GridSampler) -> Iterator[list[int]]:
         for indices in turns:
-            self._broadcast(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
-            self._share_state()
+            with self._signals_delayed():
+                self._announce(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
+                self._share_state()
             yield indices
-        self._has_ended = True
-        self._broadcast(_SiteMessage.END, b"")
-        self._share_state()
+        with self._signals_delayed():
+            self._announce(_SiteMessage.END)
+            self._has_ended = True
+            self._share_state()
 
     def _follow(self) -> Iterator[list[int]]:
-        while True:
-            word, payload = self._listen(LEADER, 8 * _MAX_SAMPLES)
-            if word is _SiteMessage.END:
-                self._has_ended = True
-                if payload:
-                    raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
+        word = _SiteMessage.TURN
+        while word is _SiteMessage.TURN:
+            with self._signals_delayed():
+                word, payload = self._await_announcement()
                 self._share_state()
-                return
-            self._share_state()
-            yield np.frombuffer(payload, np.int64).tolist()
+            if word is _SiteMessage.TURN:
+                yield np.frombuffer(payload, np.int64).tolist()
 
     def _share_state(self) -> None:
         """Copy the leader's parameters, excluding the base, and its buffers to all processes, one message for
@@ -256,7 +272,8 @@ class Site:
         for _, alike in groupby(by_kind, key=_kind):
             group = list(alike)
             flat_N = torch.cat([tensor.flatten() for tensor in group])
-            dist.broadcast(flat_N, group_src=LEADER)
+            with _named(self._another):
+                dist.broadcast(flat_N, group_src=LEADER)
             if self.is_leader:
                 continue
             for tensor, piece in zip(group, torch.split(flat_N, [t.numel() for t in group]), strict=True):
@@ -274,20 +291,46 @@ class Site:
             flat_N.zero_()  # without samples its values are arbitrary
         if self.world_size == 1:
             return
-        if self.is_leader:
-            for rank in range(1, self.world_size):  # a process that has failed would block the reduce
-                self._listen_to(rank, _SiteMessage.READY)
-        else:
-            self._channel.send(LEADER, [_SiteMessage.READY])
-        dist.reduce(flat_N, group_dst=LEADER)
-        self._channel.wait_sent()
+        with self._signals_delayed():
+            if self.is_leader:
+                self._announce(_SiteMessage.REDUCE)
+            else:
+                self._await_announcement()
+            with _named(self._another):
+                dist.reduce(flat_N, group_dst=LEADER)
 
     # -- messages --------------------------------------------------------------------------------------
 
-    def _broadcast(self, word: _SiteMessage, payload: bytes) -> None:
+    @property
+    def _another(self) -> str:
+        """How an error names a process that is not this one."""
+        return "another process" if self.is_leader else "the leader"
+
+    def _announce(self, word: _SiteMessage, payload: bytes = b"") -> None:
+        """Wait until all other processes are ready, and send them the message."""
+        for rank in range(1, self.world_size):
+            self._listen_to(rank, _SiteMessage.READY)
+        with _named(self._another):
+            self._broadcast(word, payload)
+
+    def _await_announcement(self) -> tuple[_SiteMessage, bytes]:
+        """Tell the leader that this process is ready, and return the leader's next message."""
+        self._channel.send(LEADER, [_SiteMessage.READY])
+        word, payload = self._listen(LEADER, 8 * _MAX_SAMPLES)
+        if word is _SiteMessage.END:
+            self._has_ended = True
+            if payload:
+                self._obey_delayed_signal()
+                reason = payload.decode(errors="replace")
+                raise SiteFailed(f"the leader of this site ended: {reason}", remedy="see its output")
+        with _named("the leader"):
+            self._channel.wait_sent()
+        return word, payload
+
+    def _broadcast(self, word: _SiteMessage, payload: bytes, timeout_s: float | None = None) -> None:
         for rank in range(1, self.world_size):
             self._channel.send(rank, [word], payload)
-        self._channel.wait_sent()
+        self._channel.wait_sent(timeout_s)
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
         """Receive the expected message from another process and return its text.
@@ -301,35 +344,49 @@ class Site:
         return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """Receive a message from `rank`; raise `SiteFailed` if that process has exited.
-
-        If SIGTERM arrives in the meantime, this process exits after the message, unless the message reports a
-        failure: torchrun stops all processes when one has failed, and the failure is then still reported.
-        """
-        self._listening = True
-        try:
-            head, payload = self._channel.receive(rank, most_bytes)
-        except RuntimeError as error:  # raised by gloo
-            who = "the leader" if rank == LEADER else f"process {rank}"
-            first = (str(error).splitlines() or [""])[0]
-            raise SiteFailed(
-                f"{who} of this site has disconnected: {first}", remedy="see its output"
-            ) from error
-        finally:
-            self._listening = False
-        if self._is_end_received and head[0] != _SiteMessage.FAILED:
-            sys.exit(128 + signal.SIGTERM)
+        """Receive a message from `rank`; raise `SiteFailed` if that process has exited or does not answer."""
+        who, timeout_s = f"process {rank}", _PROCESS_TIMEOUT_S
+        if rank == LEADER:
+            who, timeout_s = "the leader", _LEADER_TIMEOUT_S
+        with _named(who):
+            head, payload = self._channel.receive(rank, most_bytes, timeout_s)
         return _SiteMessage(head[0]), payload
+
+    # -- the end ---------------------------------------------------------------------------------------
 
     def _stop_cleanly(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._terminate)
+            signal.signal(signal.SIGTERM, self._on_signal)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._on_signal)
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        if self._listening:
-            self._is_end_received = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_delaying:
+            self._delayed_signal = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
         else:
             sys.exit(128 + number)
+
+    @contextmanager
+    def _signals_delayed(self) -> Iterator[None]:
+        """Delay SIGTERM and Ctrl-C while the processes do something together.
+
+        Otherwise, those that have not received the signal would wait for this process.  A failure is raised
+        instead: torchrun stops all processes when one has failed, and the failure is then still reported.
+        """
+        self._is_delaying = True
+        try:
+            yield
+        finally:
+            self._is_delaying = False
+        self._obey_delayed_signal()
+
+    def _obey_delayed_signal(self) -> None:
+        self._is_delaying = False
+        number, self._delayed_signal = self._delayed_signal, None
+        if number is not None:
+            self._on_signal(number, None)
 
     def _end(self, reason: str) -> None:
         """Send the reason why this process is ending to all other processes, or to the leader if this process
@@ -338,14 +395,15 @@ class Site:
             return
         self._has_ended = True
         text = reason.encode()[:_MAX_TEXT_BYTES]
-        try:
+        with suppress(RuntimeError):  # raised by gloo: the receiver has exited, or does not answer
             if self.is_leader:
-                self._broadcast(_SiteMessage.END, text)
-            else:
-                self._channel.send(LEADER, [_SiteMessage.FAILED], text)
-                self._channel.wait_sent()
-        except RuntimeError:  # raised by gloo, because the receiver has already exited
-            pass
+                self._broadcast(_SiteMessage.END, text, _END_TIMEOUT_S)
+                return
+            self._channel.send(LEADER, [_SiteMessage.FAILED], text)
+            deadline_s, word = time.monotonic() + _END_TIMEOUT_S, None
+            while word != _SiteMessage.END:  # the leader, too, may be waiting until it has sent its reason
+                left_s = max(0.001, deadline_s - time.monotonic())
+                (word, *_), _ = self._channel.receive(LEADER, 8 * _MAX_SAMPLES, left_s)
 
     def __enter__(self) -> Site:
         return self
@@ -400,6 +458,18 @@ class SiteOptimizer(WrappingOptimizer):
             self.inner.step()
 
 
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise `ConfigError` if torch averages the gradients or divides the parameters of `model`."""
+    found = {type(module).__name__ for module in model.modules() if isinstance(module, _WRAPPERS)}
+    found |= {type(p.data).__name__ for p in model.parameters() if isinstance(p.data, DTensor)}
+    if found:
+        raise ConfigError(
+            f"the model has parts of type {', '.join(sorted(found))}, which combine the gradients of the "
+            "processes themselves; a site weights each process's own gradient by its samples",
+            remedy="use the model without DistributedDataParallel, FSDP and fully_shard",
+        )
+
+
 def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return this rank's part of `indices`, in order.  Parts differ by at most one sample; with fewer samples
     than processes, some are empty."""
@@ -411,9 +481,25 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tensor.device.type}"
 
 
+@contextmanager
+def _named(who: str) -> Iterator[None]:
+    """Raise `SiteFailed` with the name of a process instead of gloo's error about the connection to it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo/transport" not in str(error):
+            raise
+        what = "has disconnected"
+        if late := re.search(r"Timed out waiting (\d+)ms", str(error)):
+            what = f"has not answered for {int(late[1]) / 1000:g} s"
+        raise SiteFailed(f"{who} of this site {what}", remedy="see its output") from error
+
+
 def _reason(error: BaseException) -> str:
     if isinstance(error, GridtrainError):
         return error.reason
+    if isinstance(error, KeyboardInterrupt):
+        return describe_end(error)
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         return "its site was stopped, perhaps because another of its processes failed"
     return f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import os
 import signal
 import sys
@@ -135,7 +136,9 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker is leaving the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
-        print(f"gridtrain: {_place(trace)}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        # torch.distributed buffers what this hook prints, and would drop it because of the SystemExit
+        stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        print(f"gridtrain: {_place(trace)}{kind.__name__}: {error}", file=stream, flush=True)
         raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1
     else:
         sys.__excepthook__(kind, error, trace)

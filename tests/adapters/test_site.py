@@ -5,8 +5,10 @@ torchrun -- 2 processes, gloo between them --+-- leader --+
 single ---------------------------------------------------+
 """
 
+import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from gridtrain.adapters import site
 from gridtrain.config import Overlap
@@ -56,7 +61,10 @@ def test_a_site_and_a_single_worker_hold_the_same_model(new_group) -> None:
         assert end["losses"][-1] < end["losses"][0] - 0.3, end["losses"]
 
 
-@pytest.mark.parametrize(("how", "says"), [("raises", "ValueError: a bad sample"), ("killed", "process 1")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raises", "ValueError: a bad sample"), ("killed", "process 1 of this site has disconnected")],
+)
 def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how, says) -> None:
     with new_group(min_workers=1, codes=frozenset({0, 1})) as group:
         group.start("site", *TORCHRUN, str(SCRIPTS / "failing_site.py"), how)
@@ -64,6 +72,67 @@ def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how,
         reasons = [line for line in group.coordinator.lines if says in str(line)]
         assert group.workers["site"].code == 1
         assert reasons, group.coordinator.tail()
+        assert "gloo" not in str(reasons)
+
+
+def end_of_pair(folder: Path, how: str) -> list[tuple[int, str]]:
+    """The exit code and the output of both processes of ending_site.py, which must end by themselves."""
+    with ExitStack() as stack:
+        pair = []
+        for rank in "01":
+            command = [sys.executable, str(SCRIPTS / "ending_site.py"), rank, str(folder / "rendezvous"), how]
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            pair.append(stack.enter_context(subprocess.Popen(command, **pipes)))
+            stack.callback(pair[-1].kill)
+        outputs = [process.communicate(timeout=60)[0] for process in pair]
+        return [(process.returncode, output) for process, output in zip(pair, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "first", "second"),
+    [
+        (
+            "0 raises",
+            (1, 1),
+            "closed: ValueError: a bad sample",
+            "the leader of this site ended: ValueError: a bad sample",
+        ),
+        (
+            "0 breaks",
+            (0, 1),
+            "closed: the training script ended",
+            "the leader of this site ended: the training script ended",
+        ),
+        ("1 raises", (1, 1), "closed: process 1 of this site failed: ValueError", "ValueError: a bad sample"),
+        ("1 raises after the step", (1, 1), "process 1 of this site failed: ValueError", "a bad file"),
+        ("0 waits", (1, 1), "closed: process 1 of this site has not answered for 0.1 s", "Traceback"),
+        ("break", (0, 0), "closed: the training script ended", ""),
+        ("SIGTERM", (143, 143), "closed: its site was stopped", ""),
+        ("SIGINT", (-2, -2), "closed: the training script was interrupted", "interrupted"),
+    ],
+)
+def test_when_some_processes_end_all_do_and_say_why(tmp_path, how, codes, first, second) -> None:
+    ends = end_of_pair(tmp_path, how)
+    assert tuple(code for code, _ in ends) == codes, ends
+    for (_, output), text in zip(ends, (first, second), strict=True):
+        assert "stepped" in output and text in output, output
+    if "raises" in how:
+        raising = int(how[0])
+        assert "Traceback" in ends[raising][1], "the script's traceback is missing"
+
+
+def test_the_leader_may_wait_for_the_run_for_days_but_not_for_a_process() -> None:
+    timeouts_s = []
+
+    def receive(rank: int, most_bytes: int, timeout_s: float) -> tuple[list[int], bytes]:
+        timeouts_s.append(timeout_s)
+        return [site._SiteMessage.READY], b""
+
+    for rank in (0, 1):
+        channel: Any = SimpleNamespace(rank=rank, world_size=2, receive=receive)
+        site.Site(None, channel)._listen(1 - rank, 0)
+    of_process, of_leader = timeouts_s
+    assert of_process <= 1800.0 and of_leader > 365 * 86400.0
 
 
 def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
@@ -80,7 +149,7 @@ def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
 def test_a_process_with_another_base_is_refused_with_both_digests(rule) -> None:
     bases = [FrozenBase(nn.Linear(2, 2).requires_grad_(False), rule=rule) for _ in range(2)]
     told = [site._SiteMessage.BASE], bases[1].describe().encode()
-    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda rank, most_bytes: told)
+    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda *_: told)
     with nullcontext() if rule == "any" else pytest.raises(ConfigError) as refusal:
         site.Site(None, channel)._compare_bases(bases[0])
     if refusal is not None:
@@ -95,6 +164,32 @@ def test_what_a_site_cannot_do_is_refused(option) -> None:
     channel: Any = SimpleNamespace(rank=1, world_size=2)
     with pytest.raises(ConfigError, match=f"remove the argument {next(iter(option))}="):
         site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **option)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("wrap", "kind"),
+    [
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+        (lambda model: nn.Sequential(nn.parallel.DistributedDataParallel(model)), "DistributedDataParallel"),
+        (lambda model: FullyShardedDataParallel(model, device_id="cpu"), "FullyShardedDataParallel"),
+        (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "DTensor"),
+    ],
+    ids=["DDP", "DDP inside", "FSDP", "fully_shard"],
+)
+def test_a_model_whose_gradients_torch_combines_is_refused(group_of_one, wrap, kind, rank) -> None:
+    model = wrap(nn.Linear(1, 1))
+    channel: Any = SimpleNamespace(rank=rank, world_size=2)
+    with pytest.raises(ConfigError, match=f"the model has parts of type {kind}, which combine"):
+        site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 def test_parts_are_near_equal_and_cover_the_step() -> None:

@@ -371,6 +371,9 @@ safetensors.torch.load_file(path)
 """
 SINGLE = "train.py, line 4: a batch has a single sample, with which"
 REFUSED = "from gridtrain.errors import ConfigError, JoinRefused\nraise "
+DISTRIBUTED = """import torch.distributed as dist
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+"""
 
 
 @pytest.mark.integration
@@ -384,11 +387,20 @@ REFUSED = "from gridtrain.errors import ConfigError, JoinRefused\nraise "
             4,
             "train.py, line 4: JoinRefused: this worker is banned -> ask the owner",
         ),
+        (f"{DISTRIBUTED}{REFUSED}ConfigError('wrong')", 2, "train.py, line 6: ConfigError: wrong"),
         (DAMAGED, 1, "train.py, line 7: a safetensors file is damaged or incomplete -> "),
         ("import torch\ntorch.nn.SyncBatchNorm(3)(torch.ones(1, 3))", 1, SINGLE),
         ("import torch\ntorch.jit.script(torch.nn.BatchNorm1d(3))(torch.ones(1, 3))", 1, SINGLE),
     ],
-    ids=["in a library", "wrong settings", "refused", "damaged weights", "single sample", "scripted"],
+    ids=[
+        "in a library",
+        "wrong settings",
+        "refused",
+        "torch.distributed",
+        "damaged weights",
+        "single sample",
+        "scripted",
+    ],
 )
 def test_an_error_ends_a_script_with_its_code_and_a_sentence(
     run_script: Any, tmp_path: Path, code: str, exit_code: int, said: str
