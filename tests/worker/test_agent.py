@@ -420,15 +420,27 @@ def test_a_refused_script_is_started_again_unless_its_worker_was_removed(invitat
     assert any(line.startswith("restart 1 of 1") for line in lines)
 
 
-def test_a_script_that_is_refused_because_the_run_has_finished_is_not_started_again(
-    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [4, 1], ids=["refused", "refused under torchrun"])
+def test_a_script_that_fails_because_the_run_has_finished_is_not_started_again(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    """torchrun ends with code 1, whatever the code of its processes."""
     answers = iter([False, True])  # the run finishes while the script waits for its restart
     monkeypatch.setattr(agent_module, "_is_finished", lambda entry: next(answers))
     lines: list[str] = []
-    job = Job(python("raise SystemExit(4)"), invitation, restarts=100, backoff_s=0.01)
-    assert supervise(job, lines.append) == 4
+    job = Job(python(f"raise SystemExit({code})"), invitation, restarts=100, backoff_s=0.01)
+    assert supervise(job, lines.append) == code
     assert sum(line.startswith("restart ") for line in lines) == 1
+    assert lines[-1].endswith('the run "default" has finished')
+
+
+def test_a_finished_run_is_no_reason_to_suggest_restarts(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_is_finished", lambda entry: True)
+    said: list[str] = []
+    assert supervise(Job(python("raise SystemExit(1)"), invitation), said.append) == 1
+    assert "--restarts" not in said[-1]
 
 
 @pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])

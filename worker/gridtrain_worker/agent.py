@@ -94,7 +94,7 @@ USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
 and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
-that was refused because the run has finished."""
+whose run has finished, whatever the code: torchrun does not pass on the codes of its processes."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -354,8 +354,11 @@ def _run(
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
-            has_finished = code == JoinRefused.exit_code and not is_removed and _is_finished(entry) is True
-            failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
+            has_finished = not is_removed and _is_finished(entry) is True
+            may_restart = not is_removed and not has_finished
+            failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
+            if has_finished:
+                failure += f'; the run "{entry.run}" has finished'
             is_last = has_finished or (failures == job.restarts and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
