@@ -30,7 +30,7 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client import enrollment
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
-from gridtrain_worker import policy_enforcer
+from gridtrain_worker import policy_enforcer, script_processes
 from gridtrain_worker.agent import Job, check_joinable, supervise
 from gridtrain_worker.console import JsonConsole
 from gridtrain_worker.control_socket import ask_agent, find_worker
@@ -419,15 +419,27 @@ def test_a_refused_script_is_started_again_unless_its_worker_was_removed(invitat
     assert any(line.startswith("restart 1 of 1") for line in lines)
 
 
-def test_a_script_that_is_refused_because_the_run_has_finished_is_not_started_again(
-    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [4, 1], ids=["refused", "refused under torchrun"])
+def test_a_script_that_fails_because_the_run_has_finished_is_not_started_again(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    """torchrun ends with code 1, whatever the code of its processes."""
     answers = iter([False, True])  # the run finishes while the script waits for its restart
     monkeypatch.setattr(agent_module, "_is_finished", lambda entry: next(answers))
     lines: list[str] = []
-    job = Job(python("raise SystemExit(4)"), invitation, restarts=100, backoff_s=0.01)
-    assert supervise(job, lines.append) == 4
+    job = Job(python(f"raise SystemExit({code})"), invitation, restarts=100, backoff_s=0.01)
+    assert supervise(job, lines.append) == code
     assert sum(line.startswith("restart ") for line in lines) == 1
+    assert lines[-1].endswith('the run "default" has finished')
+
+
+def test_a_finished_run_is_no_reason_to_suggest_restarts(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_is_finished", lambda entry: True)
+    said: list[str] = []
+    assert supervise(Job(python("raise SystemExit(1)"), invitation), said.append) == 1
+    assert "--restarts" not in said[-1]
 
 
 @pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
@@ -531,6 +543,44 @@ child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 child.stdout.readline()
 print("ready", flush=True)
 """
+IGNORES = """
+import signal
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+"""
+STARTS_A_SESSION = """
+import os, time
+read, write = os.pipe()
+if os.fork() == 0:  # in a session of its own, as the processes of torchrun
+    os.setsid()
+    if ORPHAN and os.fork(): os._exit(0)
+    os.write(write, str(os.getpid()).encode())
+    time.sleep(600)
+child = os.read(read, 10).decode()
+if ORPHAN: os.wait()
+"""
+SAYS_WHAT_IT_STARTED = 'print("ready", child, sep="\\n", flush=True)\n'
+LEAVES_AN_ORPHAN_THAT_ENDS = """
+import os, time
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: os.write(write, str(os.getpid()).encode())
+    os._exit(0)
+os.wait()
+orphan = f"/proc/{os.read(read, 10).decode()}"
+until_s = time.monotonic() + 30
+while os.path.exists(orphan) and time.monotonic() < until_s: time.sleep(0.02)
+print("ready", os.path.exists(orphan), sep="\\n", flush=True)
+"""
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+
+
+def in_sessions(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test with `script`, which has started a child in a new session, or one that lost its parent."""
+    scripts = [STARTS_A_SESSION.replace("ORPHAN", one) for one in ("False", "True")]
+    return needs_proc(pytest.mark.parametrize("script", scripts, ids=["child", "orphan"])(test))
 
 
 @pytest.fixture
@@ -592,13 +642,22 @@ def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: Start
     assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
+@needs_proc
 def test_ctrl_z_stops_the_script_too(agent: StartAgent) -> None:
     """The script is in its own process group, which the terminal does not stop."""
     process = agent(SAYS_WHO_IT_IS)
     assert process.stdout is not None
-    script = [process.stdout.readline() for _ in range(2)][1].strip()
+    stop_and_continue(process, [process.stdout.readline() for _ in range(2)][1].strip())
 
+
+@in_sessions
+def test_ctrl_z_stops_what_the_script_has_started_in_another_session(agent: StartAgent, script: str) -> None:
+    process = agent(script + SAYS_WHAT_IT_STARTED + "time.sleep(600)")
+    assert process.stdout is not None
+    stop_and_continue(process, process.stdout.readline().strip())
+
+
+def stop_and_continue(process: subprocess.Popen[str], script: str) -> None:
     def state(pid: object) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
@@ -645,6 +704,51 @@ def test_processes_that_a_script_leaves_running_are_ended(agent: StartAgent) -> 
     assert process.returncode == 0
 
 
+@in_sessions
+def test_processes_in_other_sessions_end_with_the_script(agent: StartAgent, script: str) -> None:
+    process = agent(script + SAYS_WHAT_IT_STARTED)
+    process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0
+
+
+@in_sessions
+@pytest.mark.parametrize("signals", [1, 2])
+def test_processes_in_other_sessions_are_killed_with_the_script(
+    agent: StartAgent, signals: int, script: str
+) -> None:
+    """After the grace period, or on the second signal."""
+    process = agent(
+        f"{IGNORES}{script}{SAYS_WHAT_IT_STARTED}time.sleep(600)", grace_s=0.3 if signals == 1 else 600
+    )
+    for number in (signal.SIGTERM, signal.SIGINT)[:signals]:
+        process.send_signal(number)
+    process.communicate(timeout=WITHIN_S)
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT), "the one handled first"
+
+
+@needs_proc
+def test_an_orphan_that_has_ended_is_reaped(agent: StartAgent) -> None:
+    """By the agent, which has adopted it, long before the script ends."""
+    process = agent(LEAVES_AN_ORPHAN_THAT_ENDS)
+    assert process.stdout is not None and process.stdout.readline() == "False\n"
+
+
+def test_other_children_of_the_agents_process_are_not_ended(invitation: Invitation) -> None:
+    other = subprocess.Popen(("/bin/cat",), stdin=subprocess.PIPE, start_new_session=True)
+    assert supervise(Job(python("pass"), invitation)) == 0
+    other.communicate(timeout=WITHIN_S)
+    assert other.returncode == 0, "it ended as its input did"
+
+
+@needs_proc
+def test_a_process_with_the_id_of_one_that_has_ended_gets_no_signal() -> None:
+    other = subprocess.Popen(("/bin/cat",), stdin=subprocess.PIPE)
+    ((pid, start),) = [one for one in script_processes.read_processes() if one[0] == other.pid]
+    script_processes.send([(pid, start - 1)], signal.SIGKILL)
+    other.communicate(timeout=WITHIN_S)
+    assert other.returncode == 0, "it ended as its input did"
+
+
 def test_a_script_that_was_ended_as_it_did_not_pause_is_started_again(
     agent: StartAgent, tmp_path: Path
 ) -> None:
@@ -672,4 +776,13 @@ def test_a_killed_agent_leaves_no_orphan(agent: StartAgent, code: str) -> None:
     os.kill(process.pid, signal.SIGKILL)
     out, _ = process.communicate(timeout=WITHIN_S)  # ends when the script has ended
     assert out == ("leaving on SIGTERM\n" if code is LEAVES_GRACEFULLY else "")
+    assert process.returncode == -signal.SIGKILL
+
+
+@needs_proc
+def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent) -> None:
+    script = STARTS_A_SESSION.replace("ORPHAN", "False")
+    process = agent(f"{IGNORES}{script}{SAYS_WHAT_IT_STARTED}time.sleep(600)", grace_s=1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=WITHIN_S)
     assert process.returncode == -signal.SIGKILL

@@ -1,6 +1,7 @@
 """The worker agent: supervises a training script on a volunteer's machine.
 
 agent              starts, stops and restarts the script
+script_processes   signals all processes of the script, and ends them if the agent is killed
 bundle_consent     fetches the run's script, and asks the volunteer to accept it
 training_policy    decides whether the volunteer's rules allow training (pure)
 sensors            reads this machine's sensors, and decides which load counts as GPU use

@@ -3,8 +3,8 @@
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (once) and requests the run's status
       |-- the script, leader of its own process group      <-- GRIDTRAIN_* variables, SIGINT, SIGTERM
-      |     `-- its child processes (data loaders, ...)
-      `-- watchdog: a shell that kills the group once the agent is gone, even after SIGKILL
+      |     `-- its descendants (data loaders, processes of torchrun, ...)
+      `-- watchdog: a process that ends them once the agent is gone, even after SIGKILL
 
 The owner's rules always apply (`policy_enforcer`).  While they forbid training, no script is started, and a
 running script leaves its generation and waits.  A script that does not leave in time is terminated, and
@@ -13,7 +13,8 @@ started again when training is allowed.
 The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
 may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it
 has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
-agent kills the whole process group.  Ctrl-Z stops the script together with the agent; `fg` resumes both.
+agent kills the script and all its descendants (`script_processes`).  Ctrl-Z stops them together with the
+agent; `fg` resumes all.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
 peers.
@@ -50,6 +51,7 @@ from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
+from gridtrain_worker import script_processes
 from gridtrain_worker.bundle_consent import (
     Ask,
     BundleOffer,
@@ -60,6 +62,7 @@ from gridtrain_worker.bundle_consent import (
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors
+from gridtrain_worker.script_processes import ScriptProcesses
 from gridtrain_worker.training_policy import Rules
 
 Tell = Callable[[str], None]
@@ -70,8 +73,8 @@ TICK_S = 0.05
 PARTIAL_LINE_S = 0.1
 """How long an incomplete line from the script is held back to wait for its end, so that other output does not
 split it: when `print` writes to a pipe, Python writes the newline separately."""
-GROUP_EXIT_TIMEOUT_S = 3.0
-"""The time between SIGTERM and SIGKILL for processes that remain in the script's group."""
+EXIT_TIMEOUT_S = 3.0
+"""The time between SIGTERM and SIGKILL for processes that the script leaves behind."""
 
 IMPORT_GRACE_S = 5.0
 """The longest time between Ctrl-C and SIGTERM for a script that has not joined the run, and so need not leave
@@ -94,16 +97,7 @@ USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
 and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
-that was refused because the run has finished."""
-
-WATCHDOG = """
-read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
-i=0
-while [ "$i" -lt "$1" ] && kill -s 0 -- "-$group"; do sleep 1; i=$((i + 1)); done
-kill -s KILL -- "-$group"
-"""
-"""A POSIX shell script; $1 is the grace period in seconds.  It reads the process group, then "done" once the
-training script has ended."""
+whose run has finished, whatever the code: torchrun does not pass on the codes of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +347,11 @@ def _run(
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
-            has_finished = code == JoinRefused.exit_code and not is_removed and _is_finished(entry) is True
-            failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
+            has_finished = not is_removed and _is_finished(entry) is True
+            may_restart = not is_removed and not has_finished
+            failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
+            if has_finished:
+                failure += f'; the run "{entry.run}" has finished'
             is_last = has_finished or (failures == job.restarts and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
@@ -453,19 +450,19 @@ class SignalWatcher:
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
 
-    def suspend_if_requested(self, group: int = 0) -> None:
-        """After Ctrl-Z, stop this process and the script's group until SIGCONT.
+    def suspend_if_requested(self, processes: ScriptProcesses | None = None) -> None:
+        """After Ctrl-Z, stop this process and those of the script until SIGCONT.
 
-        The terminal does not stop the group, which would continue to train while no agent enforced the rules.
+        The terminal does not stop the script, which would otherwise train while no agent enforced the rules.
         """
         if not self._stop_requested:
             return
         self._stop_requested = False
-        if group:
-            _signal_group(group, signal.SIGSTOP)
+        if processes:
+            processes.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        if group:
-            _signal_group(group, signal.SIGCONT)
+        if processes:
+            processes.signal(signal.SIGCONT)
 
     def wait(self, pause_s: float) -> bool:
         """Wait at most `pause_s` for SIGINT or SIGTERM; return whether one has arrived."""
@@ -487,13 +484,16 @@ def _run_once(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script once, until its whole process group has ended; return its exit code."""
-    with _watchdog(job.grace_s) as watch, _running_script(job, variables, console) as script:
-        watch(script.pid)
+    """Run the script once, until it and all its descendants have ended; return its exit code."""
+    with (
+        _watchdog(job.grace_s) as watchdog,
+        _running_script(job, variables, console, watchdog) as (script, processes),
+    ):
         enforcer.set_script(script.pid)
         kill_at_s = terminate_at_s = math.inf
         while (code := _poll(script)) is None:
-            signals.suspend_if_requested(script.pid)
+            signals.suspend_if_requested(processes)
+            processes.reap()
             stats.update(time.monotonic(), enforcer.untrained_text)
             enforcer.raise_fault()
             if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
@@ -511,7 +511,7 @@ def _run_once(
                 script.terminate()
                 terminate_at_s = math.inf
             if signals.count > 1 or time.monotonic() >= kill_at_s:
-                _signal_group(script.pid, signal.SIGKILL)
+                processes.signal(signal.SIGKILL)
     enforcer.set_script(0)
     return 128 - code if code < 0 else code
 
@@ -537,40 +537,38 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 
 @contextlib.contextmanager
-def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
-    """Start a shell that terminates a process group if this process dies and thereby closes the shell's pipe.
-
-    Yields a function that tells the shell the process group.
-    """
-    shell = subprocess.Popen(
-        ["/bin/sh", "-c", WATCHDOG, "gridtrain-watchdog", str(math.ceil(grace_s))],
+def _watchdog(grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that ends those of the script if this process dies and thereby closes its pipe."""
+    watchdog = subprocess.Popen(
+        # -I -S: with the standard library alone, it starts in a few milliseconds
+        [sys.executable, "-I", "-S", script_processes.__file__, str(grace_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    assert shell.stdin is not None
-    pipe = shell.stdin
-
-    def write(line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed
-            pipe.write(f"{line}\n".encode())
-            pipe.flush()
-
+    assert watchdog.stdin is not None
     try:
-        yield lambda group: write(str(group))
-        write("done")
+        yield watchdog
+        _write(watchdog, "done")
     finally:
         with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-        shell.wait()
+            watchdog.stdin.close()
+        watchdog.wait()
+
+
+def _write(watchdog: subprocess.Popen[bytes], line: str) -> None:
+    assert watchdog.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the watchdog was killed
+        watchdog.stdin.write(f"{line}\n".encode())
+        watchdog.stdin.flush()
 
 
 @contextlib.contextmanager
 def _running_script(
-    job: Job, variables: Mapping[str, str], console: Console
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script and yield it; on exit, terminate its whole process group."""
+    job: Job, variables: Mapping[str, str], console: Console, watchdog: subprocess.Popen[bytes]
+) -> Iterator[tuple[subprocess.Popen[bytes], ScriptProcesses]]:
+    """Start the script and yield it with its processes; on exit, terminate all that are left."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
@@ -588,13 +586,15 @@ def _running_script(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,
             stderr=subprocess.PIPE if piped or is_wrapped else None,
-            process_group=0,  # so that Ctrl-C reaches only the agent, and data loaders end with the script
+            process_group=0,  # so that Ctrl-C reaches only the agent
         )
     except OSError as error:
         raise ConfigError(
             f"cannot start {job.command[0]!r}: {error.strerror}",
             remedy="check the command after the two dashes, for instance: -- python train.py",
         ) from None
+    processes = ScriptProcesses(script.pid, watchdog.pid)
+    _write(watchdog, str(script.pid))
     copiers = [
         threading.Thread(
             target=_copy, args=(pipe, stream, job.name if job.prefix else "", console), daemon=True
@@ -605,35 +605,25 @@ def _running_script(
     for copier in copiers:
         copier.start()
     try:
-        yield script
+        yield script, processes
     finally:
-        _end_group(script)
+        _end(script, processes)
         for copier in copiers:
-            copier.join(GROUP_EXIT_TIMEOUT_S)
+            copier.join(EXIT_TIMEOUT_S)
         console.end_output()
 
 
-def _end_group(script: subprocess.Popen[bytes]) -> None:
-    until_s = time.monotonic() + GROUP_EXIT_TIMEOUT_S
-    alive = _signal_group(script.pid, signal.SIGTERM)
-    while alive and time.monotonic() < until_s:
-        time.sleep(TICK_S)
-        with contextlib.suppress(
-            ChildProcessError
-        ):  # as process 1 of a container, the agent inherits these processes
-            os.waitpid(-script.pid, os.WNOHANG)
-        alive = _signal_group(script.pid, 0)
-    _signal_group(script.pid, signal.SIGKILL)
+def _end(script: subprocess.Popen[bytes], processes: ScriptProcesses) -> None:
+    """Terminate the processes that the script has left, or all if it is still running."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        processes.signal(number)
+        until_s = time.monotonic() + EXIT_TIMEOUT_S
+        while (is_alive := script.poll() is None or processes.are_alive()) and time.monotonic() < until_s:
+            time.sleep(TICK_S)
+        if not is_alive:
+            break
+    processes.close()
     script.wait()
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Send signal `number` to the process group; return whether the group still exists."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
-        return False
-    return True
 
 
 def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:

@@ -1,0 +1,187 @@
+"""Signals all processes of a script, also those in sessions of their own; ends them once the agent is gone.
+
+torchrun and others start each process in a new session, which a signal to the script's process group does not
+reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script
+runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  On other systems only the
+process group is known.
+
+As a program, this file is the agent's watchdog.  It imports nothing that makes it slow to start or large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+PR_SET_CHILD_SUBREAPER = 36
+MAX_SEARCHES = 100
+"""How often to search at most for processes that were started before a signal had reached their parents."""
+
+WATCH_S = 0.5
+
+Process = tuple[int, int]
+"""A process id, and the time when that process started: ids are used again."""
+
+
+class ScriptProcesses:
+    """The script and its descendants, for the agent, which must be the script's parent.
+
+    Args:
+        script: the script's process id, which is that of its process group, too.
+        watchdog: the process id of the watchdog, another child of the agent.
+    """
+
+    def __init__(self, script: int, watchdog: int) -> None:
+        self._script, self._watchdog = script, watchdog
+        self._adopts = _adopt_orphans(True)
+        self._has_group = True
+        process = _read_process(script)
+        self._start = process[0][1] if process else 0
+
+    def close(self) -> None:
+        """Adopt no further process."""
+        _adopt_orphans(False)
+
+    def signal(self, number: int) -> None:
+        """Send signal `number` to all processes, each of which receives it once."""
+        self._signal_group(number)
+        signalled: set[Process] = set()
+        for _ in range(MAX_SEARCHES):
+            new = self._outside_group() - signalled
+            if not new:
+                return
+            send(new, number)
+            signalled |= new
+
+    def are_alive(self) -> bool:
+        """Reap the processes that have ended, except the script; return whether any other remains."""
+        are_alive = self._signal_group(0) or bool(self._outside_group())
+        self.reap()  # afterwards, so that none remains that ends meanwhile
+        return are_alive
+
+    def reap(self) -> None:
+        """Reap the adopted processes that have ended."""
+        if not self._adopts:
+            return
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in (self._script, self._watchdog):
+                    return
+                if os.getpgid(ended.si_pid) == os.getpgrp():  # started by another thread of the agent
+                    return
+                os.waitpid(ended.si_pid, 0)
+
+    def _signal_group(self, number: int) -> bool:
+        """Send signal `number` to the group, unless it was gone before: its id may be used again."""
+        self._has_group = self._has_group and signal_group(self._script, number)
+        return self._has_group
+
+    def _outside_group(self) -> set[Process]:
+        """The running processes that are not in the script's process group."""
+        found = read_processes()
+        agent, own_group = os.getpid(), os.getpgrp()
+        # The agent's other children are in its own process group, or were started before the script.
+        children = {
+            process
+            for process, (parent, group, _) in found.items()
+            if parent == agent
+            and group != own_group
+            and process[0] != self._watchdog
+            and process[1] >= self._start
+        }
+        everyone = with_descendants(children, found)
+        return {one for one in everyone if found[one][1] != self._script and found[one][2] not in "ZX"}
+
+
+def read_processes() -> dict[Process, tuple[int, int, str]]:
+    """Return the parent's id, the process group and the state of each process; {} if /proc cannot be used."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return {}  # it shows the ids of another namespace
+        read = [_read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+        return dict(one for one in read if one is not None)
+    return {}
+
+
+def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()  # the name before them may contain anything
+        return (pid, int(fields[19])), (int(fields[1]), int(fields[2]), fields[0].decode())
+    except (OSError, IndexError, ValueError):  # the process has ended
+        return None
+
+
+def with_descendants(roots: Iterable[Process], found: dict[Process, tuple[int, int, str]]) -> set[Process]:
+    """Return those of `roots` that are in `found`, and all their descendants."""
+    children: dict[int, list[Process]] = {}
+    for process, (parent, _, _) in found.items():
+        children.setdefault(parent, []).append(process)
+    result: set[Process] = set()
+    left = [process for process in roots if process in found]
+    while left:
+        process = left.pop()
+        if process not in result:
+            result.add(process)
+            left += children.get(process[0], [])
+    return result
+
+
+def send(processes: Iterable[Process], number: int) -> None:
+    """Send signal `number` to those processes that have not ended."""
+    for process in processes:
+        current = _read_process(process[0])
+        if current is not None and current[0] == process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process[0], number)
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Send signal `number` to the process group; return whether the group still exists."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
+        return False
+    return True
+
+
+def _adopt_orphans(adopts: bool) -> bool:
+    """Make this process the parent of descendants whose parent ends, or not; return whether that worked."""
+    try:
+        return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) == 0) and adopts
+    except (AttributeError, OSError):  # not Linux
+        return False
+
+
+def watch(grace_s: float) -> None:
+    """Read the script's process id from stdin, then "done" once the script has ended; if stdin ends before,
+    the agent was killed: end the script's processes."""
+    script = int(sys.stdin.readline() or 0)
+    first = _read_process(script) if script else None
+    if not script or sys.stdin.readline():
+        return
+    # Descendants are recorded while their parents live, because this process does not adopt them.
+    known = with_descendants([first[0]] if first else [], read_processes())
+    has_group = signal_group(script, signal.SIGTERM)
+    until_s = time.monotonic() + grace_s
+    for _ in range(math.ceil(grace_s / WATCH_S) + MAX_SEARCHES):
+        found = read_processes()
+        known |= with_descendants(known, found)
+        left = {one for one in known & found.keys() if found[one][2] not in "ZX"}
+        is_late = time.monotonic() >= until_s
+        has_group = has_group and signal_group(script, signal.SIGKILL if is_late else 0)
+        if not left and (is_late or not has_group):
+            return
+        if is_late:
+            send(left, signal.SIGKILL)
+        time.sleep(WATCH_S)
+
+
+if __name__ == "__main__":
+    watch(float(sys.argv[1]))
