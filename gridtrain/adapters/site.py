@@ -73,7 +73,8 @@ _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
 _END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
 _PROCESS_TIMEOUT_S = 1800.0  # until a process has trained on its batch
-_LEADER_TIMEOUT_S = 3650 * 86400.0  # the leader waits for the run, and its end breaks the connection
+_LEADER_TIMEOUT_S = 30 * 86400.0  # the leader waits for the run, and its end breaks the connection
+_STOPPED = "its site was stopped, perhaps because another of its processes failed"
 
 
 class SiteFailed(GridtrainError):
@@ -340,6 +341,8 @@ class Site:
         word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
         if word is not expected:
+            if text in (_STOPPED, describe_end(KeyboardInterrupt())):
+                self._obey_delayed_signal()  # the same signal has stopped both
             raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
         return text
 
@@ -415,6 +418,7 @@ class Site:
         trace: TracebackType | None,
     ) -> None:
         reason = "the training script ended" if error is None else _reason(error)
+        self._is_delaying = True  # torchrun stops this process if another one ends first
         try:
             if self.grid is not None:
                 self.grid.close(reason)
@@ -424,6 +428,7 @@ class Site:
             self._channel.close()
             if self._owns_group:
                 dist.destroy_process_group()
+            self._obey_delayed_signal()
 
 
 class SiteOptimizer(WrappingOptimizer):
@@ -501,5 +506,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return describe_end(error)
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
-        return "its site was stopped, perhaps because another of its processes failed"
+        return _STOPPED
     return f"{type(error).__name__}: {error}"

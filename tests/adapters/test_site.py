@@ -132,7 +132,7 @@ def test_the_leader_may_wait_for_the_run_for_days_but_not_for_a_process() -> Non
         channel: Any = SimpleNamespace(rank=rank, world_size=2, receive=receive)
         site.Site(None, channel)._listen(1 - rank, 0)
     of_process, of_leader = timeouts_s
-    assert of_process <= 1800.0 and of_leader > 365 * 86400.0
+    assert of_process <= 1800.0 and of_leader >= 30 * 86400.0
 
 
 def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:

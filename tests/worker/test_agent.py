@@ -18,6 +18,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from live_coordinator import LiveCoordinator
@@ -733,11 +734,46 @@ def test_an_orphan_that_has_ended_is_reaped(agent: StartAgent) -> None:
     assert process.stdout is not None and process.stdout.readline() == "False\n"
 
 
-def test_other_children_of_the_agents_process_are_not_ended(invitation: Invitation) -> None:
-    other = subprocess.Popen(("/bin/cat",), stdin=subprocess.PIPE, start_new_session=True)
-    assert supervise(Job(python("pass"), invitation)) == 0
-    other.communicate(timeout=WITHIN_S)
-    assert other.returncode == 0, "it ended as its input did"
+def test_other_children_of_the_agents_process_are_not_ended_or_reaped(invitation: Invitation) -> None:
+    with (
+        subprocess.Popen(("/bin/cat",), stdin=PIPE, stdout=PIPE, start_new_session=True) as other,
+        subprocess.Popen(("/bin/sh", "-c", "exit 7"), start_new_session=True) as ended,
+    ):
+        assert supervise(Job(python("pass"), invitation)) == 0
+        assert other.communicate(b"still there", timeout=WITHIN_S)[0] == b"still there"
+    assert (other.returncode, ended.returncode) == (0, 7)
+
+
+STARTS_A_SERVICE_AND_ENDS = """
+import subprocess
+input()
+print(subprocess.Popen(("/bin/cat",), start_new_session=True).pid, flush=True)
+"""
+TELLS_IT_TO = """
+import time
+open({pipe!r}, "w").write("go\\n")
+while open({stat!r}).read().rpartition(") ")[2][0] != "Z":
+    time.sleep(0.01)
+"""
+
+
+@needs_proc
+def test_a_service_of_another_program_that_the_agent_adopts_is_not_ended(
+    invitation: Invitation, tmp_path: Path
+) -> None:
+    """The program ends before the script, so that the agent becomes the parent of its service."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    go = os.open(pipe, os.O_RDWR)
+    with subprocess.Popen(python(STARTS_A_SERVICE_AND_ENDS), stdin=go, stdout=PIPE) as other:
+        tells = TELLS_IT_TO.format(pipe=str(pipe), stat=f"/proc/{other.pid}/stat")
+        assert supervise(Job(python(tells), invitation)) == 0
+        assert other.stdout is not None
+        service = int(other.stdout.readline())
+        os.write(go, b"still there\n")
+        assert other.stdout.readline() == b"still there\n"
+        os.kill(service, signal.SIGTERM)
+        os.waitpid(service, 0)
+    os.close(go)
 
 
 @needs_proc

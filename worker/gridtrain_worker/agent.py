@@ -70,6 +70,7 @@ Tell = Callable[[str], None]
 KEY_DIGITS = 12  # as many as the coordinator shows
 _clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
+CONTROL = f"{ENV_PREFIX}CONTROL"
 PARTIAL_LINE_S = 0.1
 """How long an incomplete line from the script is held back to wait for its end, so that other output does not
 split it: when `print` writes to a pipe, Python writes the newline separately."""
@@ -538,7 +539,10 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that ends those of the script if this process dies and thereby closes its pipe."""
+    """Start a process that ends those of the script if this process dies and thereby closes its pipe.
+
+    The caller writes the script's process id to it, and "done" once all of the script's processes have ended.
+    """
     watchdog = subprocess.Popen(
         # -I -S: with the standard library alone, it starts in a few milliseconds
         [sys.executable, "-I", "-S", script_processes.__file__, str(grace_s)],
@@ -550,7 +554,6 @@ def _watchdog(grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
     assert watchdog.stdin is not None
     try:
         yield watchdog
-        _write(watchdog, "done")
     finally:
         with contextlib.suppress(BrokenPipeError):
             watchdog.stdin.close()
@@ -572,6 +575,7 @@ def _running_script(
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
+    processes = ScriptProcesses(watchdog.pid, f"{CONTROL}={variables.get(CONTROL, '')}")
     piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise, output to a pipe is buffered
@@ -589,11 +593,12 @@ def _running_script(
             process_group=0,  # so that Ctrl-C reaches only the agent
         )
     except OSError as error:
+        processes.close()
         raise ConfigError(
             f"cannot start {job.command[0]!r}: {error.strerror}",
             remedy="check the command after the two dashes, for instance: -- python train.py",
         ) from None
-    processes = ScriptProcesses(script.pid, watchdog.pid)
+    processes.begin(script.pid)
     _write(watchdog, str(script.pid))
     copiers = [
         threading.Thread(
@@ -608,6 +613,7 @@ def _running_script(
         yield script, processes
     finally:
         _end(script, processes)
+        _write(watchdog, "done")
         for copier in copiers:
             copier.join(EXIT_TIMEOUT_S)
         console.end_output()

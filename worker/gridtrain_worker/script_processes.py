@@ -2,8 +2,9 @@
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
 reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script
-runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  On other systems only the
-process group is known.
+runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  It may also adopt others,
+for example as the first process of a container; those of the script have its environment variables.  On other
+systems only the process group is known.
 
 As a program, this file is the agent's watchdog.  It imports nothing that makes it slow to start or large.
 """
@@ -19,37 +20,50 @@ import sys
 import time
 from collections.abc import Iterable
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MAX_SEARCHES = 100
 """How often to search at most for processes that were started before a signal had reached their parents."""
 
+REAP_S = 1.0
 WATCH_S = 0.5
 
 Process = tuple[int, int]
 """A process id, and the time when that process started: ids are used again."""
 
+Found = dict[Process, tuple[int, int, str]]
+"""The parent's id, the process group and the state of each process."""
+
 
 class ScriptProcesses:
     """The script and its descendants, for the agent, which must be the script's parent.
 
+    Create the object before the script is started, which may leave orphans at once.
+
     Args:
-        script: the script's process id, which is that of its process group, too.
         watchdog: the process id of the watchdog, another child of the agent.
+        mark: NAME=VALUE of an environment variable that only the script and its descendants have.
     """
 
-    def __init__(self, script: int, watchdog: int) -> None:
-        self._script, self._watchdog = script, watchdog
-        self._adopts = _adopt_orphans(True)
-        self._has_group = True
+    def __init__(self, watchdog: int, mark: str) -> None:
+        self._watchdog, self._mark = watchdog, mark.encode()
+        self._adopted_before = _adopts_orphans()
+        _adopt_orphans(True)
+        self._script = self._start = 0
+        self._has_group = False
+        self._next_reap_s = 0.0
+
+    def begin(self, script: int) -> None:
+        """Begin with the script's process id, which is that of its process group, too."""
+        self._script, self._has_group = script, True
         process = _read_process(script)
         self._start = process[0][1] if process else 0
 
     def close(self) -> None:
-        """Adopt no further process."""
-        _adopt_orphans(False)
+        """Adopt further processes only if this process did before."""
+        _adopt_orphans(self._adopted_before)
 
     def signal(self, number: int) -> None:
-        """Send signal `number` to all processes, each of which receives it once."""
+        """Send signal `number` to all processes."""
         self._signal_group(number)
         signalled: set[Process] = set()
         for _ in range(MAX_SEARCHES):
@@ -62,20 +76,38 @@ class ScriptProcesses:
     def are_alive(self) -> bool:
         """Reap the processes that have ended, except the script; return whether any other remains."""
         are_alive = self._signal_group(0) or bool(self._outside_group())
-        self.reap()  # afterwards, so that none remains that ends meanwhile
+        self._reap()  # afterwards, so that none remains that ends meanwhile
         return are_alive
 
     def reap(self) -> None:
-        """Reap the adopted processes that have ended."""
-        if not self._adopts:
-            return
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if ended.si_pid in (self._script, self._watchdog):
-                    return
-                if os.getpgid(ended.si_pid) == os.getpgrp():  # started by another thread of the agent
-                    return
-                os.waitpid(ended.si_pid, 0)
+        """Reap the adopted processes that have ended, at most once every `REAP_S`."""
+        now_s = time.monotonic()
+        if now_s >= self._next_reap_s:
+            self._next_reap_s = now_s + REAP_S
+            self._reap()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return  # without a search
+        found = read_processes()
+        for process in self._adopted(found):
+            if found[process][2] == "Z":
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process[0], os.WNOHANG)
+
+    def _adopted(self, found: Found) -> set[Process]:
+        """The agent's children that were started after the script, and not by the agent: these are in its own
+        process group."""
+        agent, own_group = os.getpid(), os.getpgrp()
+        return {
+            process
+            for process, (parent, group, _) in found.items()
+            if parent == agent
+            and group != own_group
+            and process[0] not in (self._script, self._watchdog)
+            and process[1] >= self._start
+        }
 
     def _signal_group(self, number: int) -> bool:
         """Send signal `number` to the group, unless it was gone before: its id may be used again."""
@@ -85,22 +117,13 @@ class ScriptProcesses:
     def _outside_group(self) -> set[Process]:
         """The running processes that are not in the script's process group."""
         found = read_processes()
-        agent, own_group = os.getpid(), os.getpgrp()
-        # The agent's other children are in its own process group, or were started before the script.
-        children = {
-            process
-            for process, (parent, group, _) in found.items()
-            if parent == agent
-            and group != own_group
-            and process[0] != self._watchdog
-            and process[1] >= self._start
-        }
-        everyone = with_descendants(children, found)
+        orphans = {process for process in self._adopted(found) if self._mark in _environment(process[0])}
+        everyone = with_descendants({(self._script, self._start), *orphans}, found)
         return {one for one in everyone if found[one][1] != self._script and found[one][2] not in "ZX"}
 
 
-def read_processes() -> dict[Process, tuple[int, int, str]]:
-    """Return the parent's id, the process group and the state of each process; {} if /proc cannot be used."""
+def read_processes() -> Found:
+    """Return all processes; {} if /proc cannot be used."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") != str(os.getpid()):
             return {}  # it shows the ids of another namespace
@@ -118,7 +141,16 @@ def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
         return None
 
 
-def with_descendants(roots: Iterable[Process], found: dict[Process, tuple[int, int, str]]) -> set[Process]:
+def _environment(pid: int) -> list[bytes]:
+    """Return the environment variables, NAME=VALUE, with which a process was started."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:  # it has ended, or belongs to another user
+        return []
+
+
+def with_descendants(roots: Iterable[Process], found: Found) -> set[Process]:
     """Return those of `roots` that are in `found`, and all their descendants."""
     children: dict[int, list[Process]] = {}
     for process, (parent, _, _) in found.items():
@@ -151,12 +183,18 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def _adopt_orphans(adopts: bool) -> bool:
-    """Make this process the parent of descendants whose parent ends, or not; return whether that worked."""
-    try:
-        return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) == 0) and adopts
-    except (AttributeError, OSError):  # not Linux
-        return False
+def _adopts_orphans() -> bool:
+    """Return whether this process becomes the parent of descendants whose parent ends."""
+    adopts = ctypes.c_int(0)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    return bool(adopts.value)
+
+
+def _adopt_orphans(adopts: bool) -> None:
+    """Make this process the parent of descendants whose parent ends, or not."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def watch(grace_s: float) -> None:
