@@ -7,7 +7,6 @@ single ---------------------------------------------------+
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -16,10 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from gridtrain.adapters import site
 from gridtrain.config import Overlap
@@ -166,30 +162,14 @@ def test_what_a_site_cannot_do_is_refused(option) -> None:
         site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **option)
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("wrap", "kind"),
-    [
-        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
-        (lambda model: nn.Sequential(nn.parallel.DistributedDataParallel(model)), "DistributedDataParallel"),
-        (lambda model: FullyShardedDataParallel(model, device_id="cpu"), "FullyShardedDataParallel"),
-        (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "DTensor"),
-    ],
-    ids=["DDP", "DDP inside", "FSDP", "fully_shard"],
-)
-def test_a_model_whose_gradients_torch_combines_is_refused(group_of_one, wrap, kind, rank) -> None:
-    model = wrap(nn.Linear(1, 1))
-    channel: Any = SimpleNamespace(rank=rank, world_size=2)
-    with pytest.raises(ConfigError, match=f"the model has parts of type {kind}, which combine"):
-        site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+def test_a_model_whose_gradients_torch_combines_is_refused() -> None:
+    """On the leader and on another process."""
+    done = subprocess.run(
+        (sys.executable, str(SCRIPTS / "refused_models.py")), capture_output=True, text=True, timeout=60.0
+    )
+    kinds = ("DistributedDataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DTensor")
+    expected = [f"the model has parts of type {kind}" for kind in kinds for _ in range(2)]
+    assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr
 
 
 def test_parts_are_near_equal_and_cover_the_step() -> None:
