@@ -151,6 +151,11 @@ def test_a_process_that_leaves_its_group_is_ended(lab: None, tmp_path: Path) -> 
     assert not ns.alive(pid)
 
 
+def wait_for_end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid)) as process:
+        select.select([process], [], [], DEADLINE_S)
+
+
 OWNER = """
 import sys, threading
 sys.path.insert(0, {benchmarks!r})
@@ -181,6 +186,7 @@ def test_nothing_is_left_after_a_signal(lab: None, tmp_path: Path, number: signa
         with contextlib.suppress(LabError), Net():
             pass
     assert namespace not in ns.existing()
+    wait_for_end(int(pid))  # another part of the suite may have removed the namespace just now
     assert not ns.alive(int(pid))
 
 
