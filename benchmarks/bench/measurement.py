@@ -34,7 +34,7 @@ from rivals.contract import OPS, Request, Result
 from rivals.hosts import PORT, measure
 
 Log = Callable[[str], None]
-TURN_S, MAX_REPEATS = 1.0, 10
+TURN_S, MAX_REPEATS = 1.0, 40
 RIVAL_START_S, RIVAL_REPEAT_S = 180.0, 120.0
 VECTOR_BYTES = 16
 """For each element of a member's vector: gradient, scaled copy, residual and its second buffer."""

@@ -134,7 +134,7 @@ def measured(log: Callable[[str], None]) -> tuple[dict[str, float], dict[str, st
     """Measure all ratios on this machine; return them, and the reasons of missing ones."""
     log("selection, codec and merge beside a copy")
     ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
-    effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
+    effort = Effort(blocks=4, repeats=6, loopback=bool(why_not()))
     more, why = exchange_ratios(list(measure_cells(cells_of("quick"), effort, available(), log)))
     return ratios | more, why
 
