@@ -152,6 +152,6 @@ def explanation(
         told = f"It contains the address {invitation.address}, which only this machine can reach; "
         what = "create an invitation with" if wider else "start the coordinator with"
         lines += textwrap.wrap(f"{told}to admit other machines, {what}", TEXT_WIDTH)
-        everywhere = f"--listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}"
-        lines.append(f"  --address {wider}" if wider else f"  {everywhere}")
+        port = invitation.address.rpartition(":")[2]
+        lines.append(f"  --address {wider}" if wider else f"  --listen tcp://0.0.0.0:{port}")
     return "\n".join(lines)

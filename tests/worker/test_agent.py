@@ -750,10 +750,9 @@ input()
 print(subprocess.Popen(("/bin/cat",), start_new_session=True).pid, flush=True)
 """
 TELLS_IT_TO = """
-import time
+import os, select
 open({pipe!r}, "w").write("go\\n")
-while open({stat!r}).read().rpartition(") ")[2][0] != "Z":
-    time.sleep(0.01)
+assert select.select([os.pidfd_open({pid})], [], [], {within_s})[0], "it has not ended"
 """
 
 
@@ -765,7 +764,7 @@ def test_a_service_of_another_program_that_the_agent_adopts_is_not_ended(
     os.mkfifo(pipe := tmp_path / "pipe")
     go = os.open(pipe, os.O_RDWR)
     with subprocess.Popen(python(STARTS_A_SERVICE_AND_ENDS), stdin=go, stdout=PIPE) as other:
-        tells = TELLS_IT_TO.format(pipe=str(pipe), stat=f"/proc/{other.pid}/stat")
+        tells = TELLS_IT_TO.format(pipe=str(pipe), pid=other.pid, within_s=WITHIN_S)
         assert supervise(Job(python(tells), invitation)) == 0
         assert other.stdout is not None
         service = int(other.stdout.readline())

@@ -97,8 +97,8 @@ class ScriptProcesses:
                     os.waitpid(process[0], os.WNOHANG)
 
     def _adopted(self, found: Found) -> set[Process]:
-        """The agent's children that were started after the script, and not by the agent: these are in its own
-        process group."""
+        """The agent's children that were started after the script, except those that the agent itself has
+        started, which are in its own process group."""
         agent, own_group = os.getpid(), os.getpgrp()
         return {
             process
@@ -198,8 +198,8 @@ def _adopt_orphans(adopts: bool) -> None:
 
 
 def watch(grace_s: float) -> None:
-    """Read the script's process id from stdin, then "done" once the script has ended; if stdin ends before,
-    the agent was killed: end the script's processes."""
+    """Read the script's process id from stdin, then "done" once all its processes have ended; if stdin ends
+    before, the agent was killed: end them."""
     script = int(sys.stdin.readline() or 0)
     first = _read_process(script) if script else None
     if not script or sys.stdin.readline():

@@ -100,15 +100,15 @@ def default_listen_address(coordinator: str) -> str:
     resolved or has no route.  No packet is sent to the coordinator to determine the interface.
     """
     target = urlsplit(coordinator)
-    return interface_address(target.hostname or _LOOPBACK, target.port or 1) or f"tcp://{_LOOPBACK}:0"
+    return interface_address(target.hostname or _LOOPBACK) or f"tcp://{_LOOPBACK}:0"
 
 
-def interface_address(host: str, port: int = 1) -> str:
+def interface_address(host: str) -> str:
     """Return the address of the network interface that leads to `host`, with port 0 (any free port); "" if
     the host cannot be resolved or has no route.  No packet is sent.  As for the connection itself, IPv4
     precedes IPv6 (`network.transport.zmq.name_lookup`)."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)  # any port: the route is the same
         family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
