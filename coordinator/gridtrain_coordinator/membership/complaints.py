@@ -45,13 +45,15 @@ class Complaints:
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.
 
-        If a generation is forming, it is replaced only if its members do not connect after all.
+        If a generation is forming, it is replaced only if its members do not connect after all.  While the
+        members are being frozen, because another link has failed or a step stalls, the next generation is
+        requested already.  A member that is not connected to the coordinator itself keeps its routes.
         """
         run = self._run
         is_current = run.is_current(message.term, message.generation)
-        if not is_current or run.view_change.is_freezing or worker.peer not in run.members:
+        if not is_current or worker.peer not in run.members:
             return []
-        others = sorted(run.members & set(message.peers) - {worker.peer})
+        others = sorted({*run.connected_members} & set(message.peers) - {worker.peer})
         if not others:
             return []
         tried = self._addresses.block_routes(worker.peer, others)
@@ -59,7 +61,7 @@ class Complaints:
         reason = f"{worker.name} cannot reach {names} as planned"
         if run.view_change.is_forming:
             run.view_change.mark_unrouted(reason)
-        else:
+        elif not run.view_change.is_freezing:
             run.view_change.request(reason)
         return [LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 

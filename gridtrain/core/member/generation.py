@@ -238,8 +238,8 @@ class Generation:
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
             names = ", ".join(peer.hex()[:8] for peer in missing)
-            relayed = required.report_relayed(missing)
-            return relayed + self._report_stall(missing, 0.0, f"no connection to {names}")
+            unreachable = required.report(missing)
+            return unreachable + self._report_stall(missing, 0.0, f"no connection to {names}")
         if now_s < attempts.deadline_s:
             means = self._means.complete() if now_s >= self._mean_due_s else []
             return means + self.stragglers.tick(now_s)

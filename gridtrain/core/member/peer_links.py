@@ -27,6 +27,7 @@ class PeerLinks:
 
     Attributes:
         connected: peers to which this worker is connected.
+        lost: peers whose latest connection to this worker broke.
         excluded: peers that have violated the protocol or were removed in this generation; their messages
             are ignored.
     """
@@ -35,6 +36,7 @@ class PeerLinks:
         self._own_id = own_id
         self._coordinator = coordinator
         self.connected: set[PeerId] = set()
+        self.lost: set[PeerId] = set()
         self.excluded: set[PeerId] = set()
         self._dialled_addresses: dict[PeerId, str] = {}  # whether or not the peer is connected
         self._expected_since: dict[PeerId, int] = {}  # announced peers -> generation of the announcement
@@ -54,9 +56,11 @@ class PeerLinks:
 
     def peer_connected(self, peer: PeerId) -> None:
         self.connected.add(peer)
+        self.lost.discard(peer)
 
     def peer_disconnected(self, peer: PeerId) -> None:
         self.connected.discard(peer)
+        self.lost.add(peer)
 
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
         """Dial the (peer, address) pairs, except peers with an empty address, which dial this worker.
@@ -90,6 +94,7 @@ class PeerLinks:
             peer: address for peer, address in self._dialled_addresses.items() if peer not in strangers
         }
         self.connected -= strangers
+        self.lost.intersection_update(known)
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:

@@ -22,6 +22,10 @@ from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, Tra
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 
+RECONNECT_SHARE = 0.5
+"""The fraction of `Deadlines.route_s` after which missing peers are reported if all of them were connected
+in an earlier generation."""
+
 
 def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int | None:
     """Return the rank of the state source for this member or, for an unpartitioned model, for all members.
@@ -87,6 +91,7 @@ class RequiredPeers:
         self._addresses = {member.peer: member.address for member in assignment.members}
         self._forming_since_s = now_s  # start of the wait for connections; infinite: reported as unreachable
         self._disconnected_since_s = now_s
+        self._lost_before = set(context.peer_links.lost)  # in an earlier generation
         self._ranks: frozenset[int] | None = None
         self._peers: tuple[m.PeerId, ...] | None = None  # of `_ranks`
 
@@ -115,12 +120,19 @@ class RequiredPeers:
         peers = {self._rank_assignment.members[rank].peer for rank in self.ranks}.union(others)
         return self._context.peer_links.dial_members(self._rank_assignment, peers)
 
-    # -- FORMING: peers that cannot be reached ---------------------------------------------------
+    # -- peers that cannot be reached --------------------------------------------------------------
 
     @property
     def forming_deadline_s(self) -> float:
-        """The time at which to call `report_late`; infinite if no peer is missing."""
-        return self._forming_since_s + self._context.deadlines.route_s if self.missing else math.inf
+        """The time at which to call `report_late`; infinite if no peer is missing.
+
+        It is earlier if every missing peer was connected in an earlier generation, because connecting again
+        takes less time.
+        """
+        if not (missing := self.missing):
+            return math.inf
+        share = RECONNECT_SHARE if self._lost_before.issuperset(missing) else 1.0
+        return self._forming_since_s + share * self._context.deadlines.route_s
 
     def report_late(self, now_s: float) -> list[MemberEffect]:
         """Report the missing peers if the deadline has passed."""
@@ -146,6 +158,7 @@ class RequiredPeers:
 
         The address of a peer that was connected is known to be reachable.
         """
+        self._lost_before.discard(peer)
         if math.isinf(self._forming_since_s) or self.missing == (peer,):
             self._forming_since_s = now_s
 
@@ -159,11 +172,6 @@ class RequiredPeers:
     def restart_running_wait(self, now_s: float) -> None:
         """Restart the wait for connections at the start of a generation, or after a connection broke."""
         self._disconnected_since_s = now_s
-
-    def report_relayed(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report the peers in `missing` that are dialled by way of a relay; there may be another relay."""
-        relayed = [peer for peer in missing if m.relay_of(self._addresses[peer]) is not None]
-        return self.report(relayed) if relayed else []
 
     def extend_timeouts(self, until_s: float) -> None:
         """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""

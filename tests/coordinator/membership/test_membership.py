@@ -455,6 +455,27 @@ def test_a_route_that_failed_is_not_used_again() -> None:
     assert dial_addresses(run, A)[B] == dial_addresses(run, B)[A] == "relay:" + ME.hex()
 
 
+def test_routes_that_fail_during_a_freeze_are_not_used_again_either() -> None:
+    """One link to C fails first, the other while the members are frozen because of it."""
+    run = Run(A, B, C)
+    run.now_s += 10.0
+    run.say(C, m.PeersUnreachable(1, run.core.generation, (A,)))
+    assert run.core.run.view_change.is_freezing
+    assert not sent(run.say(C, m.PeersUnreachable(1, run.core.generation, (B,))), m.Freeze)
+    for peer in (A, B, C):
+        run.report(peer)
+    assert dial_addresses(run, C) == {A: "", B: "", C: ""}
+    assert dial_addresses(run, A)[C] == dial_addresses(run, B)[C] == "memory://c"
+
+
+def test_a_member_whose_own_connection_is_broken_keeps_its_routes() -> None:
+    """Its process has probably ended, so that nobody can connect to it over any route."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.core.handle(PeerDisconnected(A, "reset"), run.now_s)
+    assert run.say(B, m.PeersUnreachable(1, run.core.generation, (A,))) == []
+
+
 def test_a_report_about_an_earlier_generation_blocks_no_route() -> None:
     run = Run(A, B)
     run.now_s += 10.0

@@ -13,6 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
+from gridtrain.core.member.required_peers import RECONNECT_SHARE
 from gridtrain.core.member.scalar_means import KNOWN_INDEX, SUBMITTED_INDEX
 from gridtrain.errors import RemoteProtocolError
 
@@ -470,6 +471,36 @@ def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_th
     worker.now_s = worker.core.deadline_s
     (report,) = sent_messages(worker.core.tick(worker.now_s))
     assert report == m.RoundStalled(m.RoundId(1, 1, 0, 0), (A,), 0.0, f"no connection to {A.hex()[:8]}")
+
+
+def test_a_member_that_dials_a_lost_peer_reports_the_route_with_the_stall() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.say(m.StartGeneration(1, 1))
+    worker.hear(io.PeerDisconnected(A, "timed out")), worker.hear(io.PeerDisconnected(B, "timed out"))
+    worker.now_s = worker.core.deadline_s
+    unreachable, stalled = sent_messages(worker.core.tick(worker.now_s))
+    assert unreachable == m.PeersUnreachable(1, 1, (A,)), "b dials, so b reports this route"
+    assert isinstance(stalled, m.RoundStalled) and set(stalled.suspects) == {A, B}
+
+
+def test_a_peer_that_was_lost_before_the_generation_is_reported_earlier() -> None:
+    """Connecting again over the same route takes less time than connecting for the first time."""
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.hear(io.PeerDisconnected(A, "timed out"))
+    worker.now_s = 100.0
+    worker.view(2, a="tcp://a:1", b="tcp://b:1")
+    assert worker.core.deadline_s == 100.0 + RECONNECT_SHARE * LIMITS.route_s
+    worker.hear(io.PeerDisconnected(B, "reset"))
+    assert worker.core.deadline_s == 100.0 + LIMITS.route_s, "b was not lost before"
+    worker.hear(io.PeerConnected(B)), worker.hear(io.PeerConnected(A))
+    worker.now_s = 200.0
+    worker.view(3, a="tcp://a:1", b="tcp://b:1")
+    worker.hear(io.PeerDisconnected(A, "reset"))
+    assert worker.core.deadline_s == 200.0 + LIMITS.route_s, "a was back meanwhile"
 
 
 def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:

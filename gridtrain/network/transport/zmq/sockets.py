@@ -49,10 +49,13 @@ then reset while a ZMTP ping remains to be answered or sent, an assertion aborts
 cause this crash.  Instead, flow control limits the bulk that a peer may have in this queue, and
 `FloodDetector` limits all other messages; a connection that exceeds these limits is closed."""
 
-HEARTBEAT_TIMEOUT_S = 25.0
-"""The approximate time without an answer to TCP's keep-alive probes after which a connection is closed.
-ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`); the deadlines of the loops detect a silent peer
-earlier."""
+HEARTBEAT_TIMEOUT_S = 6
+"""The approximate time without an acknowledgement, of data or of TCP's keep-alive probes, after which a
+connection is closed.  ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything has to
+be noticed before its step has stalled `STALLS_BEFORE_REMOVAL` times, because the coordinator then dismisses a
+member although only the link is at fault."""
+
+_KEEPALIVE_PROBES = 3
 
 RECONNECT_NEVER_MS = 24 * 3600 * 1000
 """The value of RECONNECT_IVL.  libzmq's "never", -1, drops unread messages when a connection ends."""
@@ -338,10 +341,10 @@ def _open_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
         (zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000)),
         (zmq.HEARTBEAT_IVL, 0),
         (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 10),
-        (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-        (zmq.TCP_MAXRT, round(HEARTBEAT_TIMEOUT_S * 1000)),
+        (zmq.TCP_KEEPALIVE_IDLE, HEARTBEAT_TIMEOUT_S - _KEEPALIVE_PROBES),
+        (zmq.TCP_KEEPALIVE_INTVL, 1),
+        (zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES),
+        (zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_S * 1000),
     ):
         socket.setsockopt(option, value)
     return socket
