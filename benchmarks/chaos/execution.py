@@ -285,6 +285,14 @@ class Execution(Group):
                 act = host.cut if kind == "cut" else host.drop_packets
                 act(True)
                 return lambda: act(False)
+            case "links":
+                assert isinstance(self.hosts, LabHosts)
+                host, others = (
+                    self.hosts[target],
+                    [self.hosts[name] for name in self._plan.names if name != target],
+                )
+                host.drop_packets(True, others)
+                return lambda: host.drop_packets(False, others)
             case "coordinator":
                 self.coordinator.process.kill()
                 self.coordinator.process.wait()

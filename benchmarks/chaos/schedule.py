@@ -18,6 +18,7 @@ LASTS_S = {
     "stall": (0.3, 1.0, 3.0, 8.0),  # the training loop sleeps, the process answers
     "cut": (0.3, 1.0, 2.0, 10.0),
     "hole": (0.3, 1.0, 2.0, 10.0),
+    "links": (12.0,),  # the other workers cannot be reached, the coordinator can; not in the bag
     "coordinator": (0.2, 1.0, 4.0),
     "disk-coordinator": (1.0, 4.0),
     "disk-worker": (4.0,),
@@ -27,7 +28,7 @@ BAG = (
     *("stop", "stall", "cut") * 2,
     *("hole", "coordinator", "disk-coordinator", "disk-worker"),
 )
-NETWORK = frozenset({"cut", "hole"})
+NETWORK = frozenset({"cut", "hole", "links"})
 DISK = frozenset({"disk-coordinator", "disk-worker"})
 OF_COORDINATOR = frozenset({"coordinator", "disk-coordinator"})
 

@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -99,10 +99,15 @@ class Host:
         """Take the link down, or up again."""
         ns.ip_batch(self._switch, [f"link set {self._port} {'down' if down else 'up'}"])
 
-    def drop_packets(self, on: bool) -> None:
-        """Drop all packets in both directions without an answer, or pass them again."""
-        for chain in ("INPUT", "OUTPUT"):
-            self.command("iptables", "--wait", "-A" if on else "-D", chain, "-j", "DROP")
+    def drop_packets(self, on: bool, others: Collection[Host] = ()) -> None:
+        """Drop all packets in both directions without an answer, or pass them again.
+
+        Args:
+            others: the hosts to and from which packets are dropped; empty: all.
+        """
+        for address in [other.address for other in others] or ["0.0.0.0/0"]:
+            for chain, end in (("INPUT", "--source"), ("OUTPUT", "--destination")):
+                self.command("iptables", "--wait", "-A" if on else "-D", chain, end, address, "-j", "DROP")
 
     def command(self, *argv: str) -> str:
         """Run a short command here; return its stdout.  Raises `LabError`."""

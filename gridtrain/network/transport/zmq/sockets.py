@@ -51,9 +51,8 @@ cause this crash.  Instead, flow control limits the bulk that a peer may have in
 
 HEARTBEAT_TIMEOUT_S = 6
 """The approximate time without an acknowledgement, of data or of TCP's keep-alive probes, after which a
-connection is closed.  ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything has to
-be noticed before its step has stalled `STALLS_BEFORE_REMOVAL` times, because the coordinator then dismisses a
-member although only the link is at fault."""
+connection is closed.  ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything must
+be noticed before its step stalls for the third time, when the coordinator dismisses a member."""
 
 _KEEPALIVE_PROBES = 3
 
