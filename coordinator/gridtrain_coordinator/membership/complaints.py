@@ -42,7 +42,7 @@ class Complaints:
         self._addresses, self._divergence = addresses, divergence
         self._stalled_step = StalledStep(run)
 
-    def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
+    def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.
 
         If a generation is forming, it is replaced only if its members do not connect after all.  While the
@@ -56,7 +56,9 @@ class Complaints:
         others = sorted({*run.connected_members} & set(message.peers) - {worker.peer})
         if not others:
             return []
-        tried = self._addresses.block_routes(worker.peer, others)
+        failures = self._planner.link_failures
+        broken = {other for other in others if failures.has_broken(worker.peer, other, now_s)}
+        tried = self._addresses.block_routes(worker.peer, others, broken)
         names = ", ".join(run.workers.display_name(peer) for peer in others)
         reason = f"{worker.name} cannot reach {names} as planned"
         if run.view_change.is_forming:

@@ -553,7 +553,7 @@ class Membership:
             case m.PeersUnreachable() if peer not in run.members:
                 return self._catch_up.handle_no_route(worker, message, now_s)
             case m.PeersUnreachable():
-                return self._complaints.handle_no_route(worker, message)
+                return self._complaints.handle_no_route(worker, message, now_s)
             case m.ReplicaDigest():
                 return self._complaints.compare_digest(peer, message)
             case m.ConnectionLost():

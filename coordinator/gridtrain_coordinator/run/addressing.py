@@ -10,7 +10,7 @@ The routes are chosen by `route_table`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -212,12 +212,22 @@ class AddressBook:
                 addresses.setdefault(viewer, {})[seen] = self.address(viewer, seen)
         return [Send(viewer, m.ExpectProbes(tuple(routes.items()))) for viewer, routes in addresses.items()]
 
-    def block_routes(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
+    def block_routes(
+        self, viewer: m.PeerId, others: Iterable[m.PeerId], broken: Collection[m.PeerId] = ()
+    ) -> list[str]:
         """Give up the routes over which `viewer` could not reach these members; return these routes.
 
         A pair gives up at most one route per generation, because its members learn the next route only from
         the next view.
+
+        Args:
+            broken: members to which `viewer` was connected until recently.  Such a link drops packets of both
+                directions, so the other member does not have to find that out as well.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}
-        return [self.route_table.block(viewer, other, self._relays) for other in new]
+        routes = [self.route_table.block(viewer, other, self._relays) for other in new]
+        for other, route in zip(new, routes, strict=True):
+            if other in broken and route and relay_of(route) is None:
+                self.route_table.block_direct(other, viewer)
+        return routes

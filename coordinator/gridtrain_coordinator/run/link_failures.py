@@ -47,6 +47,11 @@ class LinkFailures:
         if len(times_s) == FAILURES_BEFORE_AVOIDING and times_s[0] >= now_s - WINDOW_S:
             self._broken_s[_pair(reporter, peer)] = now_s
 
+    def has_broken(self, one: PeerId, other: PeerId, now_s: float) -> bool:
+        """Return whether one of the two has reported a broken connection to the other within `WINDOW_S`."""
+        times_s = self._times_s.get((one, other), ()), self._times_s.get((other, one), ())
+        return any(each and each[-1] >= now_s - WINDOW_S for each in times_s)
+
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
         """Return the member that is at fault because too many of its connections broke; None if none is.
 

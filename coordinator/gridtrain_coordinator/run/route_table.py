@@ -115,6 +115,12 @@ class RouteTable:
                 self._blocked.add((other, viewer, route))
         return route
 
+    def block_direct(self, viewer: PeerId, other: PeerId) -> None:
+        """Give up all addresses at which `viewer` can dial `other`."""
+        while (route := self._direct(viewer, other)) and len(self._blocked) < MAX_BLOCKED:
+            self._blocked.add((viewer, other, route.address))
+            self._blocked_ends |= {viewer, other}
+
     def follows_key_rule(self, viewer: PeerId) -> bool:
         """Return whether `viewer` dials the workers with a verified address and a smaller key, and no others.
 

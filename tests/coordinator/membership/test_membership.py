@@ -468,6 +468,18 @@ def test_routes_that_fail_during_a_freeze_are_not_used_again_either() -> None:
     assert dial_addresses(run, A)[C] == dial_addresses(run, B)[C] == "memory://c"
 
 
+@pytest.mark.parametrize("reporter", [A, B])
+def test_a_link_that_broke_and_does_not_come_back_is_relayed_at_once(reporter: m.PeerId) -> None:
+    """Without the report of a broken connection, A would have to try to connect to B first."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.say(reporter, m.ConnectionLost(1, run.core.generation, A if reporter == B else B))
+    run.say(B, m.PeersUnreachable(1, run.core.generation, (A,)))
+    run.report(A)
+    run.report(B)
+    assert dial_addresses(run, A)[B] == dial_addresses(run, B)[A] == "relay:" + ME.hex()
+
+
 def test_a_member_whose_own_connection_is_broken_keeps_its_routes() -> None:
     """Its process has probably ended, so that nobody can connect to it over any route."""
     run = Run(A, B)
