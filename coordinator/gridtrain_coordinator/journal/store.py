@@ -3,8 +3,9 @@
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
 An entry consists of a kind and a JSON body, which this module does not interpret.  One connection locks the
-file exclusively, because two coordinators with the same journal could reach different verdicts.  It uses WAL
-mode with synchronous=FULL: once `append_all` has returned, the entries survive SIGKILL and power loss.
+file exclusively, because two coordinators with the same journal could reach different verdicts.  It uses a
+rollback journal with synchronous=FULL: once `append_all` has returned, the entries are in the file itself and
+survive SIGKILL and power loss.
 
 Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
 opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
@@ -222,6 +223,8 @@ class JournalStore:
         """
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
+        run("BEGIN EXCLUSIVE")  # the lock is kept until the connection is closed
+        run("ROLLBACK")  # not COMMIT, which would write a header to an empty file
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         (version,) = run("PRAGMA user_version").fetchone()
         (application,) = run("PRAGMA application_id").fetchone()
@@ -248,7 +251,7 @@ class JournalStore:
 
     def _prepare(self) -> None:
         run = self._connection.execute
-        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA journal_mode = DELETE")  # not WAL, whose entries after a damaged byte are lost silently
         run("PRAGMA synchronous = FULL")
         (version,) = run("PRAGMA user_version").fetchone()
         for number, script in enumerate(_migrations()[version:], start=version + 1):
