@@ -232,7 +232,7 @@ def test_a_journal_that_is_in_use_is_an_error(start_coordinator: StartCoordinato
     ("damage", "code", "text"),
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
-        (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
+        (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is damaged (file is not a database)"),
         (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],

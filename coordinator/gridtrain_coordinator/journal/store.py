@@ -49,6 +49,9 @@ _IN_USE = (
     "is in use by another coordinator or program",
     "stop the other coordinator, or choose another folder with --state",
 )
+_CHECK_OWNER = (
+    "check who owns the folder and its files, and their permissions, or choose another folder with --state"
+)
 _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_NOTADB": (
         "is not a journal, because it is not an SQLite database",
@@ -59,14 +62,8 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_LOCKED": _IN_USE,
     "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
-    "SQLITE_CANTOPEN": (
-        "cannot be opened",
-        "check the folder's permissions, or choose another folder with --state",
-    ),
-    "SQLITE_READONLY": (
-        "is read-only",
-        "change its permissions, or choose another folder with --state",
-    ),
+    "SQLITE_CANTOPEN": ("cannot be opened", _CHECK_OWNER),
+    "SQLITE_READONLY": ("is read-only", _CHECK_OWNER),
     "SQLITE_CONSTRAINT": (
         "rejected an invalid entry",
         "report this as a bug in gridtrain",
@@ -224,6 +221,7 @@ class JournalStore:
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         run("BEGIN EXCLUSIVE")  # the lock is kept until the connection is closed
+        run("PRAGMA user_version = 0")  # fails if the file or its folder is read-only
         run("ROLLBACK")  # not COMMIT, which would write a header to an empty file
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         (version,) = run("PRAGMA user_version").fetchone()
@@ -233,7 +231,7 @@ class JournalStore:
                 f"{self._path} is another program's database, not a journal",
                 remedy="choose another folder with --state",
             )
-        key = Path(self._path).absolute().parent / COORDINATOR_KEY
+        key = _key_beside(self._path)
         if not tables and not created and self._path != MEMORY and key.exists():
             raise self._damaged(f"it is empty, although {key} exists")
         known = len(_migrations())
@@ -300,6 +298,10 @@ def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> 
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
 
+def _key_beside(path: str) -> Path:
+    return Path(path).absolute().parent / COORDINATOR_KEY
+
+
 def _created(path: Path) -> bool:
     """Create the file, readable only by its owner, because it contains members' addresses.
 
@@ -341,6 +343,8 @@ def _explained(path: str) -> Iterator[None]:
         raise JournalError(f"the journal {path} is damaged ({error})", remedy=DAMAGED_REMEDY) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        if code.startswith("SQLITE_NOTADB") and _key_beside(path).exists():
+            code = "SQLITE_CORRUPT"  # it was a journal
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
         what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
         kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError

@@ -9,7 +9,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,14 @@ def test_an_empty_file_beside_a_key_starts_no_new_run(path: Path) -> None:
     with pytest.raises(JournalError, match="it is empty, although"):
         JournalStore.open(path)
     assert path.read_bytes() == b""
+
+
+def test_other_bytes_beside_a_key_are_a_damaged_journal(path: Path) -> None:
+    write_journal(path)
+    path.write_bytes(b"\xff\xff" + path.read_bytes()[2:])
+    with pytest.raises(JournalError, match="is damaged .file is not a database.") as caught:
+        JournalStore.open(path)
+    assert "--from-backup" in caught.value.remedy
 
 
 def test_a_changed_number_in_an_entry_is_detected(path: Path) -> None:
@@ -209,19 +219,38 @@ def test_a_failed_first_start_leaves_no_file(path: Path, monkeypatch: pytest.Mon
     assert os.listdir(path.parent) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_an_error(path: Path) -> None:
-    entries = write_journal(path)
-    path.chmod(0o400)
-    path.parent.chmod(0o500)
-    try:
-        with pytest.raises(JournalError) as caught:
+@pytest.mark.parametrize("modes", [(0o400, 0o700), (0o600, 0o500), (0o400, 0o500), (0o000, 0o700)])
+def test_a_folder_or_file_that_is_not_writable_is_an_error(modes: tuple[int, int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not `tmp_path`, which only this user may enter
+        path = Path(folder) / JOURNAL
+        entries = write_journal(path)
+        path.chmod(modes[0])
+        path.parent.chmod(modes[1])
+        with (
+            without_privileges(path),
+            pytest.raises(JournalError, match="is read-only|cannot be opened") as caught,
+        ):
             JournalStore.open(path)
-        assert "permissions" in caught.value.remedy or "who may write" in caught.value.remedy
-    finally:
+        assert "check who owns the folder and its files" in caught.value.remedy
         path.parent.chmod(0o700)
         path.chmod(0o600)
-    assert read_entries(path) == entries
+        assert read_entries(path) == entries
+
+
+@contextmanager
+def without_privileges(path: Path) -> Iterator[None]:
+    """Run as a user that owns the file and its folder, but is not root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    nobody = 65534
+    os.chown(path, nobody, nobody)
+    os.chown(path.parent, nobody, nobody)
+    os.seteuid(nobody)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
