@@ -101,7 +101,7 @@ def test_an_empty_file_beside_a_key_starts_no_new_run(path: Path) -> None:
 def test_other_bytes_beside_a_key_are_a_damaged_journal(path: Path) -> None:
     write_journal(path)
     path.write_bytes(b"\xff\xff" + path.read_bytes()[2:])
-    with pytest.raises(JournalError, match="is damaged .file is not a database.") as caught:
+    with pytest.raises(JournalError, match=r"is damaged \(file is not a database\)") as caught:
         JournalStore.open(path)
     assert "--from-backup" in caught.value.remedy
 
@@ -228,7 +228,7 @@ def test_a_folder_or_file_that_is_not_writable_is_an_error(modes: tuple[int, int
         path.parent.chmod(modes[1])
         with (
             without_privileges(path),
-            pytest.raises(JournalError, match="is read-only|cannot be opened") as caught,
+            pytest.raises(JournalError, match=r"is read-only|cannot be opened") as caught,
         ):
             JournalStore.open(path)
         assert "check who owns the folder and its files" in caught.value.remedy
