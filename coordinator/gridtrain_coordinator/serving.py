@@ -1,6 +1,6 @@
 """Runs the coordinator's process: opens its parts, prints how workers join, and stops at SIGINT or SIGTERM.
 
-    Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
+    Settings --> folder, backup --> journal, dashboard --> keys, port --> next term --> endpoint --> loop
                                                             a start that fails before this uses up no term
 
 The loop itself, `daemon.Coordinator`, runs in the main thread of the process.
@@ -168,15 +168,16 @@ def _open(
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
         log = own_log = log_to(err, settings.log_format)
+        if settings.from_backup is not None:
+            source = restore(settings.from_backup, folder)
+            own_log("info", "restored", {"from": str(source), "to": str(folder)})
+        # The journal is opened before any port, so that a second start of the run says that it is in use.
+        store = JournalStore.open(folder / JOURNAL)
+        opened.callback(store.close)
         board = open_dashboard(settings.dashboard, folder, own_log)
         opened.callback(board.close)
         if board.service is not None:
             log = to_both(own_log, board.service.note)
-        if settings.from_backup is not None:
-            source = restore(settings.from_backup, folder)
-            own_log("info", "restored", {"from": str(source), "to": str(folder)})
-        store = JournalStore.open(folder / JOURNAL)
-        opened.callback(store.close)
         identity, operator = store.identity(), operator_identity(folder / JOURNAL).public
         authorization = load_authorization(store, settings.run, operator, identity.public)
         transport = _open_transport(settings, identity, operator, authorization)

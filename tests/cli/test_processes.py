@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -223,8 +224,11 @@ def test_a_coordinator_for_containers_reads_its_settings_from_the_environment(tm
 
 
 def test_a_journal_that_is_in_use_is_an_error(start_coordinator: StartCoordinator) -> None:
-    state = str(start_coordinator().state)
-    line = one_sentence(gridtrain("coordinator", "--listen", "tcp://127.0.0.1:0", "--state", state), code=1)
+    """Not that the ports are taken, which the same command also finds."""
+    running = start_coordinator()
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        options = ("--listen", running.address, "--dashboard", f"127.0.0.1:{dashboard.getsockname()[1]}")
+        line = one_sentence(gridtrain("coordinator", *options, "--state", str(running.state)), code=1)
     assert "is in use" in line and "stop the other coordinator" in line
 
 
@@ -232,7 +236,7 @@ def test_a_journal_that_is_in_use_is_an_error(start_coordinator: StartCoordinato
     ("damage", "code", "text"),
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
-        (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
+        (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is damaged (file is not a database)"),
         (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],

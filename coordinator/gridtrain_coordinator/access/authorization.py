@@ -293,7 +293,7 @@ class Authorization:
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
         """Kick the member `peer`, or ban this key (`ban`), which then need not belong to a member."""
-        reason = limits.clean_reason(reason) or "the run's owner gave no reason"
+        reason = limits.clean_reason(reason) or "no reason was given"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
         if limits.is_banned(peer, self._banned):

@@ -25,17 +25,20 @@ from concurrent.futures import Future
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.connection_timeouts import close_expired
 from gridtrain_coordinator.dashboard.event_stream import EventStream
+from gridtrain_coordinator.dashboard.guard import problem
 from gridtrain_coordinator.dashboard.http_api import STREAM, Api, create_app
 from gridtrain_coordinator.run.events import Log
 
 MAX_ORDERS = 16
 MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
+MONITORED = ("/healthz", "/metrics")  # answered however many connections are open
 MAX_LOGGED_ERRORS = 20
 END_S = 3.0
 
@@ -142,7 +145,7 @@ class DashboardService:
         api = Api(self._board, self._stream, self._token, self._submit_order, time.time)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(api, allowed_hosts=self._named),
+                self._limited(create_app(api, allowed_hosts=self._named)),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -151,7 +154,6 @@ class DashboardService:
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                limit_concurrency=MAX_CONNECTIONS,
                 h11_max_incomplete_event_size=16_384,
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=1,
@@ -166,6 +168,20 @@ class DashboardService:
             await server.serve(sockets=[self._socket])
         finally:
             watching.cancel()
+
+    def _limited(self, app: ASGIApp) -> ASGIApp:
+        """Return the application with a limit on connections, except for the paths in `MONITORED`."""
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            assert self._server is not None
+            count = len(self._server.server_state.connections)
+            if count > MAX_CONNECTIONS and scope.get("path") not in MONITORED:
+                reason = f"{count} connections are open; at most {MAX_CONNECTIONS} are served"
+                await problem(503, "busy", reason, "try again in a minute")(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return limited
 
     def _tick(self) -> None:
         """Pass the latest events and status to the open pages; called from the dashboard's loop."""

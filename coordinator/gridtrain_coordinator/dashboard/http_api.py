@@ -118,7 +118,10 @@ class Api:
 
     async def history(self, request: Request) -> Response:
         history = self._board.history
-        whole = request.query_params.get("window", "whole") == "whole"
+        window = request.query_params.get("window", "whole")
+        if window not in ("recent", "whole"):
+            raise HTTPException(400, "window must be recent or whole")
+        whole = window == "whole"
         points = history.all_points() if whole else list(history.recent)
         body = {"columns": COLUMNS, "stride": history.stride if whole else 1}
         return JSONResponse(body | {"points": [point.row() for point in points]})

@@ -20,7 +20,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import AddressTaken, ConfigError, TransportError
 from gridtrain.extras import install_command
 
 HOST, PORT = "127.0.0.1", 7780
@@ -89,8 +89,11 @@ def missing_packages() -> list[str]:
 def bind(address: DashboardAddress) -> socket.socket:
     """Return a socket bound to the address.
 
-    Unless the owner specified the address, the following ports are also tried.  Raises `ConfigError` if no
-    port is free.
+    Unless the owner specified the address, the following ports are also tried.
+
+    Raises:
+        AddressTaken: no port is free.
+        TransportError: this machine cannot listen at the address.
     """
     ports = (
         [address.port]
@@ -98,21 +101,32 @@ def bind(address: DashboardAddress) -> socket.socket:
         else range(address.port, address.port + MAX_PORTS_TRIED)
     )
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    failure = ""
     for port in ports:
         candidate = socket.socket(family, socket.SOCK_STREAM)
         try:
             candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             candidate.bind((address.host, port))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             candidate.close()
-            failure = str(error)
+            failure = error
         else:
             return candidate
-    raise ConfigError(
-        f"the dashboard cannot listen on {address.host}, port {address.port}: {failure}",
-        remedy="choose a free port with --dashboard HOST:PORT, or omit the dashboard with --no-dashboard",
-    )
+    raise _bind_error(address, failure)
+
+
+def _bind_error(address: DashboardAddress, error: OSError) -> TransportError:
+    # A TransportError, unlike a ConfigError, lets a service manager start the coordinator again: the port may
+    # become free, and the interface may come up later.
+    what = f"the dashboard cannot listen on {address.host}, port {address.port}"
+    choose = "with --dashboard HOST:PORT, or omit the dashboard with --no-dashboard"
+    if error.errno == errno.EADDRINUSE:
+        return AddressTaken(f"{what}: the port is taken", remedy=f"choose a free port {choose}")
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return TransportError(
+            f"{what}: no interface of this machine has that address",
+            remedy=f"choose an address of this machine {choose}",
+        )
+    return TransportError(f"{what}: {error.strerror}", remedy=f"choose another address {choose}")
 
 
 def url(bound: socket.socket) -> str:

@@ -99,8 +99,11 @@ class _BoardCollector(Collector):
             for name, (metric, text) in names.items():
                 metric_family = family(metric, text, labels=["worker", "peer"])
                 for label, row in zip(labels, present, strict=True):
-                    if row[name] is not None:
-                        metric_family.add_metric(label, row[name])
+                    value = row[name]
+                    if name == "missed_steps" and row["sent_bytes"] is not None:
+                        value = value or 0.0  # workers report them from the first one on
+                    if value is not None:
+                        metric_family.add_metric(label, value)
                 yield metric_family
 
 

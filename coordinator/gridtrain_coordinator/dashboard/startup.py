@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, TransportError
 from gridtrain_coordinator.dashboard.listen_address import (
     INSTALL,
     DashboardAddress,
@@ -58,13 +58,14 @@ class DashboardStartup:
 def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
     """Bind the port and read the token, or record why this failed.  Does not start the service.
 
-    Raises `ConfigError` if the dashboard cannot be opened although the owner explicitly requested it.
+    Raises `ConfigError` or `TransportError` if the dashboard cannot be opened although the owner explicitly
+    requested it.
     """
     if address is None:
         return DashboardStartup()
     try:
         return _open(address, folder, log)
-    except ConfigError as error:
+    except (ConfigError, TransportError) as error:
         if address.is_required:
             raise
         return DashboardStartup(failure=f"{error.reason}; {error.remedy}")

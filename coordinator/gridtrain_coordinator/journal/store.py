@@ -3,8 +3,9 @@
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
 An entry consists of a kind and a JSON body, which this module does not interpret.  One connection locks the
-file exclusively, because two coordinators with the same journal could reach different verdicts.  It uses WAL
-mode with synchronous=FULL: once `append_all` has returned, the entries survive SIGKILL and power loss.
+file exclusively, because two coordinators with the same journal could reach different verdicts.  It uses a
+rollback journal with synchronous=FULL: once `append_all` has returned, the entries are in the file itself and
+survive SIGKILL and power loss.
 
 Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
 opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
@@ -48,6 +49,9 @@ _IN_USE = (
     "is in use by another coordinator or program",
     "stop the other coordinator, or choose another folder with --state",
 )
+_CHECK_OWNER = (
+    "check who owns the folder and its files, and their permissions, or choose another folder with --state"
+)
 _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_NOTADB": (
         "is not a journal, because it is not an SQLite database",
@@ -58,14 +62,8 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_LOCKED": _IN_USE,
     "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
-    "SQLITE_CANTOPEN": (
-        "cannot be opened",
-        "check the folder's permissions, or choose another folder with --state",
-    ),
-    "SQLITE_READONLY": (
-        "is read-only",
-        "change its permissions, or choose another folder with --state",
-    ),
+    "SQLITE_CANTOPEN": ("cannot be opened", _CHECK_OWNER),
+    "SQLITE_READONLY": ("is read-only", _CHECK_OWNER),
     "SQLITE_CONSTRAINT": (
         "rejected an invalid entry",
         "report this as a bug in gridtrain",
@@ -222,6 +220,9 @@ class JournalStore:
         """
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
+        run("BEGIN EXCLUSIVE")  # the lock is kept until the connection is closed
+        run("PRAGMA user_version = 0")  # fails if the file or its folder is read-only
+        run("ROLLBACK")  # not COMMIT, which would write a header to an empty file
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         (version,) = run("PRAGMA user_version").fetchone()
         (application,) = run("PRAGMA application_id").fetchone()
@@ -230,7 +231,7 @@ class JournalStore:
                 f"{self._path} is another program's database, not a journal",
                 remedy="choose another folder with --state",
             )
-        key = Path(self._path).absolute().parent / COORDINATOR_KEY
+        key = _key_beside(self._path)
         if not tables and not created and self._path != MEMORY and key.exists():
             raise self._damaged(f"it is empty, although {key} exists")
         known = len(_migrations())
@@ -248,7 +249,7 @@ class JournalStore:
 
     def _prepare(self) -> None:
         run = self._connection.execute
-        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA journal_mode = DELETE")  # not WAL, whose entries after a damaged byte are lost silently
         run("PRAGMA synchronous = FULL")
         (version,) = run("PRAGMA user_version").fetchone()
         for number, script in enumerate(_migrations()[version:], start=version + 1):
@@ -297,6 +298,10 @@ def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> 
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
 
+def _key_beside(path: str) -> Path:
+    return Path(path).absolute().parent / COORDINATOR_KEY
+
+
 def _created(path: Path) -> bool:
     """Create the file, readable only by its owner, because it contains members' addresses.
 
@@ -338,6 +343,8 @@ def _explained(path: str) -> Iterator[None]:
         raise JournalError(f"the journal {path} is damaged ({error})", remedy=DAMAGED_REMEDY) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        if code.startswith("SQLITE_NOTADB") and _key_beside(path).exists():
+            code = "SQLITE_CORRUPT"  # it was a journal
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
         what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
         kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError

@@ -121,8 +121,8 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = (
-                f"the coordinator restarted; waiting for {awaited} to come back; members whose last output "
-                "says that the run is finished, and where the model is, do not come back"
+                f"the coordinator restarted; waiting for {awaited} to come back (a member that has finished "
+                "the run does not)"
             )
         elif recovered.generation:  # the journal does not record which workers were paused
             self._reason = (

@@ -158,9 +158,8 @@ class Option:
         return value
 
     def _value_error(self, where: str, value: object, wanted: str) -> ConfigError:
-        fix = f"write {wanted}" + (
-            f", such as {format_value(self.default)}" if self.default not in (None, "", ()) else ""
-        )
+        has_example = self.kind is not OptionKind.SWITCH and self.default not in (None, "", ())
+        fix = f"write {wanted}" + (f", such as {format_value(self.default)}" if has_example else "")
         return ConfigError(f"{where} is {value!r}; it must be {wanted}", remedy=f"{fix}, or leave it out")
 
 

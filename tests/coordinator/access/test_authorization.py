@@ -216,7 +216,7 @@ def test_kick_ban_and_unban() -> None:
     assert access.expel(ANNA) == "OperatorReply"
     assert access.role(ANNA) == "stranger"
     assert access.enrol(OTHER_KEY, ANNA) == (
-        "Refused kicked: this worker was removed from the run: the run's owner gave no reason"
+        "Refused kicked: this worker was removed from the run: no reason was given"
     ), "the invitation was made before the kick"
     assert access.rules.removed_members() == [ANNA]
     access.invite(KEY, uses=9)
@@ -564,7 +564,7 @@ def test_the_status_reveals_no_invitation() -> None:
             {"peer": ANNA.hex(), "invitation": invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
             {"peer": CARL.hex(), "invitation": name[:8], "strikes": 0},
         ],
-        "banned": [{"peer": BERT.hex(), "reason": "the run's owner gave no reason"}],
+        "banned": [{"peer": BERT.hex(), "reason": "no reason was given"}],
         "strikes": [
             {
                 "peer": ANNA.hex(),

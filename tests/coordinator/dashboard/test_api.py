@@ -98,8 +98,27 @@ def test_refusals_are_as_documented(desk: Desks) -> None:
     assert "64 hexadecimal" in checked_body(here.client.get("/api/v1/workers/anna"), document, key)["reason"]
     assert checked_body(here.client.get(f"/api/v1/workers/{'0' * 64}"), document, key)["code"] == "unknown"
     assert here.client.get("/api/v1/workers?limit=-1").status_code == 400
+    window = checked_body(here.client.get("/api/v1/history?window=foo"), document, "/api/v1/history")
+    assert window["reason"] == "window must be recent or whole"
     assert here.client.get("/api/v1/nothing").json()["code"] == "unknown"
     assert here.client.post("/api/v1/run").json()["code"] == "method"
+
+
+def test_refusals_of_every_address_are_documented(desk: Desks) -> None:
+    here = desk()
+    document = openapi_document(here)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            address, responses = path.replace("{key}", "0" * 64), operation["responses"]
+            for status, headers in ((421, {"host": "elsewhere.example"}), (413, {"content-length": "5000"})):
+                answer = here.client.request(method, address, headers=headers)
+                assert answer.status_code == status and str(status) in responses, f"{method} {path}"
+            assert "503" in responses or path == "/metrics"
+    problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    for name, response in document["components"]["responses"].items():
+        assert response["content"] == {"application/json": problem}, name
+    named = set(re.findall(r"#/components/responses/(\w+)", str(document)))
+    assert named == set(document["components"]["responses"])
 
 
 def test_answers_before_the_first_status(desk: Desks) -> None:
@@ -165,7 +184,9 @@ def test_metrics_can_be_read_by_prometheus(desk: Desks) -> None:
     families = {each.name: each for each in text_string_to_metric_families(here.client.get("/metrics").text)}
     assert families["gridtrain_step"].samples[0].value == here.board.run["step"]
     assert families["gridtrain_world_size"].samples[0].value == 4
-    assert families["gridtrain_worker_missed_steps"].type == "counter"
+    missed = families["gridtrain_worker_missed_steps"]
+    assert missed.type == "counter" and {sample.value for sample in missed.samples} == {0.0}
+    assert len(missed.samples) == len(families["gridtrain_worker_sent_bytes"].samples) > 0
     assert {s.labels["event"]: s.value for s in families["gridtrain_events"].samples}["lost"] == 1
     names = {sample.labels["worker"] for sample in families["gridtrain_worker_step"].samples}
     assert names == {row["name"] for row in here.board.workers()}  # the hostile one too, escaped

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dashboard_demo.simulated_run import HOSTILE
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import AddressTaken, ConfigError, TransportError
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.listen_address import TOKEN_FILE, bind, load_token, parse_address, url
 
@@ -245,9 +245,18 @@ def test_the_next_free_port_is_used_unless_a_port_was_requested() -> None:
     with bind(parse_address("127.0.0.1:0")) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="cannot listen"):
+        with pytest.raises(AddressTaken, match=rf"port {port}: the port is taken -> choose a free port"):
             bind(parse_address(f"127.0.0.1:{port}"))
         by_default = parse_address("").__class__("127.0.0.1", port)
         with bind(by_default) as other:
             assert port < other.getsockname()[1] < port + 20
             assert url(other) == f"http://127.0.0.1:{other.getsockname()[1]}/"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no..name"])
+def test_an_address_of_no_interface_is_not_an_invalid_option(host: str) -> None:
+    """The interface may come up later, so the exit code is not 2, with which systemd does not restart."""
+    with pytest.raises(TransportError, match="no interface of this machine has that address") as caught:
+        bind(parse_address(f"{host}:0", open_to_network=True))
+    assert caught.value.exit_code == 1 and "Errno" not in str(caught.value)
+    assert "choose an address of this machine with --dashboard" in caught.value.remedy

@@ -270,6 +270,21 @@ def test_silent_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> Non
         running.service.close()
 
 
+def test_monitoring_is_answered_while_silent_clients_hold_all_connections(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_timeouts, "REQUEST_S", 10 * WITHIN_S)
+    running.publish()
+    with contextlib.ExitStack() as silent:
+        for _ in range(service.MAX_CONNECTIONS):
+            silent.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S))
+        until(lambda: running.get("/api/v1/run")[0] == 503, "the limit", WITHIN_S)
+        refusal = json.loads(running.get("/api/v1/run")[1])
+        assert refusal["code"] == "busy" and "at most 128 are served" in refusal["reason"]
+        assert running.get("/healthz")[0] == running.get("/metrics")[0] == 200
+    until(lambda: running.get("/api/v1/run")[0] == 200, "room again", WITHIN_S)
+
+
 def test_an_answer_that_is_not_read_times_out() -> None:
     timeouts = connection_timeouts.ConnectionTimeouts(("/stream",))
 

@@ -47,14 +47,19 @@ def test_a_standby_starts_with_every_journalled_entry(tmp_path: Path) -> None:
     assert standby.next_term() == 2
 
 
-def test_a_stale_wal_does_not_alter_a_restored_backup(tmp_path: Path) -> None:
-    """A damaged journal.sqlite was removed but not its -wal, which SQLite would apply to the backup."""
+def test_a_stale_rollback_journal_does_not_alter_a_restored_backup(tmp_path: Path) -> None:
+    """A damaged journal.sqlite was removed but not its -journal, which SQLite would apply to the backup."""
     store = running(tmp_path / "state")
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     before = store.entries()
     store.append_all([("state", {"number": number}) for number in range(50)])
     (tmp_path / "again").mkdir()
-    shutil.copy(tmp_path / "state" / f"{JOURNAL}-wal", tmp_path / "again" / f"{JOURNAL}-wal")
+    store._connection.execute("PRAGMA cache_size = 1")  # pages are written before the end of the commit
+    with pytest.raises(KeyboardInterrupt), store._transaction():
+        for number in range(50):
+            store._insert("state", {"number": number, "note": "x" * 3000})
+        shutil.copy(tmp_path / "state" / f"{JOURNAL}-journal", tmp_path / "again" / f"{JOURNAL}-journal")
+        raise KeyboardInterrupt
     assert restore(tmp_path / "backups", tmp_path / "again") == path
     assert JournalStore.open(tmp_path / "again" / JOURNAL).entries() == before
 

@@ -9,7 +9,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,14 @@ def test_an_empty_file_beside_a_key_starts_no_new_run(path: Path) -> None:
     assert path.read_bytes() == b""
 
 
+def test_other_bytes_beside_a_key_are_a_damaged_journal(path: Path) -> None:
+    write_journal(path)
+    path.write_bytes(b"\xff\xff" + path.read_bytes()[2:])
+    with pytest.raises(JournalError, match=r"is damaged \(file is not a database\)") as caught:
+        JournalStore.open(path)
+    assert "--from-backup" in caught.value.remedy
+
+
 def test_a_changed_number_in_an_entry_is_detected(path: Path) -> None:
     """The file is valid as SQLite and as JSON; only the digests differ."""
     write_journal(path)
@@ -107,29 +117,77 @@ def test_a_changed_number_in_an_entry_is_detected(path: Path) -> None:
     assert "--from-backup" in caught.value.remedy
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "truncated"])
-def test_a_torn_wal_after_sigkill_loses_only_its_end(path: Path, damage: str) -> None:
-    """SQLite drops the unreadable end of a WAL: there are fewer entries, and none differs."""
-    script = (
-        "import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore\n"
-        "s = JournalStore.open(sys.argv[1])\n"
-        "s.identity(); s.next_term()\n"
-        "for n in range(30): s.append_all([('state', {'state': 'training', 'n': n})])\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], timeout=60)
+KILLED_AFTER_APPENDS = """
+import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore
+s = JournalStore.open(sys.argv[1])
+s.identity(); s.next_term()
+for n in range(30): s.append_all([('state', {'state': 'training', 'n': n})])
+"""
+KILLED_DURING_COMMIT = f"""{KILLED_AFTER_APPENDS}
+s._connection.execute('PRAGMA cache_size = 1')  # pages are written to the file before the end of the commit
+s._connection.create_function('die', 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+with s._transaction():
+    for n in range(30, 60): s._insert('state', {{'state': 'paused', 'n': n, 'note': 'x' * 3000}})
+    s._connection.execute('SELECT die()')
+"""
+
+
+def killed(script: str, path: Path) -> None:
+    text = f"{script}\nos.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run([sys.executable, "-c", text, str(path)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    wal = path.with_name(f"{JOURNAL}-wal")
-    content = bytearray(wal.read_bytes())
-    assert len(content) > 30_000
-    if damage == "truncated":
-        del content[len(content) * 2 // 3 :]
-    else:
-        content[len(content) * 2 // 3] ^= 0x10
-    wal.write_bytes(content)
-    entries = read_entries(path)
-    assert 5 < len(entries) < 31
-    assert [entry.body["n"] for entry in entries[1:]] == list(range(len(entries) - 1))
+
+
+def test_damage_after_sigkill_loses_no_entry_silently(path: Path, seeds: Seeds) -> None:
+    """Either all entries are read (the bytes were unused), or the journal is refused."""
+    killed(KILLED_AFTER_APPENDS, path)
+    files = {file: file.read_bytes() for file in sorted(path.parent.glob(f"{JOURNAL}*"))}
+
+    def entries_with_damage(file: Path, position: int) -> list[StoredEntry]:
+        for name, content in files.items():
+            name.write_bytes(content)
+        file.write_bytes(files[file][:position] + b"\xff\xff" + files[file][position + 2 :])
+        return read_entries(path)
+
+    with pytest.raises(JournalError, match="is damaged"):
+        entries_with_damage(path, files[path].index(b'"n":17}'))
+    for seed in seeds(200):
+        rng = random.Random(seed)
+        file = rng.choice(list(files))
+        position = rng.randrange(len(files[file]) - 1)
+        try:
+            entries = entries_with_damage(file, position)
+        except (JournalError, ConfigError) as error:
+            assert error.remedy
+            continue
+        assert [entry.body.get("n") for entry in entries] == [None, *range(30)], f"{file.name}: {position}"
+
+
+@pytest.mark.parametrize("damage", ["none", "two bytes", "truncated"])
+def test_a_commit_that_sigkill_interrupted_is_rolled_back(path: Path, damage: str, seeds: Seeds) -> None:
+    """If the rollback journal is also damaged, the journal may be refused, but no entry differs."""
+    killed(KILLED_DURING_COMMIT, path)
+    rollback = path.with_name(f"{JOURNAL}-journal")
+    content, undo = path.read_bytes(), rollback.read_bytes()
+    assert b"xxxxxxxx" in content and undo[0] != 0, "the file contains a part of the commit"
+    for seed in seeds(1 if damage == "none" else 40):
+        rng = random.Random(seed)
+        position = rng.randrange(len(undo) - 1)
+        damaged = bytearray(undo)
+        if damage == "two bytes":
+            damaged[position : position + 2] = b"\xff\xff"
+        elif damage == "truncated":
+            del damaged[position:]
+        path.write_bytes(content)
+        rollback.write_bytes(damaged)
+        try:
+            entries = read_entries(path)
+        except (JournalError, ConfigError) as error:
+            assert damage != "none" and error.remedy
+            continue
+        numbers = [entry.body.get("n") for entry in entries]
+        assert numbers == [None, *range(len(numbers) - 1)] and len(numbers) > 30, f"{position}"
+        assert damage != "none" or len(numbers) == 31
 
 
 def test_another_programs_database_is_not_touched(path: Path) -> None:
@@ -161,19 +219,38 @@ def test_a_failed_first_start_leaves_no_file(path: Path, monkeypatch: pytest.Mon
     assert os.listdir(path.parent) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_an_error(path: Path) -> None:
-    entries = write_journal(path)
-    path.chmod(0o400)
-    path.parent.chmod(0o500)
-    try:
-        with pytest.raises(JournalError) as caught:
+@pytest.mark.parametrize("modes", [(0o400, 0o700), (0o600, 0o500), (0o400, 0o500), (0o000, 0o700)])
+def test_a_folder_or_file_that_is_not_writable_is_an_error(modes: tuple[int, int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not `tmp_path`, which only this user may enter
+        path = Path(folder) / JOURNAL
+        entries = write_journal(path)
+        path.chmod(modes[0])
+        path.parent.chmod(modes[1])
+        with (
+            without_privileges(path),
+            pytest.raises(JournalError, match=r"is read-only|cannot be opened") as caught,
+        ):
             JournalStore.open(path)
-        assert "permissions" in caught.value.remedy or "who may write" in caught.value.remedy
-    finally:
+        assert "check who owns the folder and its files" in caught.value.remedy
         path.parent.chmod(0o700)
         path.chmod(0o600)
-    assert read_entries(path) == entries
+        assert read_entries(path) == entries
+
+
+@contextmanager
+def without_privileges(path: Path) -> Iterator[None]:
+    """Run as a user that owns the file and its folder, but is not root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    nobody = 65534
+    os.chown(path, nobody, nobody)
+    os.chown(path.parent, nobody, nobody)
+    os.seteuid(nobody)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_journal_is_private(path: Path) -> None:
     store = JournalStore.open(path)
     store.next_term()
     modes = {file.name: oct(file.stat().st_mode & 0o777) for file in path.parent.glob("journal.sqlite*")}
-    assert modes == {"journal.sqlite": "0o600", "journal.sqlite-wal": "0o600"}
+    assert modes == {"journal.sqlite": "0o600", "journal.sqlite-journal": "0o600"}
 
 
 def test_every_start_has_a_new_term_and_the_same_key(path: Path) -> None:

@@ -241,8 +241,15 @@ def test_members_that_were_told_of_the_pause_are_told_when_training_continues() 
         run.report(peer, 1.1)
     run.ready(1.2, A, B, C)
     for peer in (A, B, C):
-        states = [(x.state, x.reason.partition(";")[0]) for x in sent(run.seen, m.RunStateUpdate, peer)]
-        assert states == [("paused", "the coordinator restarted"), ("training", "3 workers since step 0")]
+        states = [(x.state, x.reason) for x in sent(run.seen, m.RunStateUpdate, peer)]
+        assert states == [
+            (
+                "paused",
+                "the coordinator restarted; waiting for 3 members to come back (a member that has finished "
+                "the run does not)",
+            ),
+            ("training", "3 workers since step 0"),
+        ]
     new = TimedCoordinator()
     new.train()
     assert [x.state for x in sent(new.seen, m.RunStateUpdate, A)] == ["waiting"], "there was no pause"

@@ -152,6 +152,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         ("[coordinator]\nmin_workers = 0\n", "must be a whole number >= 1"),
         ("[coordinator]\nmin_workers = true\n", "is True"),
         ("[coordinator]\nbackup_every = nan\n", "is nan"),
+        ("[coordinator]\nbundle = 'yes'\n", "must be true or false -> write true or false, or leave it out$"),
     ],
 )
 def test_invalid_values_in_run_toml_are_refused(toml: str, words: str) -> None:
