@@ -98,6 +98,7 @@ class Grid:
     """This worker's interface to the run.  Use it on the training thread."""
 
     _has_warned = False
+    _read_error: Exception | None = None  # with which `batches` has ended
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
 
@@ -501,19 +502,16 @@ class Grid:
             dataset.while_opening = self.evaluation  # a file may have to be fetched first
         try:
             for spans in self._run_turns():
-                if ahead is not None and turns.has_samples:
-                    batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
-                else:
-                    batches = reader.read(spans)
-                if failed_reads := getattr(dataset, "failed_reads", 0):
-                    self.report(failed_reads=failed_reads)
-                for batch in batches:
-                    tokens.check(batch)
+                with self._reading(dataset):
+                    if ahead is not None and turns.has_samples:
+                        batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
+                    else:
+                        batches = reader.read(spans)
+                    if failed_reads := getattr(dataset, "failed_reads", 0):
+                        self.report(failed_reads=failed_reads)
+                    for batch in batches:
+                        tokens.check(batch)
                 yield from self._counted(batches, spans, weigh=weigh) if accumulate > 1 else batches
-        except DataError:
-            failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-            self._session.failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
-            raise
         finally:
             if ahead is not None:
                 ahead.close()
@@ -671,7 +669,8 @@ class Grid:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
         if self._model_state is not None:
-            self._model_state.has_failed = isinstance(error, Exception)  # not by Ctrl-C or SIGTERM
+            # Not by Ctrl-C or SIGTERM, nor while the script was waiting for its batch.
+            self._model_state.has_failed = isinstance(error, Exception) and error is not self._read_error
         reason = describe_end(error)
         if self._pauses.has_lost_agent:
             reason = f"`gridtrain worker`, which ran its script, has ended unexpectedly; {reason}"
@@ -730,6 +729,21 @@ class Grid:
         yield from turns
         if turns.is_finished and not turns.is_stopped and not was_finished:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
+
+    @contextmanager
+    def _reading(self, dataset: Any) -> Iterator[None]:
+        """Record an error in the `with` block, in which the script waits for its next batch and has not begun
+        the step."""
+        try:
+            yield
+        except Exception as error:
+            self._read_error = error
+            if isinstance(error, DataError):
+                failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
+                self._session.failure = (
+                    f"its data cannot be read (failed reads: {failed_reads}); see its output"
+                )
+            raise
 
     def _counted(self, batches: Sequence[Any], spans: Sequence[Span], *, weigh: bool) -> Iterator[Any]:
         """Yield a step's micro-batches and count them; with `weigh`, set the weight of each.  The weights of
