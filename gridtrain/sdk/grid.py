@@ -194,6 +194,12 @@ class Grid:
         return self._turns is not None and self._turns.is_finished
 
     @property
+    def has_samples(self) -> bool:
+        """Whether this worker's batch consists of samples that count in this step; False for a stand-in
+        batch, whose gradient is ignored (see `batches`), and before the first batch."""
+        return self._turns is not None and not self._turns.is_stand_in
+
+    @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """The bytes (sent, received) by message type, counted at the socket and including framing."""
         return self._session.connection.traffic
@@ -581,8 +587,17 @@ class Grid:
         finally:
             self._session.set_busy(False)
 
-    def mean(self, value: float | torch.Tensor) -> float:
+    def mean(self, value: float | torch.Tensor, *, weight: float | None = None) -> float:
         """Return the average of a number over all workers; all workers must call it at the same point.
+
+        Each worker's number counts equally, or in proportion to its `weight`, which all workers or none must
+        pass.  The mean of a batch is weighted by its samples; the number of a worker with the weight 0, as
+        for a stand-in batch (see `has_samples`), is ignored:
+
+            grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
+
+        If all weights are 0, the average is NaN.  A weighted average takes two exchanges; if a worker is lost
+        between them, it counts in only one of them, and the average is inexact, but equal on all workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
         number, even if workers join or leave during the call, and so can decide together to end the loop.  A
@@ -591,11 +606,22 @@ class Grid:
         step without the call is left out and named in the log.  If a worker's number is not finite, neither
         is the average.
 
-        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
-        Before the first batch, a worker receives its own number, and a warning is logged once.
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call, or if
+        a weight is negative or not finite.  Before the first batch, a worker receives its own number, and a
+        warning is logged once.
         """
         self._warn_before_first_batch()
-        return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
+        number = value.item() if isinstance(value, torch.Tensor) else float(value)
+        if weight is None:
+            return self._session.average(number)
+        if not 0 <= (own := float(weight)) < math.inf:
+            raise ConfigError(
+                f"the weight of a number in grid.mean is {own:g}; it must be finite and at least 0",
+                remedy="pass the number of samples over which the number is averaged",
+            )
+        weighted = self._session.average(own * number if own else 0.0)
+        total = self._session.average(own)
+        return weighted / total if total else math.nan
 
     def report(self, **figures: float) -> None:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
