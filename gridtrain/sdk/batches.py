@@ -40,6 +40,11 @@ LOADER_REMEDY = (
     "with grid.batches(dataset, ..., num_workers=n)"
 )
 
+SKIP_REMEDY = (
+    '; to skip a batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and '
+    "optimizer.step() for it"
+)
+
 
 class Turns:
     """The turns of one worker in one run.  Use it on the training thread.
@@ -220,7 +225,10 @@ class Turns:
     def _missing_call_error(self, step: int) -> ConfigError:
         batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
         called = f"{self._trainer.local_calls} times for {batches} of step {step}"
-        return self._session.calls_error(called, LOADER_REMEDY if self.feeds_loader else "")
+        more = LOADER_REMEDY if self.feeds_loader else ""
+        if not self._trainer.local_calls and isinstance(self._trainer, GridOptimizer):
+            more += SKIP_REMEDY
+        return self._session.calls_error(called, more)
 
 
 def _pending_spans(snapshot: WorkerSnapshot) -> Spans:

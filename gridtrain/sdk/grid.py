@@ -33,7 +33,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.device_speed import device_flops
-from gridtrain.errors import BudgetSpent, ConfigError, DataError, describe_type
+from gridtrain.errors import BudgetSpent, ConfigError, DataError, GridtrainError, describe_type
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -52,6 +52,7 @@ from gridtrain.pipeline.stage_state import (
     parse_wire,
     schedule_for,
 )
+from gridtrain.quantities import format_count
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
@@ -97,7 +98,7 @@ CHECKPOINT_TIMEOUT_S = 30.0
 class Grid:
     """This worker's interface to the run.  Use it on the training thread."""
 
-    _has_warned = False
+    _has_warned = _has_warned_of_end = False
     _read_error: Exception | None = None  # with which `batches` has ended
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
@@ -493,6 +494,7 @@ class Grid:
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
         )  # fmt: skip
+        readers.check_kind(dataset)
         check_readers(dataset, num_workers, prefetch_factor)
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, accumulate, self.calls_per_step)
         turns = self._join_run(dataset, sizes, epochs, steps, seed, length)
@@ -544,6 +546,7 @@ class Grid:
             epochs=epochs, steps=steps, seed=seed,
         )  # fmt: skip
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
+        readers.check_kind(dataset)
         if readers.is_iterable(dataset):
             raise ConfigError(
                 f"{describe_type(dataset)} cannot be indexed, so it cannot be sampled",
@@ -752,6 +755,15 @@ class Grid:
         turns, model_state = self._turns, self._model_state
         assert turns is not None and model_state is not None
         was_finished = turns.is_finished  # a DataLoader may ask once more after the end
+        if was_finished and not turns.is_stopped and not self._has_warned_of_end:
+            self._has_warned_of_end = True
+            spec = turns.spec
+            ended = format_count(spec.epochs or spec.steps or 0, "step" if spec.epochs is None else "epoch")
+            log.warning(
+                "this iteration yields nothing, because the run of %s has ended -> iterate once, not once "
+                "for each epoch: epochs= or steps= is the length of the whole run",
+                ended,
+            )
         yield from turns
         if turns.is_finished and not turns.is_stopped and not was_finished:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
@@ -766,9 +778,10 @@ class Grid:
             self._read_error = error
             if isinstance(error, DataError):
                 failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-                self._session.failure = (
-                    f"its data cannot be read (failed reads: {failed_reads}); see its output"
-                )
+                text = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+                self._session.failure = " ".join([text, *getattr(error, "__notes__", ())])
+            elif not isinstance(error, GridtrainError):
+                self._session.failure = f"its data cannot be read: {sampler.describe_read_error(error)}"
             raise
 
     def _counted(self, batches: Sequence[Any], spans: Sequence[Span], *, weigh: bool) -> Iterator[Any]:
