@@ -40,6 +40,11 @@ LOADER_REMEDY = (
     "with grid.batches(dataset, ..., num_workers=n)"
 )
 
+SKIP_REMEDY = (
+    '; to skip a batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and '
+    "optimizer.step() for it"
+)
+
 
 class Turns:
     """The turns of one worker in one run.  Use it on the training thread.
@@ -51,6 +56,7 @@ class Turns:
     Attributes:
         is_finished: whether the run has ended.
         is_stopped: whether this worker's agent has stopped it, or the run ended while it was paused.
+        is_stand_in: whether the batch of the current call is a stand-in; also before the first one.
         feeds_loader: whether a `DataLoader` of the script draws the batches.
     """
 
@@ -75,6 +81,7 @@ class Turns:
         self._rollback = TurnRollback(trainer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = self.feeds_loader = False
+        self.is_stand_in = True
 
     def __iter__(self) -> Iterator[Sequence[Span]]:
         """Yield this worker's positions in the data for each call to `optimizer.step`, or stand-in positions
@@ -109,7 +116,7 @@ class Turns:
                 continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
             stand_in = spans[-1]
-            yield from self._call_by_call(spans)
+            yield from self._call_by_call(spans, self._calls_with_samples(snapshot.spans))
             self._computed = snapshot.spans
             if not self._session.is_turn_done:
                 raise self._missing_call_error(snapshot.open_round.step + 1)
@@ -120,17 +127,19 @@ class Turns:
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
         log.warning("this worker is recomputing its latest batch, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
-        self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
-        yield from self._call_by_call(self._divide(spans))
+        with_samples = self._calls_with_samples(spans)
+        self._trainer.begin_repeated_turn(with_samples)
+        yield from self._call_by_call(self._divide(spans), with_samples)
         restore()  # schedulers: the other workers do not repeat the turn
         self._computed = spans
 
-    def _call_by_call(self, spans: Sequence[Spans]) -> Iterator[Spans]:
-        """Yield the spans of each call; while one of the batches has a single sample, the model's batch norms
-        can train on that sample."""
+    def _call_by_call(self, spans: Sequence[Spans], with_samples: int) -> Iterator[Spans]:
+        """Yield the spans of each call, of which the first `with_samples` have samples; while one of the
+        batches has a single sample, the model's batch norms can train on that sample."""
         self._pending = deque(spans)
         while self._pending:
             now = self._pending.popleft()
+            self.is_stand_in = len(spans) - len(self._pending) > with_samples
             has_single = data_ledger.count_samples(now) < 2 * self._sizes.accumulate
             with self._allow_single_samples() if has_single else nullcontext():
                 yield now
@@ -216,7 +225,10 @@ class Turns:
     def _missing_call_error(self, step: int) -> ConfigError:
         batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
         called = f"{self._trainer.local_calls} times for {batches} of step {step}"
-        return self._session.calls_error(called, LOADER_REMEDY if self.feeds_loader else "")
+        more = LOADER_REMEDY if self.feeds_loader else ""
+        if not self._trainer.local_calls and isinstance(self._trainer, GridOptimizer):
+            more += SKIP_REMEDY
+        return self._session.calls_error(called, more)
 
 
 def _pending_spans(snapshot: WorkerSnapshot) -> Spans:

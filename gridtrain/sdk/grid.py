@@ -33,7 +33,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.device_speed import device_flops
-from gridtrain.errors import BudgetSpent, ConfigError, DataError, describe_type
+from gridtrain.errors import BudgetSpent, ConfigError, DataError, GridtrainError, describe_type
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -52,6 +52,7 @@ from gridtrain.pipeline.stage_state import (
     parse_wire,
     schedule_for,
 )
+from gridtrain.quantities import format_count
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
@@ -97,7 +98,8 @@ CHECKPOINT_TIMEOUT_S = 30.0
 class Grid:
     """This worker's interface to the run.  Use it on the training thread."""
 
-    _has_warned = False
+    _has_warned = _has_warned_of_end = False
+    _read_error: Exception | None = None  # with which `batches` has ended
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
 
@@ -191,6 +193,12 @@ class Grid:
     def finished(self) -> bool:
         """Whether the run has ended."""
         return self._turns is not None and self._turns.is_finished
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this worker's batch consists of samples that count in this step; False for a stand-in
+        batch, whose gradient is ignored (see `batches`), and before the first batch."""
+        return self._turns is not None and not self._turns.is_stand_in
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -486,6 +494,7 @@ class Grid:
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
         )  # fmt: skip
+        readers.check_kind(dataset)
         check_readers(dataset, num_workers, prefetch_factor)
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, accumulate, self.calls_per_step)
         turns = self._join_run(dataset, sizes, epochs, steps, seed, length)
@@ -501,19 +510,16 @@ class Grid:
             dataset.while_opening = self.evaluation  # a file may have to be fetched first
         try:
             for spans in self._run_turns():
-                if ahead is not None and turns.has_samples:
-                    batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
-                else:
-                    batches = reader.read(spans)
-                if failed_reads := getattr(dataset, "failed_reads", 0):
-                    self.report(failed_reads=failed_reads)
-                for batch in batches:
-                    tokens.check(batch)
+                with self._reading(dataset):
+                    if ahead is not None and turns.has_samples:
+                        batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
+                    else:
+                        batches = reader.read(spans)
+                    if failed_reads := getattr(dataset, "failed_reads", 0):
+                        self.report(failed_reads=failed_reads)
+                    for batch in batches:
+                        tokens.check(batch)
                 yield from self._counted(batches, spans, weigh=weigh) if accumulate > 1 else batches
-        except DataError:
-            failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-            self._session.failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
-            raise
         finally:
             if ahead is not None:
                 ahead.close()
@@ -540,6 +546,7 @@ class Grid:
             epochs=epochs, steps=steps, seed=seed,
         )  # fmt: skip
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
+        readers.check_kind(dataset)
         if readers.is_iterable(dataset):
             raise ConfigError(
                 f"{describe_type(dataset)} cannot be indexed, so it cannot be sampled",
@@ -583,8 +590,17 @@ class Grid:
         finally:
             self._session.set_busy(False)
 
-    def mean(self, value: float | torch.Tensor) -> float:
+    def mean(self, value: float | torch.Tensor, *, weight: float | None = None) -> float:
         """Return the average of a number over all workers; all workers must call it at the same point.
+
+        Each worker's number counts equally, or in proportion to its `weight`, which all workers or none must
+        pass.  The mean of a batch is weighted by its samples; the number of a worker with the weight 0, as
+        for a stand-in batch (see `has_samples`), is ignored:
+
+            grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
+
+        If all weights are 0, the average is NaN.  A weighted average takes two exchanges; if a worker is lost
+        between them, it counts in only one of them, and the average is inexact, but equal on all workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
         number, even if workers join or leave during the call, and so can decide together to end the loop.  A
@@ -593,11 +609,22 @@ class Grid:
         step without the call is left out and named in the log.  If a worker's number is not finite, neither
         is the average.
 
-        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
-        Before the first batch, a worker receives its own number, and a warning is logged once.
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call, or if
+        a weight is negative or not finite.  Before the first batch, a worker receives its own number, and a
+        warning is logged once.
         """
         self._warn_before_first_batch()
-        return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
+        number = value.item() if isinstance(value, torch.Tensor) else float(value)
+        if weight is None:
+            return self._session.average(number)
+        if not 0 <= (own := float(weight)) < math.inf:
+            raise ConfigError(
+                f"the weight of a number in grid.mean is {own:g}; it must be finite and at least 0",
+                remedy="pass the number of samples over which the number is averaged",
+            )
+        weighted = self._session.average(own * number if own else 0.0)
+        total = self._session.average(own)
+        return weighted / total if total else math.nan
 
     def report(self, **figures: float) -> None:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
@@ -671,7 +698,8 @@ class Grid:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
         if self._model_state is not None:
-            self._model_state.has_failed = isinstance(error, Exception)  # not by Ctrl-C or SIGTERM
+            # Not by Ctrl-C or SIGTERM, nor while the script was waiting for its batch.
+            self._model_state.has_failed = isinstance(error, Exception) and error is not self._read_error
         reason = describe_end(error)
         if self._pauses.has_lost_agent:
             reason = f"`gridtrain worker`, which ran its script, has ended unexpectedly; {reason}"
@@ -727,9 +755,34 @@ class Grid:
         turns, model_state = self._turns, self._model_state
         assert turns is not None and model_state is not None
         was_finished = turns.is_finished  # a DataLoader may ask once more after the end
+        if was_finished and not turns.is_stopped and not self._has_warned_of_end:
+            self._has_warned_of_end = True
+            spec = turns.spec
+            ended = format_count(spec.epochs or spec.steps or 0, "step" if spec.epochs is None else "epoch")
+            log.warning(
+                "this iteration yields nothing, because the run of %s has ended -> iterate once, not once "
+                "for each epoch: epochs= or steps= is the length of the whole run",
+                ended,
+            )
         yield from turns
         if turns.is_finished and not turns.is_stopped and not was_finished:
             finish_run(self._session, model_state, self._config, self._pauses.await_stop)
+
+    @contextmanager
+    def _reading(self, dataset: Any) -> Iterator[None]:
+        """Record an error in the `with` block, in which the script waits for its next batch and has not begun
+        the step."""
+        try:
+            yield
+        except Exception as error:
+            self._read_error = error
+            if isinstance(error, DataError):
+                failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
+                text = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+                self._session.failure = " ".join([text, *getattr(error, "__notes__", ())])
+            elif not isinstance(error, GridtrainError):
+                self._session.failure = f"its data cannot be read: {sampler.describe_read_error(error)}"
+            raise
 
     def _counted(self, batches: Sequence[Any], spans: Sequence[Span], *, weigh: bool) -> Iterator[Any]:
         """Yield a step's micro-batches and count them; with `weigh`, set the weight of each.  The weights of

@@ -6,7 +6,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -116,6 +116,56 @@ def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(
     assert written == ["step-00000004"]
     text = "and was stopped within a step; step 5 is lost: this worker's latest checkpoint is of step 4"
     assert text in caplog.text
+
+
+class FailingData(list[Any]):
+    """Samples that cannot be read once `fails()` is true."""
+
+    def __init__(self, fails: Callable[[], bool]) -> None:
+        super().__init__(DATA)
+        self._fails = fails
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._fails():
+            raise OSError("cannot identify image file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "where", "written"),
+    [
+        (gridtrain.Dense(), "reading the batch", ["step-00000005"]),
+        (gridtrain.Dense(), "computing", []),
+        (gridtrain.LocalSteps(every=2), "reading the batch", ["step-00000005"]),
+        (gridtrain.LocalSteps(every=2), "reading the second batch", []),
+    ],
+    ids=lambda value: value.describe() if hasattr(value, "describe") else None,
+)
+def test_a_data_error_leaves_a_checkpoint_unless_the_step_has_begun(
+    exchange: Any, where: str, written: list[str], tmp_path: Path
+) -> None:
+    """A script that waits for its next batch has stepped its schedulers and has not begun the step."""
+
+    def work(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, exchange, lr=0.001)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        grid.track(scheduler=scheduler)
+        calls = 0
+        last_call = 5 * grid.calls_per_step + ("second" in where)
+        data = FailingData(lambda: where != "computing" and calls == last_call)
+        for batch in grid.batches(data, batch_size=6, steps=STEPS):
+            backward(model, batch)
+            if where == "computing" and calls == last_call:
+                raise OSError("cannot identify image file")
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            calls += 1
+
+    with pytest.raises(OSError, match="cannot identify image file"):
+        run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    assert [path.name for path in (tmp_path / "worker-0").glob("step-*")] == written
 
 
 def load_other_weights(model: nn.Module, *, by_data: bool) -> None:

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpointed_group
 import pytest
 import torch
 from brisk import WITHIN_S
+from group_snapshot import snapshot_of
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from training_loop import DATA, backward, linear, sgd, train_batch, train_steps
 
 import gridtrain
@@ -107,6 +110,22 @@ def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
     next(indices)
 
 
+def a_sampler_of_samples(grid: gridtrain.Grid) -> None:
+    wrapped(grid)
+    next(iter(DataLoader(DATA, sampler=grid.sampler(DATA, batch_size=2, steps=3))))  # type: ignore[arg-type]
+
+
+def a_sampler_of_samples_and_a_batch_size(grid: gridtrain.Grid) -> None:
+    wrapped(grid)
+    loader = DataLoader(DATA, batch_size=2, sampler=grid.sampler(DATA, batch_size=2, steps=3))  # type: ignore[arg-type]
+    next(iter(loader))
+
+
+def a_loader_instead_of_its_data(grid: gridtrain.Grid) -> None:
+    wrapped(grid)
+    next(grid.batches(DataLoader(DATA), num_workers=2, epochs=1))  # type: ignore[arg-type]
+
+
 ONE_STEP = (
     "each batch is one step -> call optimizer.step() once per batch, or once per N batches with "
     "grid.batches(..., accumulate=N)"
@@ -119,7 +138,8 @@ ERRORS = {
     "may exceed, because unsent gradients add up in the residual -> keep parameters in float32",
     half_parameters_with_sparse_local_steps: "a parameter is torch.float16, whose range an update of GTopK",
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
-    forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}",
+    forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; to skip a "
+    'batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and optimizer.step() for it',
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
     two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",
     a_step_for_each_part_of_one: "optimizer.step() was called after only 1 of its 3 batches had been "
@@ -131,6 +151,9 @@ ERRORS = {
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
     "a DataLoader with workers reads the next batch too early: use num_workers=0, or replace the loader with "
     "grid.batches(dataset, ..., num_workers=n)",
+    a_sampler_of_samples: "the DataLoader has sampler=grid.sampler(...), which yields whole batches -> pass",
+    a_sampler_of_samples_and_a_batch_size: "the DataLoader has sampler=grid.sampler(...), which yields whole",
+    a_loader_instead_of_its_data: "a DataLoader was passed instead of a data set, but the run itself makes",
 }
 
 
@@ -142,7 +165,62 @@ def test_a_mistake_is_reported_in_one_sentence(outcomes: Any, loop: Callable[[gr
     assert error.remedy
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_reason_of_a_worker_names_the_sample_that_it_cannot_read(
+    num_workers: int, new_group: Any
+) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model, optimizer = wrapped(grid)
+        list(train_steps(grid, model, optimizer, Unreadable(), epochs=1, num_workers=num_workers))
+
+    with new_group(workers=1) as group:
+        group.start_all(train)
+        (error,) = group.ends()
+        events = str(snapshot_of(group)["events"])
+    assert isinstance(error, OSError)
+    assert "its data cannot be read: OSError: cannot identify image file (sample 6 of the data set)" in events
+
+
+class Unreadable(Dataset[Any]):
+    """Sample 6 cannot be read, which comparing the data sets does not find."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            raise OSError("cannot identify image file")
+        return DATA[index % len(DATA)]
+
+
 # -- a warning with the remedy ---------------------------------------------------------------------------
+
+
+def test_a_second_iteration_after_the_end_gets_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But the first one of a script that was restarted after the end of its run does not."""
+    told = "yields nothing, because the run of 2 epochs has ended -> iterate once, not once for each epoch"
+
+    def train(grid: gridtrain.Grid, passes: int) -> list[int]:
+        model, optimizer = wrapped(grid)
+        sampler: Any = grid.sampler(DATA, batch_size=2, epochs=2)
+        loader = DataLoader(DATA, batch_sampler=sampler)  # type: ignore[arg-type]
+        counts = []
+        for _ in range(passes):
+            counts.append(0)
+            for batch in loader:
+                train_batch(model, optimizer, batch)
+                counts[-1] += 1
+        return counts
+
+    def run(passes: int) -> list[int]:
+        (counts,) = checkpointed_group.run(tmp_path, 1, lambda grid: train(grid, passes))
+        return counts
+
+    assert run(1) == [12] and told not in caplog.text
+    assert run(1) == [0] and told not in caplog.text
+    assert run(3) == [0, 0, 0] and caplog.text.count(told) == 1
 
 
 def test_adam_with_a_sparse_exchange_warns_with_the_remedy(together: Any) -> None:

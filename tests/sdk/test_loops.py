@@ -347,6 +347,79 @@ def test_a_loss_that_is_not_a_number_makes_the_mean_so_on_all_workers(diverged: 
     assert gridtrain.local(train, workers=2) == [([True, False, True], 1)] * 2
 
 
+@pytest.mark.parametrize("draws", ["batches", "sampler"])
+@pytest.mark.parametrize(
+    "exchange", [DENSE, gridtrain.LocalSteps(2, DENSE)], ids=["each step", "local steps"]
+)
+def test_a_weighted_mean_ignores_the_batches_of_workers_without_samples(draws: str, exchange: Any) -> None:
+    """Nine samples: in the last step of a pass, one worker has a single sample, and the other one none."""
+    samples = torch.arange(9.0).unsqueeze(1)
+
+    def train(grid: Any) -> list[tuple[int, float, int]]:
+        model = nn.Linear(1, 1)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, exchange=exchange)
+        assert not grid.has_samples
+        if draws == "batches":
+            batches: Any = grid.batches(samples, batch_size=4, epochs=2)
+        else:
+            batches = DataLoader(samples, batch_sampler=grid.sampler(samples, batch_size=4, epochs=2))  # type: ignore[arg-type]
+        seen = []
+        for batch in batches:
+            count = len(batch) if grid.has_samples else 0
+            mean = grid.mean(batch.mean() if count else math.nan, weight=count)
+            seen.append((count, batch.sum().item() if count else 0.0, mean))
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    first, second = gridtrain.local(train, workers=2)
+    for (count, total, mean), (other_count, other_total, other_mean) in zip(first, second, strict=True):
+        if count + other_count:
+            assert mean == other_mean == pytest.approx((total + other_total) / (count + other_count))
+        else:  # a local step for which the whole group has no samples
+            assert math.isnan(mean) and math.isnan(other_mean)
+    assert sum(count for count, *_ in first + second) == 2 * len(samples)
+    assert sum(total for _, total, _ in first + second) == 2 * samples.sum().item()
+    assert any(count == 0 for count, *_ in first + second)
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+def test_an_impossible_weight_of_a_mean_is_refused(weight: float) -> None:
+    message = rf"the weight of a number in grid.mean is {weight}; it must be finite and at least 0"
+    with pytest.raises(ConfigError, match=message):
+        gridtrain.local(lambda grid: grid.mean(1.0, weight=weight), workers=1)
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["three workers", "one is lost"])
+def test_workers_evaluate_their_shares_of_a_test_set(is_lost: bool, outcomes: Any) -> None:
+    """The share of a worker that is lost is missing in the result, which is the same on all others."""
+    test_set = torch.arange(10.0).square().tolist()
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[list[int], float]:
+        model, optimizer = wrapped(grid, DENSE)
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            if grid.step == 1:
+                mine = range(grid.rank, len(test_set), grid.world_size)
+                with torch.no_grad(), grid.evaluation():
+                    if is_lost and number == 1:
+                        raise RuntimeError("lost")
+                    total = sum(test_set[index] for index in mine)
+                result = grid.mean(total) / grid.mean(len(mine))
+            error_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(mine), result
+
+    results = [end for end in outcomes(train, 3) if not isinstance(end, RuntimeError)]
+    assert len(results) == (2 if is_lost else 3)
+    shares = [index for mine, _ in results for index in mine]
+    assert is_lost or sorted(shares) == list(range(len(test_set)))
+    expected = sum(test_set[index] for index in shares) / len(shares)
+    assert [result for _, result in results] == [pytest.approx(expected)] * len(results)
+    assert len({result for _, result in results}) == 1
+
+
 def test_a_local_group_writes_its_model_only_to_a_given_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

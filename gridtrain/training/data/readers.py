@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gridtrain.core.messages import LedgerSpec, Span
@@ -23,6 +27,8 @@ from gridtrain.errors import ConfigError, describe_type
 from gridtrain.quantities import format_count
 from gridtrain.training.data import sampler
 from gridtrain.training.data.shards import ShardedDataset
+
+log = logging.getLogger("gridtrain")
 
 MAX_OPEN_PASSES = 2
 """The maximum number of passes that are open at the same time: the current pass, and the next pass or a pass
@@ -45,6 +51,31 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
+def check_kind(dataset: Any) -> None:
+    """Raise `ConfigError` for an object that is no data set: a DataLoader, whose batches would be mistaken
+    for samples, or a mapping of names.  Warn of a tuple such as (inputs, targets)."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "a DataLoader was passed instead of a data set, but the run itself makes the batches",
+            remedy="pass the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
+            "num_workers=...)",
+        )
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        raise ConfigError(
+            f"{describe_type(dataset)} was passed as the data set, but it has no sample 0: its first key is "
+            f"{next(iter(dataset))!r:.80}",
+            remedy="pass one of its splits, or torch.utils.data.TensorDataset(*tensors)",
+        )
+    if isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset):
+        lengths = {len(each) if each.ndim else 0 for each in dataset}
+        if len(lengths) == 1 and min(lengths) > len(dataset) > 1:
+            log.warning(
+                "the data set is a tuple of %d arrays of length %d, each of which counts as one sample -> if "
+                "they are inputs and targets, pass torch.utils.data.TensorDataset(*tensors)",
+                *(len(dataset), min(lengths)),
+            )
+
+
 def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     """Return the number of samples in one pass, and a description that is equal on workers with the same
     data.
@@ -56,12 +87,6 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
         ConfigError: the data set is empty or cannot be divided among workers, yields different samples when
             it is read again, or has an index although `length` is given.
     """
-    if isinstance(dataset, DataLoader):  # its batches would be mistaken for samples
-        raise ConfigError(
-            "a DataLoader was passed instead of a data set, but the run itself makes the batches",
-            remedy="pass the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
-            "num_workers=...)",
-        )
     if not is_iterable(dataset):
         if length is not None:
             raise ConfigError(
@@ -184,6 +209,7 @@ class IterableReader:
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
         self._open: list[_DatasetPass] = []  # most recently used last
+        self._has_checked_length = False
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
@@ -191,7 +217,11 @@ class IterableReader:
             samples: list[Any] = []
             for span in spans:
                 number, offset = divmod(span.start, self._spec.size)
-                samples += self._pass(number, offset).take(offset, span.stop - span.start)
+                at = self._pass(number, offset)
+                samples += at.take(offset, span.stop - span.start)
+                if at.offset == self._spec.size and not self._has_checked_length:
+                    self._has_checked_length = True
+                    at.warn_if_longer()
             self._latest = spans, samples
         return [self._collate(part) for part in split_micro_batches(self._latest[1], self._accumulate)]
 
@@ -228,3 +258,13 @@ class _DatasetPass:
             )
         self.offset = offset + count
         return taken
+
+    def warn_if_longer(self) -> None:
+        """Warn if the data set has more samples after the last one of the pass."""
+        with suppress(Exception):  # a sample that is not used must not end the run
+            if list(islice(self._samples, 1)):
+                log.warning(
+                    "the data set has more than the %s of a pass; the others are never used -> pass the "
+                    "correct length= to grid.batches, with the same value on all workers",
+                    format_count(self._size, "sample"),
+                )

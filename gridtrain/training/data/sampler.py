@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,16 +26,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import BatchSampler, Sampler, default_collate
 
 from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError, describe_type
+from gridtrain.quantities import MAX_NAMES
 from gridtrain.training.checkpoint.nested_values import tensor_bytes
 from gridtrain.training.data.shards import ShardedDataset, random_order
 
 DIGEST_SAMPLES = 16
 collate = default_collate
+_NOTE = "(sample"
 
 GENERATORS_LOCK = threading.RLock()
 """Held from seeding the process's random generators until they are restored, because workers may be threads
@@ -89,10 +93,38 @@ def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ..
 def fetch_batch(
     dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate
 ) -> Any:
-    """Return one batch, built as `DataLoader` builds it."""
+    """Return one batch, built as `DataLoader` builds it.  An error of the data set gets a note that names the
+    sample (see `describe_read_error`)."""
     if hasattr(dataset, "__getitems__"):
-        return collate_fn(dataset.__getitems__(list(indices)))
-    return collate_fn([dataset[index] for index in indices])
+        with _named(indices):
+            samples = dataset.__getitems__(list(indices))
+    else:
+        samples = []
+        for index in indices:
+            with _named([index]):
+                samples.append(dataset[index])
+    return collate_fn(samples)
+
+
+@contextmanager
+def _named(indices: Sequence[int]) -> Iterator[None]:
+    """Add a note with the indices to an error in the `with` block."""
+    try:
+        yield
+    except Exception as error:
+        first = ", ".join(map(str, indices[:MAX_NAMES])) + (", ..." if len(indices) > MAX_NAMES else "")
+        error.add_note(f"{_NOTE} {first} of the data set)")
+        raise
+
+
+def describe_read_error(error: Exception) -> str:
+    """Return the last line of an error's message and, in parentheses, the sample, if it is known.
+
+    The error of a reading process has that process's traceback as its message.
+    """
+    lines = "".join(traceback.format_exception_only(error)).split("\n")
+    *_, cause, last = ["", *filter(None, lines)]
+    return f"{cause} {last}" if last.startswith(_NOTE) else last
 
 
 class GridSampler(Sampler[list[int]]):
@@ -112,6 +144,21 @@ class GridSampler(Sampler[list[int]]):
         self._turns = turns
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Return an iterator over the lists.
+
+        Raises `ConfigError` if a `DataLoader` was given this sampler as `sampler=`: it would make batches of
+        these lists.
+        """
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, BatchSampler) and getattr(caller, "sampler", None) is self:
+            raise ConfigError(
+                "the DataLoader has sampler=grid.sampler(...), which yields whole batches",
+                remedy="pass DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...)), without "
+                "batch_size=, shuffle= and drop_last=",
+            )
+        return self._indices()
+
+    def _indices(self) -> Iterator[list[int]]:
         for spans in self._turns():
             yield sample_indices(self._spec, spans, self._dataset)
 

@@ -22,6 +22,7 @@ from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.data.readers import (
     IterableReader,
     MapReader,
+    check_kind,
     is_iterable,
     measure_dataset,
     micro_batch_weights,
@@ -146,12 +147,67 @@ def test_the_description_distinguishes_data_sets() -> None:
         (Numbered(lambda i: i), None, "has no length, so the number of samples in a pass is unknown"),
         (Letters(), 0, "a pass over the Letters has 0 samples"),
         ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
-        (DataLoader([1, 2, 3]), None, "a DataLoader was passed instead of a data set"),  # type: ignore[arg-type]
     ],
 )
 def test_a_data_set_that_cannot_be_shared_is_refused(dataset: Any, length: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         measure_dataset(dataset, length)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (DataLoader([1, 2, 3]), "a DataLoader was passed instead of a data set"),  # type: ignore[arg-type]
+        (
+            {"x": torch.zeros(3)},
+            "a dict was passed as the data set, but it has no sample 0: its first key is 'x'",
+        ),
+    ],
+)
+def test_an_object_that_is_no_data_set_is_refused(dataset: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_kind(dataset)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "warns"),
+    [
+        ((torch.zeros(20, 3), torch.zeros(20)), True),
+        ((torch.zeros(2), torch.zeros(2)), False),
+        ((torch.zeros(20), torch.zeros(30)), False),
+        ([torch.zeros(20), torch.zeros(20)], False),
+        ({0: 1.0, 1: 2.0}, False),
+    ],
+    ids=str,
+)
+def test_a_tuple_of_inputs_and_targets_gets_a_hint(
+    dataset: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_kind(dataset)
+    assert ("pass torch.utils.data.TensorDataset(*tensors)" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("longer_by", [0, 1])
+def test_a_stream_that_is_longer_than_a_pass_gets_one_warning(
+    longer_by: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = IterableReader(Letters(10 + longer_by), SPEC, 1, sampler.collate)
+    taken = [numbers(reader.read((Span(start, start + 5),)))[0] for start in range(0, 30, 5)]
+    assert [each[0] for each in taken] == [0, 5, 100, 105, 200, 205]
+    assert caplog.text.count("the data set has more than the 10 samples of a pass") == longer_by
+
+
+def test_a_sample_after_the_pass_that_cannot_be_read_has_no_effect() -> None:
+    def samples() -> Iterator[int]:
+        yield from range(10)
+        raise OSError("not used")
+
+    class Ends(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return samples()
+
+    reader = IterableReader(Ends(), SPEC, 1, sampler.collate)
+    assert numbers(reader.read((Span(5, 10),))) == [[5, 6, 7, 8, 9]]
 
 
 def test_contents_without_a_stable_form_are_not_compared() -> None:
