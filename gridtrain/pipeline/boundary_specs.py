@@ -7,21 +7,27 @@ fit into the worker's memory.
 
 Each spec is a `TensorTreeSpec`, the same on all workers.  Each layer runs with 2 and with 3 samples; the
 difference between its outputs shows which dimensions depend on the number of samples.
+
+The second run also shows which buffers every forward pass changes.  Layers that share such a buffer are
+refused, because each stage would change a copy of it; a table that is computed once is accepted.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, tensors_in
 from gridtrain.pipeline.wire_precision import WirePrecision
+from gridtrain.training.single_samples import is_torch_norm
 
 _SAMPLES = (2, 3)
 
@@ -39,17 +45,22 @@ def infer_boundary_specs(
         wire: the precision in which floating-point tensors and their gradients are sent.
 
     Raises:
-        ConfigError: a layer cannot run on the meta device, for example because shapes depend on values; or
-            anything in its output other than the number of rows of a tensor depends on the number of samples.
+        ConfigError: a layer cannot run on the meta device, for example because shapes depend on values;
+            anything in its output other than the number of rows of a tensor depends on the number of samples;
+            or its forward pass changes a buffer that another layer also holds.
     """
     meta = torch.device("meta")
     outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
+    shared = _shared_buffers(layers)
     specs = []
     for i, layer in enumerate(layers):
         copied = copy.deepcopy(layer).to(meta)
+        changes = _BufferChanges(copied, shared[i])
         try:
             with MiniBatchStatistics([copied]).observe(first_time=False):
-                outputs = [copied(output) for output in outputs]
+                first = copied(outputs[0])
+                with changes if shared[i] else nullcontext():
+                    outputs = [first, copied(outputs[1])]
         except GridtrainError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -59,6 +70,8 @@ def infer_boundary_specs(
                 remedy="avoid .item(), .numpy() and `if` on tensors in forward, so that shapes do not depend "
                 "on values; or, if you use Stage alone, describe the boundaries with TensorTreeSpec.of(...)",
             ) from error
+        for place in changes.found():
+            _refuse_change(i, layer, place, shared)
         specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))
         outputs = [_detached(output) for output in outputs]
     return tuple(specs)
@@ -86,6 +99,81 @@ def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, b
         if statistics.lone is not None:
             found = found or f"layer {i}, {type(statistics.lone).__name__}"
     return found, True
+
+
+_Place = tuple[str, str]
+"""A buffer as (path of its module in the layer, name)."""
+
+
+def _shared_buffers(layers: Sequence[nn.Module]) -> list[dict[_Place, tuple[int, ...]]]:
+    """Return, for each layer, its buffers that other layers also hold, with the numbers of all these layers."""
+    held: list[dict[_Place, object]] = []
+    holders: dict[object, dict[int, None]] = {}
+    for i, layer in enumerate(layers):
+        held.append({})
+        for path, module in layer.named_modules():
+            for name, buffer in module._buffers.items():
+                key = (id(module), name) if buffer is None else id(buffer)  # None: set in a forward pass
+                held[i][path, name] = key
+                holders.setdefault(key, {})[i] = None
+    return [
+        {place: tuple(holders[key]) for place, key in places.items() if len(holders[key]) > 1}
+        for places in held
+    ]
+
+
+class _BufferChanges(TorchDispatchMode):
+    """Finds out which of a layer's buffers are written or replaced while the mode is active.
+
+    A write through `.data`, which leaves a tensor's version unchanged, is included.
+    """
+
+    def __init__(self, layer: nn.Module, places: Iterable[_Place]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._modules = {place: layer.get_submodule(place[0]) for place in places}
+        self._written: set[int] = set()
+        self._norms = [p for p, m in self._modules.items() if is_torch_norm(m) and _collects(m)]
+        self._before: dict[_Place, Tensor | None] = {}
+
+    def __enter__(self) -> _BufferChanges:
+        self._before = {place: module._buffers[place[1]] for place, module in self._modules.items()}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for one in func._schema.arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                self._written |= {t.untyped_storage()._cdata for t in tensors_in(given.get(one.name))}
+        return func(*args, **(kwargs or {}))
+
+    def found(self) -> list[_Place]:
+        """Return the places of the changed buffers, including the running statistics of batch norms."""
+        changed = [
+            place
+            for place, before in self._before.items()
+            if self._modules[place]._buffers.get(place[1]) is not before
+            or (before is not None and before.untyped_storage()._cdata in self._written)
+        ]
+        return [*self._norms, *changed]
+
+
+def _collects(norm: nn.Module) -> bool:
+    """Return whether a batch norm updates its running statistics."""
+    return norm.training and bool(norm.track_running_stats)
+
+
+def _refuse_change(
+    i: int, layer: nn.Module, place: _Place, shared: Sequence[dict[_Place, tuple[int, ...]]]
+) -> None:
+    name = ".".join(part for part in place if part)
+    numbers = " and ".join(map(str, shared[i][place]))
+    raise ConfigError(
+        f'each forward pass of layer {i}, {type(layer).__name__}, changes its buffer "{name}", which layers '
+        f"{numbers} share; each of them would change a copy of it",
+        remedy="use a module of its own for each layer; these may share parameters, and buffers that do not "
+        "change",
+    )
 
 
 def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:

@@ -247,6 +247,68 @@ def test_outputs_of_unknown_size_are_refused_before_the_first_step(what: str, te
         infer_boundary_specs([Odd(what)], torch.zeros(2, 3))
 
 
+class Averages(nn.Module):
+    """Subtracts a moving average, which each forward pass changes in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", None if how == "made" else torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().mean(0)
+        if self.how == "written":
+            self.mean.mul_(0.5).add_(now)
+        elif self.how == "through .data":
+            self.mean.data.lerp_(now, 0.5)
+        elif self.how == "replaced":
+            self.mean = self.mean * 0.5 + now
+        elif self.how == "made":
+            self.mean = now if self.mean is None else self.mean * 0.5 + now
+        elif self.how == "constant":
+            self.mean = torch.zeros_like(now) if self.mean is None or len(self.mean) != len(now) else self.mean
+        return x - self.mean
+
+
+@pytest.mark.parametrize("how", ["written", "through .data", "replaced", "made"])
+def test_a_buffer_that_two_layers_share_and_change_is_refused(how: str) -> None:
+    both = Averages(how)
+    with pytest.raises(
+        ConfigError,
+        match=r'^each forward pass of layer 1, Sequential, changes its buffer "0\.mean", which layers 1 and 3 '
+        "share; .* -> use a module of its own for each layer",
+    ):
+        infer_boundary_specs(
+            [nn.Linear(3, 3), nn.Sequential(both), nn.Linear(3, 3), both], torch.zeros(2, 3)
+        )
+    infer_boundary_specs([Averages(how), nn.Linear(3, 3), Averages(how)], torch.zeros(2, 3))
+
+
+def test_a_buffer_that_one_layer_changes_and_another_reads_is_refused() -> None:
+    writes, reads = Averages("written"), Averages("never")
+    reads.mean = writes.mean
+    with pytest.raises(ConfigError, match=r'of layer 1, Averages, .* "mean", which layers 0 and 1 share'):
+        infer_boundary_specs([reads, writes], torch.zeros(2, 3))
+
+
+def test_a_shared_batch_norm_is_refused_unless_it_only_reads_its_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(ConfigError, match=r'of layer 0, BatchNorm1d, changes its buffer "running_mean"'):
+        infer_boundary_specs([norm, nn.Linear(3, 3), norm], torch.zeros(2, 3))
+    made = infer_boundary_specs([norm.eval(), nn.Linear(3, 3), norm], torch.zeros(2, 3))
+    without = nn.BatchNorm1d(3, track_running_stats=False)
+    assert infer_boundary_specs([without, nn.Linear(3, 3), without], torch.zeros(2, 3)) == made
+
+
+def test_shared_buffers_that_do_not_change_are_accepted() -> None:
+    """A table that all layers share, also one that the first forward pass computes or enlarges."""
+    mask, table = Averages("never"), Averages("constant")
+    table.mean = torch.zeros(1)
+    for one in (mask, table):
+        made = infer_boundary_specs([one, nn.Linear(3, 3), one], torch.zeros(2, 3))
+        assert [str(spec) for spec in made] == ["float32 (n, 3)"] * 3
+
+
 NARROW = [WirePrecision.FP16, WirePrecision.BF16, WirePrecision.INT8]
 STEP = {WirePrecision.FP16: 2.0**-11, WirePrecision.BF16: 2.0**-8, WirePrecision.INT8: 0.5 / 127}
 
