@@ -1,4 +1,4 @@
-"""Infers the shapes and dtypes of the tensors between stages before they are computed, on torch's meta device.
+"""Infers the shapes and dtypes of the tensors between stages before a step, on torch's meta device.
 
 Tensors on the meta device have shapes and dtypes but no values, so a model can run there even if it does not
 fit into the worker's memory.
@@ -170,7 +170,7 @@ _Place = tuple[str, str]
 
 
 def _shared_buffers(layers: Sequence[nn.Module]) -> list[dict[_Place, tuple[int, ...]]]:
-    """Return, for each layer, its buffers that other layers also hold, with the numbers of all these layers."""
+    """Return, for each layer, the buffers that other layers also hold, with the numbers of these layers."""
     held: list[dict[_Place, object]] = []
     holders: dict[object, dict[int, None]] = {}
     for i, layer in enumerate(layers):

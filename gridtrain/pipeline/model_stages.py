@@ -200,9 +200,10 @@ def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
 
     cuts, _ = bottleneck_cuts(len(blueprint), stages, cost, least)
     if cuts is None:
+        trained = f"{sum(trains)} {'is' if sum(trains) == 1 else 'are'} trained"
         raise ConfigError(
-            f"{format_count(len(blueprint), 'block')}, {sum(trains)} of them with trained parameters, cannot "
-            f"be divided into {stages} stages",
+            f"{format_count(len(blueprint), 'block')}, of which {trained}, cannot be divided into {stages} "
+            "stages",
             remedy="use fewer stages, or divide the model into smaller blocks",
         )
     return cuts

@@ -270,7 +270,10 @@ class TensorTreeSpec:
         return _build_tree(self.root, iter(values))
 
 
-_REMEDY = "cut the model between other layers, or describe the boundary with TensorTreeSpec.of"
+_REMEDY = (
+    "return only values with the samples in the first dimension, such as out[0] of an LSTM; or, if you use "
+    "Stage alone, describe the boundary with TensorTreeSpec.of(...)"
+)
 
 
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -366,6 +366,19 @@ def test_an_invalid_ahead_is_refused_at_once(ahead: float) -> None:
         schedule_for("1f1b", ahead)
 
 
+def test_a_model_with_one_trained_block_has_one_stage() -> None:
+    def frozen() -> list[nn.Module]:
+        made = layers()
+        for layer in made[:-1]:
+            layer.requires_grad_(False)
+        return made
+
+    with pytest.raises(
+        ConfigError, match=r"^6 blocks, of which 1 is trained, cannot be divided into 2 stages"
+    ):
+        ModelStages(Blueprint(frozen), 2, cuts=None, device=torch.device("cpu"))
+
+
 # -- inputs of several shapes --------------------------------------------------------------------------
 
 
@@ -471,7 +484,7 @@ def autocast_layers(inside: bool) -> list[nn.Module]:
 
 
 class WatchedSGD(torch.optim.SGD):
-    are_cast: list[bool] = []
+    are_cast: ClassVar[list[bool]] = []
 
     def step(self, closure: Any = None) -> Any:
         self.are_cast.append(torch.is_autocast_enabled("cpu"))
