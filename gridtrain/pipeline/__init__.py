@@ -11,7 +11,7 @@ executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` 
 `stage_model_state` saves and exports it.  The other modules belong to these tasks:
 
 - partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers), `tensor_meter`
-- stage: `stage_state`, `stage_optimizer`, `batch_norm`, `random_seeds`, `memory_usage`
+- stage: `stage_state`, `stage_optimizer`, `autocast`, `batch_norm`, `random_seeds`, `memory_usage`
 - transfer between stages: `tensor_tree`, `wire_precision`
 - step: `micro_batch_count`, `validation`
 

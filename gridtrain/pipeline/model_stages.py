@@ -24,6 +24,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.random_seeds import borrowed_generators
 from gridtrain.pipeline.stage import TiedParameter
+from gridtrain.quantities import format_count
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.model_export import plain_state
@@ -199,8 +200,9 @@ def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
 
     cuts, _ = bottleneck_cuts(len(blueprint), stages, cost, least)
     if cuts is None:
+        trained = f"{sum(trains)} {'is' if sum(trains) == 1 else 'are'} trained"
         raise ConfigError(
-            f"{len(blueprint)} blocks, of which {sum(trains)} are trained, cannot be divided into {stages} "
+            f"{format_count(len(blueprint), 'block')}, of which {trained}, cannot be divided into {stages} "
             "stages",
             remedy="use fewer stages, or divide the model into smaller blocks",
         )

@@ -37,6 +37,7 @@ from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
+from gridtrain.pipeline.autocast import without_autocast
 from gridtrain.pipeline.executor import StepResult, share_tied_parameters
 from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
 from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
@@ -388,9 +389,10 @@ class Pipeline:
             state.flat.scatter()
             if mine.averages is not None:
                 state.buffer_averaging.apply(mine.averages)
-            self.held.optimizer.apply()
-            state.has_stepped = True
             assert state.executor is not None
+            with without_autocast(state.executor.stage.device):
+                self.held.optimizer.apply()
+            state.has_stepped = True
             state.executor.stage.commit()
         state.inner.zero_grad()
         state.applied = plan.step

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import random_seeds
+from gridtrain.pipeline.autocast import without_autocast
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics, MutatedBuffers
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tensors, split_batch, tensors_in
 
@@ -215,6 +216,7 @@ class Stage:
         """Run the layers on x; return the output or, on the last stage, the loss times the weight of m."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
+        torch.clear_autocast_cache()  # of parameters cast before an update, or without a gradient
         again = nullcontext() if first_time else self._buffers.restore_during(m)
         generators = random_seeds.borrowed_generators(self.device)
         with generators, self._statistics.observe(first_time=first_time), again:
@@ -299,7 +301,8 @@ class Stage:
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
             # Activation checkpointing in a user's layer repeats its forward pass in this context.
-            with self._statistics.observe(first_time=False), self._buffers.restore_during(m):
+            repeated = self._statistics.observe(first_time=False), self._buffers.restore_during(m)
+            with repeated[0], repeated[1], without_autocast(self.device):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if self.input is None:
             return ()

@@ -1,7 +1,8 @@
 """The state of one stage in memory: module, optimizer, gradient and executor; the options of a pipeline.
 
 The module, optimizer, flat gradient and exchanger of a stage are made as soon as this worker's rank is known,
-its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.
+its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.  The shapes between
+stages are determined again when a batch has inputs of another shape.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridtrain.config import Exchange
 from gridtrain.core.messages import MAX_STAGES, Span
@@ -23,17 +24,22 @@ from gridtrain.core.stages import schedule
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError, describe_type
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.pipeline.autocast import autocast_dtype
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.memory_usage import SavedTensorMeter
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.stage import LossFunction, Stage
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tree
 from gridtrain.pipeline.validation import check_in_flight
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
+
+MAX_SHAPES = 256
+"""The number of shapes of inputs for which a stage remembers the specs of the boundaries."""
 
 MAX_AHEAD = 1e6
 """The largest value of `ahead` that messages to the coordinator can contain."""
@@ -145,6 +151,10 @@ def parse_wire(name: str) -> WirePrecision:
         ) from None
 
 
+_ByShapes = tuple[tuple[TensorTreeSpec, ...], tuple[str, bool]]
+"""The results of `infer_boundary_specs` and `lone_sample_layer` for inputs of some shapes."""
+
+
 class StageState:
     """One stage in memory, with its optimizer, flat gradient, exchanger and residual.
 
@@ -168,6 +178,7 @@ class StageState:
         self.residual = WorkerResidual(self.exchanger, self.flat.n)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
+        self._known_shapes: dict[str, _ByShapes] = {}
         self.lone_sample_layer, self.normalizes_lone_sample = "", True
         self.has_stepped = False
         self.applied: int | None = None
@@ -183,32 +194,46 @@ class StageState:
             self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
 
     def prepare_executor(self, staging: ModelStages, example: Any) -> StageExecutor:
-        """Return the executor; build it first if necessary.
+        """Return the executor for a batch; build it first if necessary.
 
         Args:
-            example: the inputs of a batch, whose shapes determine those between the stages.
+            example: the inputs of the batch, whose shapes determine those between the stages.
         """
+        options, is_last = self._options, self.stage == staging.stages - 1
+        start, stop = staging.block_range(self.stage)
+        specs, (self.lone_sample_layer, self.normalizes_lone_sample) = self._by_shapes(staging, example)
+        before, after = specs[start - 1] if start else None, None if is_last else specs[stop - 1]
         if self.executor is None:
-            options = self._options
-            start, stop = staging.block_range(self.stage)
-            boundaries = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
-            lone = lone_sample_layer(staging.blueprint.blocks, example)
-            self.lone_sample_layer, self.normalizes_lone_sample = lone
-            if options.micro_batches is not None:
-                order = options.schedule(staging.stages, options.micro_batches)
-                check_in_flight(order, max((len(each.leaves) for each in boundaries[:-1]), default=1))
-            is_last = self.stage == staging.stages - 1
             stage = Stage(
                 self.module.blocks,
-                input=boundaries[start - 1] if start else None,
-                output=None if is_last else boundaries[stop - 1],
+                input=before,
+                output=after,
                 loss=options.loss if is_last else None,
                 first_layer=start,
                 tied=self.tied,
                 rematerialise=options.rematerialise,
             )
             self.executor = StageExecutor(stage, self.stage, staging.stages, schedule=options.schedule)
+        self.executor.stage.input, self.executor.stage.output = before, after
         return self.executor
+
+    def _by_shapes(self, staging: ModelStages, example: Any) -> _ByShapes:
+        """Return what depends on the shapes of a batch; infer it if they are new.
+
+        All workers of a pipeline have the same batch, so the result is the same on all of them.
+        """
+        shapes = map_tree(example, lambda x: (x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x))
+        key = f"{shapes}, {autocast_dtype(staging.device)}"
+        if key not in self._known_shapes:
+            options, blocks = self._options, staging.blueprint.blocks
+            found = infer_boundary_specs(blocks, example, wire=options.wire, device=staging.device)
+            if options.micro_batches is not None:
+                order = options.schedule(staging.stages, options.micro_batches)
+                check_in_flight(order, max((len(each.leaves) for each in found[:-1]), default=1))
+            while len(self._known_shapes) >= MAX_SHAPES:
+                del self._known_shapes[next(iter(self._known_shapes))]
+            self._known_shapes[key] = found, lone_sample_layer(blocks, example)
+        return self._known_shapes[key]
 
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector

@@ -1,7 +1,7 @@
 """Describes trees of tensors that are sent between stages, and encodes them as buffers of known size.
 
 A tree consists of tensors, numbers, strings and None in nested tuples, lists and dicts.  Its structure,
-shapes and dtypes are fixed before the first step, and are equal on both sides.  Received buffers are checked
+shapes and dtypes are fixed before each step, and are equal on both sides.  Received buffers are checked
 against the spec; nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
@@ -270,7 +270,10 @@ class TensorTreeSpec:
         return _build_tree(self.root, iter(values))
 
 
-_REMEDY = "cut the model between other layers, or describe the boundary with TensorTreeSpec.of"
+_REMEDY = (
+    "return only values with the samples in the first dimension, such as out[0] of an LSTM; or, if you use "
+    "Stage alone, describe the boundary with TensorTreeSpec.of(...)"
+)
 
 
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
@@ -429,7 +432,7 @@ def _check(path: str, leaf: Leaf, tensor: Tensor, samples: int) -> None:
 
 def _structure_error(path: str, node: Node, seen: str) -> ConfigError:
     return ConfigError(
-        f"between two stages {_path_text(path)} is {seen}, but {node} was agreed before the first step",
+        f"between two stages {_path_text(path)} is {seen}, but {node} was agreed before the step",
         remedy="return the same structure, shapes and dtypes from this layer in every micro-batch",
     )
 

@@ -12,9 +12,10 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -23,7 +24,9 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
+from gridtrain.pipeline import stage_state
 from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_state import PipelineOptions, make_optimizer, schedule_for
@@ -361,3 +364,178 @@ def test_an_optimizer_may_iterate_over_the_parameters_twice() -> None:
 def test_an_invalid_ahead_is_refused_at_once(ahead: float) -> None:
     with pytest.raises(ConfigError, match="fill-drain"):
         schedule_for("1f1b", ahead)
+
+
+def test_a_model_with_one_trained_block_has_one_stage() -> None:
+    def frozen() -> list[nn.Module]:
+        made = layers()
+        for layer in made[:-1]:
+            layer.requires_grad_(False)
+        return made
+
+    with pytest.raises(
+        ConfigError, match=r"^6 blocks, of which 1 is trained, cannot be divided into 2 stages"
+    ):
+        ModelStages(Blueprint(frozen), 2, cuts=None, device=torch.device("cpu"))
+
+
+# -- inputs of several shapes --------------------------------------------------------------------------
+
+
+class Pool(nn.Module):
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD.mean(dim=1)
+
+
+def pooling_layers() -> list[nn.Module]:
+    return [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), Pool(), nn.Linear(16, 3)]
+
+
+def of_lengths() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples of 2 to 6 rows."""
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randn(2 + i % 5, 4, generator=generator) for i in range(60)]
+    return [(x, (x.sum() > 0).long()) for x in rows]
+
+
+def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, targets = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack(targets)
+
+
+@pytest.mark.parametrize(("workers", "remembered"), [(2, 256), (2, 1), (4, 256)])
+def test_batches_may_be_padded_to_the_longest_of_their_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, remembered: int
+) -> None:
+    inferred: list[str] = []  # the workers' threads
+
+    def infer(*args: Any, **options: Any) -> Any:
+        inferred.append(threading.current_thread().name)
+        return infer_boundary_specs(*args, **options)
+
+    monkeypatch.setattr(stage_state, "infer_boundary_specs", infer)
+    monkeypatch.setattr(stage_state, "MAX_SHAPES", remembered)
+
+    def train(grid: gridtrain.Grid) -> tuple[Seen, int]:
+        pipe = grid.pipeline(
+            pooling_layers, sgd, stages=2, loss_fn=loss_fn, micro_batches=2, cuts=[0, 2, 5], seed=SEED
+        )
+        seen = Seen()
+        for x, y in grid.batches(of_lengths(), batch_size=2, steps=12, collate_fn=padded):
+            seen.batches.append((x, y))
+            seen.losses.append(pipe.step(x, y))
+        seen.state = {name: value.detach().clone() for name, value in pipe.module.state_dict().items()}
+        return seen, inferred.count(threading.current_thread().name)
+
+    found = local(train, workers=workers, export_dir=str(tmp_path))
+    assert all(seen.losses == found[0][0].losses for seen, _ in found) and None not in found[0][0].losses
+    lengths = [x.shape[1] for x, _ in found[0][0].batches]
+    assert len(set(lengths)) > 2 and len(set(lengths)) < 12
+    if workers == 2:
+        changes = sum(1 for _ in itertools.groupby(lengths))
+        assert [count for _, count in found] == [changes if remembered == 1 else len(set(lengths))] * 2
+        losses, whole = unpartitioned(pooling_layers, found[0][0].batches, 2)
+        assert found[0][0].losses == losses
+        state = {name: value for seen, _ in found for name, value in seen.state.items()}
+        assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+    else:
+        others = [[x.shape[1] for x, _ in seen.batches] for seen, _ in found]
+        assert any(other != lengths for other in others), "replicas have batches of different lengths"
+
+
+# -- autocast ------------------------------------------------------------------------------------------
+
+
+class Rotated(torch.autograd.Function):
+    """Multiplies the gradient by a matrix, which autocast would do in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        matrix = torch.linspace(-1, 1, gradient.shape[1] ** 2).view(gradient.shape[1], -1)
+        return torch.mm(gradient.float(), matrix).to(gradient.dtype)
+
+
+class Autocast(nn.Module):
+    """A linear layer in bfloat16."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.tanh(self.linear(x))
+
+
+class Rotation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rotated: torch.Tensor = Rotated.apply(x.float())
+        return rotated
+
+
+def autocast_layers(inside: bool) -> list[nn.Module]:
+    if inside:
+        return [Autocast(4), Autocast(16), Rotation(), nn.Linear(16, 3)]
+    return [nn.Linear(4, 16), nn.Tanh(), Rotation(), nn.Linear(16, 16), nn.Linear(16, 3)]
+
+
+class WatchedSGD(torch.optim.SGD):
+    are_cast: ClassVar[list[bool]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.are_cast.append(torch.is_autocast_enabled("cpu"))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["inside the layers", "around each step", "around the loop"])
+def test_with_autocast_a_pipeline_is_bit_for_bit_as_torch(tmp_path: Path, where: str) -> None:
+    WatchedSGD.are_cast.clear()
+
+    def model() -> list[nn.Module]:
+        return autocast_layers(where == "inside the layers")
+
+    def cast(here: str) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16) if where == here else nullcontext()
+
+    def train(grid: gridtrain.Grid) -> Seen:
+        pipe = grid.pipeline(
+            model,
+            lambda p: WatchedSGD(p, lr=0.3, momentum=0.9),
+            stages=2,
+            loss_fn=loss_fn,
+            micro_batches=3,
+            cuts=[0, 2, len(model())],
+            seed=SEED,
+        )
+        seen = Seen()
+        with cast("around the loop"):
+            for x, y in grid.batches(DATA, batch_size=8, steps=STEPS):
+                seen.batches.append((x, y))
+                with cast("around each step"):
+                    seen.losses.append(pipe.step(x, y))
+        seen.state = {name: value.detach().clone() for name, value in pipe.module.state_dict().items()}
+        return seen
+
+    found = local(train, workers=2, export_dir=str(tmp_path))
+    whole = built(model)
+    optimizer = sgd(whole.parameters())
+    losses = []
+    for x, y in found[0].batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for piece in divided(len(x), 3):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where != "inside the layers"):
+                loss = loss_fn(whole(x[piece]), y[piece])
+            loss = loss * (len(x[piece]) / len(x))
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    assert [seen.losses for seen in found] == [losses] * 2
+    state = {name: value for seen in found for name, value in seen.state.items()}
+    assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+    assert WatchedSGD.are_cast == [False] * (2 * STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs
 from gridtrain.pipeline.model_blocks import Function
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch, tensors_in
 from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, encode_tensor, encoded_bytes
 
 DTYPES = [
@@ -146,7 +147,7 @@ def test_gradients_are_a_tuple_and_checked() -> None:
     back = spec.decode(spec.encode(row, 4), 4)
     assert type(back) is tuple and all(map(torch.equal, back, row))
     for wrong in ((row[1], row[0], row[2]), row[:2], list(row), (row[0], 1.0, row[2])):
-        with pytest.raises(ConfigError, match="was agreed before the first step"):
+        with pytest.raises(ConfigError, match="was agreed before the step"):
             spec.encode(wrong, 4)
     with pytest.raises(RemoteProtocolError, match="got 2 buffers; expected 3"):
         spec.decode(spec.encode(row, 4)[:2], 4)
@@ -247,6 +248,68 @@ def test_outputs_of_unknown_size_are_refused_before_the_first_step(what: str, te
         infer_boundary_specs([Odd(what)], torch.zeros(2, 3))
 
 
+class Averages(nn.Module):
+    """Subtracts a moving average, which each forward pass changes in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", None if how == "made" else torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().mean(0)
+        if self.how == "written":
+            self.mean.mul_(0.5).add_(now)
+        elif self.how == "through .data":
+            self.mean.data.lerp_(now, 0.5)
+        elif self.how == "replaced":
+            self.mean = self.mean * 0.5 + now
+        elif self.how == "made":
+            self.mean = now if self.mean is None else self.mean * 0.5 + now
+        elif self.how == "constant":
+            self.mean = (
+                torch.zeros_like(now) if self.mean is None or len(self.mean) != len(now) else self.mean
+            )
+        return x - self.mean
+
+
+@pytest.mark.parametrize("how", ["written", "through .data", "replaced", "made"])
+def test_a_buffer_that_two_layers_share_and_change_is_refused(how: str) -> None:
+    both = Averages(how)
+    with pytest.raises(
+        ConfigError,
+        match=r'^each forward pass of layer 1, Sequential, changes its buffer "0\.mean", which layers 1 and '
+        "3 share; .* -> use a module of its own for each layer",
+    ):
+        infer_boundary_specs([nn.Linear(3, 3), nn.Sequential(both), nn.Linear(3, 3), both], torch.zeros(2, 3))
+    infer_boundary_specs([Averages(how), nn.Linear(3, 3), Averages(how)], torch.zeros(2, 3))
+
+
+def test_a_buffer_that_one_layer_changes_and_another_reads_is_refused() -> None:
+    writes, reads = Averages("written"), Averages("never")
+    reads.mean = writes.mean
+    with pytest.raises(ConfigError, match=r'of layer 1, Averages, .* "mean", which layers 0 and 1 share'):
+        infer_boundary_specs([reads, writes], torch.zeros(2, 3))
+
+
+def test_a_shared_batch_norm_is_refused_unless_it_only_reads_its_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(ConfigError, match=r'of layer 0, BatchNorm1d, changes its buffer "running_mean"'):
+        infer_boundary_specs([norm, nn.Linear(3, 3), norm], torch.zeros(2, 3))
+    made = infer_boundary_specs([norm.eval(), nn.Linear(3, 3), norm], torch.zeros(2, 3))
+    without = nn.BatchNorm1d(3, track_running_stats=False)
+    assert infer_boundary_specs([without, nn.Linear(3, 3), without], torch.zeros(2, 3)) == made
+
+
+def test_shared_buffers_that_do_not_change_are_accepted() -> None:
+    """A table that all layers share, also one that the first forward pass computes or enlarges."""
+    mask, table = Averages("never"), Averages("constant")
+    table.mean = torch.zeros(1)
+    for one in (mask, table):
+        made = infer_boundary_specs([one, nn.Linear(3, 3), one], torch.zeros(2, 3))
+        assert [str(spec) for spec in made] == ["float32 (n, 3)"] * 3
+
+
 NARROW = [WirePrecision.FP16, WirePrecision.BF16, WirePrecision.INT8]
 STEP = {WirePrecision.FP16: 2.0**-11, WirePrecision.BF16: 2.0**-8, WirePrecision.INT8: 0.5 / 127}
 
@@ -339,6 +402,55 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run on torch's meta device.*TypeError"):
         infer_boundary_specs([nn.Identity(), Reads()], torch.ones(2, 2))
+
+
+def test_a_layer_that_returns_a_tuple_to_one_that_takes_a_tensor_is_named() -> None:
+    layers = [nn.Linear(3, 3), nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 3)]
+    with pytest.raises(
+        ConfigError,
+        match=r"layer 2, Linear, cannot .* -> layer 1, LSTM, returns a tuple: .* such as out\[0\]",
+    ):
+        infer_boundary_specs(layers, torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match=r"\(1, 2, 3\) for 2 samples .* -> .* such as out\[0\] of an LSTM"):
+        infer_boundary_specs(layers[:2], torch.zeros(2, 5, 3))
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_boundaries_have_the_dtypes_of_autocast(is_inside: bool) -> None:
+    """The second layer has weights of another dtype, which only autocast makes possible."""
+
+    def cast(enabled: bool) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+
+    class Cast(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with cast(True) if is_inside else nullcontext():
+                return self.linear(x)
+
+    layers = [Cast(torch.float32), Cast(torch.bfloat16), nn.Dropout(0.1), Function(Tensor.float)]
+    with cast(not is_inside):
+        made = infer_boundary_specs(layers, torch.zeros(1, 3))
+    assert [str(spec) for spec in made] == ["bfloat16 (n, 3)"] * 3 + ["float32 (n, 3)"]
+    assert all(leaf.has_gradient for spec in made for leaf in spec.leaves)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="this torch always compiles")
+def test_code_is_never_compiled_for_tensors_without_memory() -> None:
+    compiled_for: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_for.extend(tensor.device.type for tensor in tensors_in(list(inputs)))
+        return graph.forward
+
+    torch._dynamo.reset()
+    layer = torch.compile(nn.Linear(3, 3), backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = infer_boundary_specs([layer], torch.zeros(1, 3))
+    assert str(made[0]) == "bfloat16 (n, 3)" and set(compiled_for) == {"meta"}
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
