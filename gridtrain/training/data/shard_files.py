@@ -52,7 +52,8 @@ limit."""
 _UNFINISHED = (".part", ".expanding")
 """The suffixes of files that a worker writes while it holds the lock of the same name."""
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRORS = (*_DISK_FULL, errno.EROFS)
 _CHANGED = (
     "fetch the file again; if the new file is the right one, regenerate the index with "
     "`gridtrain data index` and give it to all workers"
@@ -204,7 +205,11 @@ class ShardCache:
     Attributes:
         meter: counts and limits the bytes that are fetched.
         failed_reads: the number of failed attempts at fetching or opening a file.
+        close_idle: a function that is called when the disk is full; it closes files that the caller does not
+            need at present, and returns whether there were any.
     """
+
+    close_idle: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -365,6 +370,9 @@ class ShardCache:
             except BudgetSpent:
                 raise  # what has arrived is resumed later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
+                missing_bytes = expected.bytes - (part.stat().st_size if part.exists() else 0)
+                if self._freed_disk(error, missing_bytes, expected.sha256):
+                    continue
                 self.failed_reads += 1
                 if isinstance(error, DataError | ConfigError):
                     part.unlink(missing_ok=True)
@@ -402,10 +410,11 @@ class ShardCache:
         temporary = kept.with_suffix(".expanding")
         what = f"{place}, with its decompressed or converted form,"
         make_room = partial(self._make_room, own=kept.stem, what=what)
+        free_disk = partial(self._freed_disk, own=kept.stem)
         try:
             with (
                 raw.open("rb") as file,
-                BufferedWriter(_BoundedFile(temporary, make_room), CHUNK_BYTES) as plain,
+                BufferedWriter(_BoundedFile(temporary, make_room, free_disk), CHUNK_BYTES) as plain,
             ):
                 convert(file if expand_file is None else expand_file(file, mode="rb"), plain)
         except (ConfigError, DataError):  # a package is missing, or there is no room
@@ -436,18 +445,12 @@ class ShardCache:
             DataError: the cache is too small.
         """
         with self._locked("room"):  # otherwise `_remove` could find a lock held by another worker's `_remove`
-            files, needed = [], nbytes
-            for path in self.folder.iterdir():
-                try:
-                    status = path.stat()
-                except FileNotFoundError:
-                    continue  # a worker has renamed or removed it
-                if path.stem == own:
-                    needed += status.st_size
-                elif path.suffix != ".lock":
-                    files.append((status.st_mtime, status.st_size, path))
+            files, needed = self._files_except(own), nbytes
+            for path in self.folder.glob(f"{own}*"):
+                with suppress(FileNotFoundError):
+                    needed += path.stat().st_size
             free, used = self._limit_bytes - needed - sum(size for _, size, _ in files), 0
-            for _, size, path in sorted(files) if needed <= self._limit_bytes else ():
+            for _, size, path in files if needed <= self._limit_bytes else ():
                 if free >= 0:
                     break
                 if _remove(path):
@@ -461,6 +464,37 @@ class ShardCache:
                     f"{format_bytes(self._limit_bytes)}{others}",
                     remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
                 )
+
+    def _freed_disk(self, error: Exception, nbytes: int, own: str) -> bool:
+        """If `error` says that the disk is full, remove the least recently used files that have `nbytes`, or
+        all that are not in use; return whether any was removed or closed.
+
+        Args:
+            own: as for `_make_room`.
+        """
+        if not isinstance(error, OSError) or error.errno not in _DISK_FULL:
+            return False
+        has_closed, freed = self.close_idle(), 0
+        with self._locked("room"):
+            for _, size, path in self._files_except(own):
+                if freed >= max(1, nbytes):
+                    break
+                if _remove(path):
+                    freed += size
+        if freed:
+            log.warning("the disk of the cache %s is full: %s were removed", self.folder, format_bytes(freed))
+        return has_closed or freed > 0
+
+    def _files_except(self, own: str) -> list[tuple[float, int, Path]]:
+        """Return (time of the last use, size, path) of the cache's files that do not have the digest `own`,
+        the least recently used first."""
+        files = []
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # a worker has renamed or removed it
+                status = path.stat()
+                if path.stem != own and path.suffix != ".lock":
+                    files.append((status.st_mtime, status.st_size, path))
+        return sorted(files)
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -482,15 +516,23 @@ class ShardCache:
 
 
 class _BoundedFile(FileIO):
-    """A file that makes room in the cache for the data written to it."""
+    """A file that makes room in the cache, and on a full disk, for the data written to it."""
 
-    def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
+    def __init__(
+        self, path: Path, make_room: Callable[[int], None], free_disk: Callable[[Exception, int], bool]
+    ) -> None:
         super().__init__(path, "wb")
-        self._make_room = make_room
+        self._make_room, self._free_disk = make_room, free_disk
 
     def write(self, data: Any, /) -> int:
-        self._make_room(memoryview(data).nbytes)
-        return super().write(data)
+        nbytes = memoryview(data).nbytes
+        self._make_room(nbytes)
+        while True:
+            try:
+                return super().write(data)
+            except OSError as error:
+                if not self._free_disk(error, nbytes):
+                    raise
 
 
 def _remove(path: Path) -> bool:

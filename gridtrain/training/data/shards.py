@@ -137,6 +137,7 @@ class Shards(ShardedDataset):
         self._tokenize, self._text_field = tokenize, text_field
         self._pack_seed, self._decode = pack_seed, decode
         self._cache = ShardCache(None if cache is None else Path(cache), limit_bytes)
+        self._cache.close_idle = self._close_files
         self._verify, self._keep_open = verify, keep_open
         sizes = [s.tokens // self._pack if self._pack else s.samples for s in self.index.shards]
         self._files = [shard for shard, size in zip(self.index.shards, sizes, strict=True) if size]
@@ -212,6 +213,14 @@ class Shards(ShardedDataset):
         with self.while_opening():
             found = self._open[number] = self._open_file(self._files[number])
         return found
+
+    def _close_files(self) -> bool:
+        """Close all open files, as their space on the disk cannot be used before; return whether there were
+        any."""
+        had_files = bool(self._open)
+        while self._open:
+            self._open.popitem()[1].close()
+        return had_files
 
     def _copy_of(self, shard: ShardFile) -> Copy:
         """Return the function that copies a file that is not on this machine."""
