@@ -20,7 +20,6 @@ import os
 import posixpath
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,13 +32,17 @@ from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.extras import require
 from gridtrain.quantities import format_bytes, parse_bytes
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, file_system, open_remote
+from gridtrain.training.data.shard_fetch import (
+    CHUNK_BYTES,
+    RETRY_AFTER_S,
+    Attempts,
+    Copy,
+    copy_rest,
+    file_system,
+    open_remote,
+)
 
 log = logging.getLogger("gridtrain")
-
-RETRY_AFTER_S = (1.0, 5.0, 25.0)
-"""The seconds to wait before each further attempt at fetching a file.  After another `CHUNK_BYTES` have
-arrived, attempts are counted again from the first."""
 
 MAX_URL = 2000
 """The maximum number of characters in a URL in an index."""
@@ -264,14 +267,7 @@ class ShardCache:
                     return opened
                 opened.close()
                 kept.unlink()
-            raw = self._fetch(place, expected, copy)
-            with raw.open("rb") as file:
-                try:
-                    self._compare(file, place, expected, True)
-                except DataError:
-                    if not is_local(place):
-                        raw.unlink()  # so that the next attempt does not resume it
-                    raise
+            raw = self._fetch_compared(place, expected, copy)
             new = self._expand(raw, kept, place, expand_file, convert or copy_plain) if suffix else raw
             if suffix and not is_local(place):
                 raw.unlink()
@@ -353,6 +349,25 @@ class ShardCache:
             self.failed_reads += 1
             raise DataError(f"{place} {found}", remedy=_CHANGED)
 
+    def _fetch_compared(self, place: str, expected: ShardFile, copy: Copy) -> Path:
+        """Return the path of the file as it is stored, after comparing it with the index.  Raises the errors
+        of `open`."""
+        for is_last in (False, True):
+            is_resumed, failed_before = (self.folder / f"{expected.sha256}.part").exists(), self.failed_reads
+            raw = self._fetch(place, expected, copy)
+            is_resumed = is_resumed or self.failed_reads > failed_before
+            with raw.open("rb") as file:
+                try:
+                    self._compare(file, place, expected, True)
+                    break
+                except DataError:
+                    if is_local(place):
+                        raise
+                    raw.unlink()  # so that the next attempt does not resume it
+                    if is_last or not is_resumed:  # parts may be those of another file, such as a login page
+                        raise
+        return raw
+
     def _fetch(self, place: str, expected: ShardFile, copy: Copy) -> Path:
         """Return the path of the file as it is stored, after copying it to this machine if necessary.  Raises
         the errors of `open`."""
@@ -362,16 +377,19 @@ class ShardCache:
         part = self.folder / f"{expected.sha256}.part"
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
-        waits_s, furthest = iter(self._retry_after_s), 0
-        while True:  # a limited number of attempts without another `CHUNK_BYTES`
+        attempts = Attempts(place, self._retry_after_s)
+        while True:
             try:
                 copy(place, part, expected.bytes or self._limit_bytes, self.meter)
+                size = part.stat().st_size
+                if size < expected.bytes and place.startswith(("http://", "https://")):
+                    raise ConnectionError(f"the response ended after {size} of {expected.bytes} bytes")
                 return part
             except BudgetSpent:
                 raise  # what has arrived is resumed later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
-                missing_bytes = expected.bytes - (part.stat().st_size if part.exists() else 0)
-                if self._freed_disk(error, missing_bytes, expected.sha256):
+                done = part.stat().st_size if part.exists() else 0
+                if self._freed_disk(error, expected.bytes - done, expected.sha256):
                     continue
                 self.failed_reads += 1
                 if isinstance(error, DataError | ConfigError):
@@ -379,24 +397,7 @@ class ShardCache:
                     raise
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise self._unwritable(error) from None
-                done = part.stat().st_size if part.exists() else 0
-                if done >= furthest + CHUNK_BYTES:
-                    waits_s, furthest = iter(self._retry_after_s), done
-                wait_s = next(waits_s, None)
-                cause = f"{type(error).__name__}: {error}"
-                if isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
-                    raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause}",
-                        remedy="check the URL and the access to it: another attempt would also fail",
-                    ) from None
-                if wait_s is None:
-                    raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause}; no progress in "
-                        f"{len(self._retry_after_s) + 1} attempts",
-                        remedy="check the URL and the connection; the next attempt continues from there",
-                    ) from None
-                log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
-                time.sleep(wait_s)
+                self.meter.wait(attempts.wait_after(error, done))
 
     def _expand(
         self,

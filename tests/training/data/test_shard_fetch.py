@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.client import IncompleteRead
 from pathlib import Path
+from ssl import SSLCertVerificationError
 from typing import Any
 
 import pytest
 from faulty_http_server import PIECE, Server
 
 from gridtrain.errors import DataError
-from gridtrain.training.data import shard_fetch, shard_files
+from gridtrain.training.data import shard_fetch
+from gridtrain.training.data.fetch_meter import FetchMeter
+from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
 from gridtrain.training.data.shard_index import build_index
 
@@ -31,6 +37,8 @@ def cache(tmp_path: Path, monkeypatch: Any) -> ShardCache:
         ("breaks", ["-", "bytes=100-", "bytes=200-"], 1100),
         ("no-ranges", ["-", "bytes=100-", "bytes=100-"], 1300),
         ("busy", ["-", "-"], 1100),
+        ("unsized", ["-", "bytes=100-", "bytes=200-"], 1100),
+        ("login", ["-", "bytes=35-", "-"], 2200),
         ("says-more", ["-"], 1100),
     ],
 )
@@ -48,9 +56,10 @@ def test_a_file_of_a_faulty_server_is_fetched_completely(
 @pytest.mark.parametrize(
     ("fault", "words", "ranges"),
     [
-        ("missing", r"cannot be read after 0 bytes: FileNotFoundError: HTTP 404", ["-"]),
+        ("missing", r"cannot be read after 0 bytes: HTTP 404", ["-"]),
         ("other", r"has changed: its SHA-256 is [0-9a-f]{12}, but [0-9a-f]{12} in the index", ["-"]),
-        ("says-less", r"is truncated: it is 550 bytes long, but 1100", ["-"]),
+        ("says-less", r"ended after 962 of 1100 bytes; less than 4 MiB of progress in 3 attempts",
+         ["-", "bytes=550-", "bytes=825-"]),
         ("endless", r"has changed: it is now larger than 1100 bytes", ["-"]),
         ("deaf", r"cannot be read after 100 bytes: ConnectionError: the connection ended after 100 of 1100",
          ["-", "bytes=100-", "bytes=100-"]),
@@ -77,7 +86,7 @@ def test_a_file_that_cannot_be_fetched_is_refused_and_counted(
 def test_an_attempt_with_enough_progress_does_not_count(
     server: Server, cache: ShardCache, expected: ShardFile, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(shard_files, "CHUNK_BYTES", PIECE)
+    monkeypatch.setattr(shard_fetch, "CHUNK_BYTES", PIECE)
     with cache.open(f"{server.url}/often/a.txt", expected) as file:
         assert file.read() == CONTENT
     assert cache.failed_reads == 10 and cache.meter.fetched_bytes == 1100
@@ -97,6 +106,58 @@ def test_a_redirection_keeps_the_range(server: Server, cache: ShardCache, expect
     with cache.open(f"{server.url}/moved/a.txt", expected) as file:
         assert file.read() == CONTENT
     assert server.stop() == [("/moved/a.txt", "bytes=500-"), ("/plain/a.txt", "bytes=500-")]
+
+
+def test_a_loop_of_redirections_is_named_at_once(
+    server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    with pytest.raises(DataError, match=r"^\S+ cannot be read after 0 bytes: HTTP 302 .* loop\. -> .+$"):
+        cache.open(f"{server.url}/loop/a.txt", expected)
+    assert cache.failed_reads == 1
+
+
+def test_a_busy_server_is_asked_again_when_it_says(
+    server: Server, expected: ShardFile, tmp_path: Path, caplog: Any
+) -> None:
+    slept: list[float] = []
+    cache = ShardCache(tmp_path / "cache")
+    cache.meter = FetchMeter(lambda: sum(slept), slept.append)
+    with cache.open(f"{server.url}/busy/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert max(slept) <= 1.0, "a pause must be noticed soon"
+    assert sum(slept) == 1 + 5 + 25, "the first of these times after 7 s"
+    (line,) = caplog.messages
+    what = (
+        r"a\.txt cannot be read after 0 bytes: HTTP 503 .*; it is requested again until about \d\d:\d\d:\d\d"
+    )
+    assert re.search(what, line)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits_s"),
+    [
+        (ConnectionRefusedError("refused"), [1, 5, 25, *[60] * 9]),
+        (IncompleteRead(b""), [1, 5, 25, *[60] * 9]),
+        (ServerBusy("HTTP 429", 0.0), [1, 5, 25, *[60] * 9]),
+        (ServerBusy("HTTP 503", 60.0), [91, *[60] * 8]),
+        (ServerBusy("HTTP 503", 1e6), [571]),
+        (KeyError("of a library"), [1, 5, 25]),
+        (SSLCertVerificationError("expired"), []),
+    ],
+)
+def test_an_outage_of_ten_minutes_is_endured(error: Exception, waits_s: list[int]) -> None:
+    attempts, found = Attempts("https://host/a.txt", RETRY_AFTER_S), []
+    count = f"in {len(waits_s) + 1} attempts" if waits_s else "another attempt would also fail"
+    with pytest.raises(DataError, match=count):
+        while len(found) < 100:
+            found.append(attempts.wait_after(error, 0))
+    assert found == waits_s
+
+
+def test_the_time_at_which_to_ask_again_may_be_a_date() -> None:
+    later = datetime.now(UTC) + timedelta(seconds=90)
+    assert 60 < shard_fetch._parse_retry_after(format_datetime(later, usegmt=True)) < 91
+    assert [shard_fetch._parse_retry_after(text) for text in ("", "soon", "-3", "12")] == [0, 0, 0, 12]
 
 
 def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
