@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        path = self.folder / name
+        path = self.folder / (name.partition("?")[0] if fault == "signed" else name)
         if not path.is_file():
             self.send_error(404)
             return

@@ -241,6 +241,11 @@ def _parse_retry_after(text: str) -> float:
     return 0.0
 
 
+def path_of(place: str) -> str:
+    """Return a path or a URL without the query and fragment of an http(s) URL, such as a signature."""
+    return re.split("[?#]", place, maxsplit=1)[0] if place.startswith(("http://", "https://")) else place
+
+
 def describe(error: Exception) -> str:
     """Return the status of an HTTP error, or the type and the text of another one."""
     text = str(error)
@@ -278,7 +283,7 @@ def _shown(place: str, say: Callable[[str], None] | None) -> Iterator[Callable[[
     redrawn; elsewhere, on new lines."""
     is_terminal = say is None and (sys.stderr.isatty() or os.environ.get(PROGRESS) == "terminal")
     say = say or (lambda text: _write(f"{text}\n"))
-    name, began_s = posixpath.basename(place), time.monotonic()
+    name, began_s = posixpath.basename(path_of(place)), time.monotonic()
     next_s, latest = began_s + (0 if is_terminal else LINES_EVERY_S), ""
 
     def show(size: int, nbytes: int) -> None:

@@ -40,6 +40,7 @@ from gridtrain.training.data.shard_fetch import (
     copy_rest,
     file_system,
     open_remote,
+    path_of,
 )
 
 log = logging.getLogger("gridtrain")
@@ -162,6 +163,7 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
 def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
     """Return a function that opens a compressed file; None if the name has no compression suffix.  Raises
     `ConfigError` if a package for the compression is not installed."""
+    place = path_of(place)
     if not place.endswith((".gz", ".bz2", ".xz", ".zst")):
         return None
     require("fsspec", f"reading the compressed file {place}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -158,6 +159,15 @@ def test_the_time_at_which_to_ask_again_may_be_a_date() -> None:
     later = datetime.now(UTC) + timedelta(seconds=90)
     assert 60 < shard_fetch._parse_retry_after(format_datetime(later, usegmt=True)) < 91
     assert [shard_fetch._parse_retry_after(text) for text in ("", "soon", "-3", "12")] == [0, 0, 0, 12]
+
+
+def test_a_compressed_file_at_a_signed_url_is_decompressed(
+    server: Server, cache: ShardCache, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(CONTENT))
+    index = build_index([f"{server.url}/signed/a.txt.gz?name=b.jsonl#part"], cache=cache)
+    assert index.format == "text" and index.samples == 100
+    assert "fetched a.txt.gz: " in capsys.readouterr().err
 
 
 def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
