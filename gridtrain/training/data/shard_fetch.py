@@ -21,6 +21,7 @@ from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from gridtrain._version import __version__
@@ -200,7 +201,19 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
         yield remote, start
 
 
+def refuse_credentials(url: str) -> None:
+    """Raise `ConfigError` if an http(s) URL contains a user name or a password."""
+    at = urlsplit(url)
+    if at.scheme in ("http", "https") and "@" in at.netloc:
+        raise ConfigError(
+            f"a URL at {at.netloc.rpartition('@')[2]} contains a user name or a password, which all members "
+            "and logs would see",
+            remedy="use a signed URL, or a protocol whose package has credentials of its own, such as s3://",
+        )
+
+
 def _request(url: str, start: int) -> HTTPResponse:
+    refuse_credentials(url)
     headers = {"User-Agent": f"gridtrain/{__version__}", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"

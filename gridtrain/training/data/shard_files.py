@@ -41,6 +41,7 @@ from gridtrain.training.data.shard_fetch import (
     file_system,
     open_remote,
     path_of,
+    refuse_credentials,
 )
 
 log = logging.getLogger("gridtrain")
@@ -116,8 +117,10 @@ def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
-    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed.
+    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed, or
+    contains a password.
     """
+    refuse_credentials(name)
     if not is_local(name) and "*" not in name:
         return [name]
     if is_local(name):

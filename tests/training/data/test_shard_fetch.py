@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.client import IncompleteRead
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 from faulty_http_server import PIECE, Server
 
-from gridtrain.errors import DataError
+from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_fetch
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
-from gridtrain.training.data.shard_index import build_index
+from gridtrain.training.data.shard_index import build_index, read_index, write_index
 
 pytestmark = pytest.mark.integration
 CONTENT = b"".join(b"line %05d\n" % number for number in range(100))
@@ -168,6 +169,23 @@ def test_a_compressed_file_at_a_signed_url_is_decompressed(
     index = build_index([f"{server.url}/signed/a.txt.gz?name=b.jsonl#part"], cache=cache)
     assert index.format == "text" and index.samples == 100
     assert "fetched a.txt.gz: " in capsys.readouterr().err
+
+
+def test_a_url_with_a_password_is_refused_without_showing_it(tmp_path: Path, cache: ShardCache) -> None:
+    url, words = "http://me:secret@host.invalid:1/a.txt", r"^a URL at host\.invalid:1 contains a user name"
+    (tmp_path / "a.txt").write_bytes(CONTENT)
+    index = build_index([str(tmp_path / "a.txt")], cache=cache)
+    attempts: list[Callable[[], object]] = [
+        lambda: read_index(url),
+        lambda: cache.open(url, index.shards[0]),
+        lambda: build_index([url], cache=cache),
+        lambda: build_index([url.replace("a.txt", "*.txt")], cache=cache),
+        lambda: write_index(index, tmp_path / "index.json", url),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConfigError, match=words) as caught:
+            attempt()
+        assert "secret" not in str(caught.value) and "use a signed URL" in caught.value.remedy
 
 
 def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
