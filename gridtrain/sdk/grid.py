@@ -510,9 +510,12 @@ class Grid:
                 for batch in batches:
                     tokens.check(batch)
                 yield from self._counted(batches, spans, weigh=weigh) if accumulate > 1 else batches
-        except DataError:
+        except DataError as error:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-            self._session.failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+            what = f"{error.summary}; " if error.summary else ""
+            self._session.failure = (
+                f"its data cannot be read ({what}failed reads: {failed_reads}); see its output"
+            )
             raise
         finally:
             if ahead is not None:

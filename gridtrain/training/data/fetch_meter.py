@@ -128,6 +128,7 @@ class FetchMeter:
         if nbytes > (day_bytes := float(self._fields[_DAY_BYTES])):
             raise DataError(
                 f"{what} is larger than the traffic budget of a day, {format_bytes(day_bytes)}",
+                kind="is larger than the traffic budget of a day",
                 remedy="raise the budget (gridtrain worker set budget=...), or ask the run's owner for "
                 "smaller shards",
             )

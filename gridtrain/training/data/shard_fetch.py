@@ -97,10 +97,14 @@ class Attempts:
         if done >= self._furthest + CHUNK_BYTES:
             self._waits_s, self._furthest, self._failed = iter(self._retry_after_s), done, 0
         self._failed += 1
-        failure = f"{self._place} cannot be read after {done} bytes: {describe(error)}"
+        cause = describe(error)
+        kind = " ".join(cause.split()[:2]) if cause.startswith("HTTP ") else type(error).__name__
+        failure = f"{self._place} cannot be read after {done} bytes: {cause}"
         if isinstance(error, _PERMANENT):
             raise DataError(
-                failure, remedy="check the URL and the access to it: another attempt would also fail"
+                failure,
+                kind=kind,
+                remedy="check the URL and the access to it: another attempt would also fail",
             ) from None
         is_outage = isinstance(error, OSError | HTTPException)
         wait_s = self._next_wait(error) if is_outage or self._failed <= OTHER_RETRIES else None
@@ -108,6 +112,7 @@ class Attempts:
             raise DataError(
                 f"{failure}; less than {CHUNK_BYTES >> 20} MiB of progress in "
                 f"{format_count(self._failed, 'attempt')}",
+                kind=kind,
                 remedy="check the URL and the connection; the next attempt continues from there",
             ) from None
         if self._failed == 1:
@@ -174,6 +179,7 @@ def copy_rest(
                 if size > limit_bytes:
                     raise DataError(
                         f"{place} has changed: it is now larger than {limit_bytes} bytes",
+                        kind="has changed",
                         remedy="if the change is intended, regenerate its index or update [run.data]",
                     )
                 if (waited_s := time.monotonic() - since_s) >= READ_TIMEOUT_S:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.extras import require
-from gridtrain.quantities import format_bytes, parse_bytes
+from gridtrain.quantities import format_bytes, parse_bytes, shorten
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import (
     CHUNK_BYTES,
@@ -107,6 +107,17 @@ def local_path(place: str) -> str:
 def join(base: str, url: str) -> str:
     """Resolve a URL, which may be relative to `base`."""
     return url if "://" in url else posixpath.join(base, url)
+
+
+def public_name(url: str) -> str:
+    """Return a file's URL in an index, in at most 200 bytes, without what other members should not see:
+    credentials, the query, the folder of an absolute path."""
+    if is_local(url):
+        path = local_path(url)
+        return shorten(posixpath.basename(path) if posixpath.isabs(path) else path, 200)
+    protocol, _, rest = path_of(url).partition("://")
+    host, slash, path = rest.partition("/")
+    return shorten(f"{protocol}://{host.rpartition('@')[2]}{slash}{path}", 200)
 
 
 def parent(place: str) -> str:
@@ -337,22 +348,24 @@ class ShardCache:
             self.failed_reads += 1
             raise DataError(
                 f"{place} cannot be read: {error.strerror or error}",
+                kind=error.strerror or type(error).__name__,
                 remedy="copy the file to this machine, or pass the folder that has it as root=",
             ) from None
 
     def _compare(self, file: BufferedReader, place: str, expected: ShardFile, compares_digest: bool) -> None:
         """Raise `DataError` unless the size and digest match those recorded in the index."""
         size = os.fstat(file.fileno()).st_size
-        found = ""
+        found = what = ""
         if size != expected.bytes:
             what = "is truncated" if size < expected.bytes else "has changed"
             found = f"{what}: it is {size} bytes long, but {expected.bytes} according to the index"
         elif compares_digest and (sha256 := _sha256(file)) != expected.sha256:
-            found = f"has changed: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
+            what = "has changed"
+            found = f"{what}: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
         file.seek(0)
         if found:
             self.failed_reads += 1
-            raise DataError(f"{place} {found}", remedy=_CHANGED)
+            raise DataError(f"{place} {found}", kind=what, remedy=_CHANGED)
 
     def _fetch_compared(self, place: str, expected: ShardFile, copy: Copy) -> Path:
         """Return the path of the file as it is stored, after comparing it with the index.  Raises the errors
@@ -431,9 +444,9 @@ class ShardCache:
             self.failed_reads += 1
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise self._unwritable(error) from None
-            what = "decompressed" if expand_file else "converted"
+            what = f"cannot be {'decompressed' if expand_file else 'converted'}"
             raise DataError(
-                f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
+                f"{place} {what}: {type(error).__name__}: {error}", kind=what, remedy=_CHANGED
             ) from None
         return temporary
 
@@ -468,6 +481,7 @@ class ShardCache:
                 raise DataError(
                     f"{what} of {format_bytes(needed)} does not fit into the cache of "
                     f"{format_bytes(self._limit_bytes)}{others}",
+                    kind="does not fit into the cache",
                     remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
                 )
 
@@ -517,6 +531,7 @@ class ShardCache:
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(
             f"the cache {self.folder} cannot be written to: {error.strerror}",
+            kind=f"the cache cannot be written to ({error.strerror})",
             remedy="free space on that disk, or set XDG_CACHE_HOME (or cache=) to a folder on another disk",
         )
 

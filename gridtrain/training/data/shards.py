@@ -31,7 +31,14 @@ from gridtrain.quantities import format_count
 from gridtrain.training.data import token_packing
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
-from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, LIMIT, ShardCache, ShardFile, parse_limit
+from gridtrain.training.data.shard_files import (
+    DEFAULT_LIMIT_BYTES,
+    LIMIT,
+    ShardCache,
+    ShardFile,
+    parse_limit,
+    public_name,
+)
 from gridtrain.training.data.shard_formats import Ranges, format_named
 from gridtrain.training.data.shard_index import ShardIndex, read_index
 
@@ -195,8 +202,9 @@ class Shards(ShardedDataset):
         number, failed_before = bisect_right(self._starts, index) - 1, self._cache.failed_reads
         try:
             sample = self._opened(number).sample(index - self._starts[number])
-        except DataError:
+        except DataError as error:
             self._failed_samples += self._cache.failed_reads == failed_before  # each failure is counted once
+            error.summary = f"{public_name(self._files[number].url)}: {error.kind or 'not as in the index'}"
             raise
         return sample if self._decode is None else self._decode(sample)
 
@@ -289,6 +297,7 @@ class _OpenFile:
         except ValueError as error:
             raise DataError(
                 f"{self._place} cannot be packed: {error}",
+                kind="cannot be packed",
                 remedy="pass the tokenizer and the text_field with which the index was written",
             ) from None
         if len(packed) != tokens:
@@ -312,6 +321,7 @@ class _OpenFile:
             raise DataError(
                 f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
                 f"{type(error).__name__}: {error}",
+                kind="a sample is damaged",
                 remedy="repair the file and regenerate the index with `gridtrain data index`",
             ) from None
 

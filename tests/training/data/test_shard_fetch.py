@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.client import IncompleteRead
@@ -15,12 +17,13 @@ from typing import Any
 import pytest
 from faulty_http_server import PIECE, Server
 
+import gridtrain
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_fetch
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy
-from gridtrain.training.data.shard_files import ShardCache, ShardFile
-from gridtrain.training.data.shard_index import build_index, read_index, write_index
+from gridtrain.training.data.shard_files import ShardCache, ShardFile, public_name
+from gridtrain.training.data.shard_index import ShardIndex, build_index, read_index, write_index
 
 pytestmark = pytest.mark.integration
 CONTENT = b"".join(b"line %05d\n" % number for number in range(100))
@@ -186,6 +189,24 @@ def test_a_url_with_a_password_is_refused_without_showing_it(tmp_path: Path, cac
         with pytest.raises(ConfigError, match=words) as caught:
             attempt()
         assert "secret" not in str(caught.value) and "use a signed URL" in caught.value.remedy
+
+
+def test_other_members_learn_which_file_cannot_be_read(
+    server: Server, cache: ShardCache, expected: ShardFile, tmp_path: Path
+) -> None:
+    places = [
+        (f"{server.url}/plain/b.txt?sig=secret", f"{server.url}/plain/b.txt"),
+        ("ftp://me:secret@host/b.txt", "ftp://host/b.txt"),
+        ("sub/b.txt", "sub/b.txt"),
+        (str(tmp_path / "b.txt"), "b.txt"),
+    ]
+    assert [public_name(place) for place, _ in places] == [name for _, name in places]
+    index = ShardIndex("text", (replace(expected, url=f"{server.url}/plain/b.txt?sig=secret"),))
+    write_index(index, tmp_path / "index.json")
+    data = gridtrain.Shards(tmp_path / "index.json", cache=cache.folder)
+    with pytest.raises(DataError) as caught:
+        data[0]
+    assert pickle.loads(pickle.dumps(caught.value)).summary == f"{server.url}/plain/b.txt: HTTP 404"
 
 
 def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
