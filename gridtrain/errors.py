@@ -45,7 +45,18 @@ class ConfigError(GridtrainError):
 
 
 class DataError(GridtrainError):
-    """A file of the data set cannot be read, or does not match the index."""
+    """A file of the data set cannot be read, or does not match the index.
+
+    Args:
+        kind: what happened, in a few words without a path or a URL, such as "HTTP 404".
+
+    Attributes:
+        summary: the file's name in the index and `kind`, for other members; "" if the file is unknown.
+    """
+
+    def __init__(self, reason: str, *, kind: str = "", remedy: str = "") -> None:
+        self.kind, self.summary = kind, ""
+        super().__init__(reason, remedy=remedy)
 
 
 class LineBroken(GridtrainError):

@@ -778,7 +778,8 @@ class Grid:
             self._read_error = error
             if isinstance(error, DataError):
                 failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-                text = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+                what = f"{error.summary}; " if error.summary else ""
+                text = f"its data cannot be read ({what}failed reads: {failed_reads}); see its output"
                 self._session.failure = " ".join([text, *getattr(error, "__notes__", ())])
             elif not isinstance(error, GridtrainError):
                 self._session.failure = f"its data cannot be read: {sampler.describe_read_error(error)}"

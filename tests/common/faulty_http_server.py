@@ -28,32 +28,37 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range", "")
         print(self.path, asked or "-", flush=True)
         number = self.served[self.path] = self.served.get(self.path, -1) + 1
-        if fault == "moved":
+        if fault in ("moved", "loop"):
             self.send_response(302)
-            self.send_header("Location", f"/plain/{name}")
+            self.send_header("Location", f"/plain/{name}" if fault == "moved" else self.path)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        path = self.folder / name
+        path = self.folder / (name.partition("?")[0] if fault == "signed" else name)
         if not path.is_file():
             self.send_error(404)
             return
         body, start = path.read_bytes(), 0
         if fault == "other":
             body = body[::-1]
+        elif fault == "login" and number == 0:
+            body = b"<html>Log in to this network</html>"
         if asked and fault not in ("no-ranges", "deaf"):
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
             self.send_response(206)
             shown = start + 1 if fault == "wrong-range" else start
             self.send_header("Content-Range", f"bytes {shown}-{len(body) - 1}/{len(body)}")
         elif fault == "busy" and number == 0:
-            self.send_error(503)
+            self.send_response(503)
+            self.send_header("Retry-After", "7")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
             return
         else:
             self.send_response(200)
         rest = body[start:]
         declared = {"says-less": len(rest) // 2, "says-more": len(rest) + 7}.get(fault, len(rest))
-        if fault == "endless":
+        if fault in ("endless", "unsized"):
             self.send_header("Connection", "close")
         else:
             self.send_header("Content-Length", str(declared))
@@ -63,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _send(self, fault: str, number: int, rest: bytes, declared: int) -> None:
-        if fault in ("breaks", "no-ranges") and number < 2:
+        if fault in ("breaks", "no-ranges", "unsized") and number < 2:
             rest = rest[:PIECE]  # and close the connection
         elif fault in ("often", "deaf", "wrong-range"):
             rest = rest[:PIECE]

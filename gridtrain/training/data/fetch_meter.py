@@ -105,6 +105,17 @@ class FetchMeter:
         most = left if self._Bps == math.inf else min(left, max(MIN_PIECE_BYTES, self._Bps * PIECE_S))
         return int(min(nbytes, most))
 
+    def wait(self, duration_s: float) -> None:
+        """Wait before another attempt at a fetch.
+
+        Raises:
+            BudgetSpent: this worker's rules do not allow fetches any more.
+        """
+        until_s = self._clock() + duration_s
+        while (left_s := until_s - self._clock()) > 0:
+            self._sleep(min(left_s, 1.0))
+            self._follow_limit()
+
     def check_undivided(self, place: str, nbytes: int) -> None:
         """Check the budget for a file whose fetch cannot be resumed on another day.
 
@@ -117,6 +128,7 @@ class FetchMeter:
         if nbytes > (day_bytes := float(self._fields[_DAY_BYTES])):
             raise DataError(
                 f"{what} is larger than the traffic budget of a day, {format_bytes(day_bytes)}",
+                kind="is larger than the traffic budget of a day",
                 remedy="raise the budget (gridtrain worker set budget=...), or ask the run's owner for "
                 "smaller shards",
             )

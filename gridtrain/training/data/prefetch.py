@@ -21,6 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gridtrain.core.messages import Span
+from gridtrain.errors import GridtrainError
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.readers import Reader
 
@@ -70,6 +71,9 @@ class Prefetcher:
         Args:
             spans: the spans of the step.
             ahead: the spans of at least the next `depth` steps, or of all remaining steps if there are fewer.
+
+        Raises:
+            GridtrainError: the process could not read the batches of the step.
         """
         self._update_requests([spans, *(later for later in ahead if later)])
         if self._batches is None:
@@ -78,6 +82,8 @@ class Prefetcher:
             batches = next(self._batches)  # requests one more
             asked = self._pending.popleft()
             if asked.spans == spans and not asked.is_stale:
+                if isinstance(batches, GridtrainError):
+                    raise batches
                 return list(batches)
             self.dropped_batches += bool(asked.spans)
 
@@ -115,13 +121,19 @@ class _RequestSampler(Sampler[Spans]):
 
 
 class _RequestDataset(Dataset[Any]):
-    """The data set in the reader processes: an "index" is a step's spans."""
+    """The data set in the reader processes: an "index" is a step's spans.
+
+    An error with a message for users is a value, because a loader would add the process's traceback to it.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitem__(self, spans: Spans) -> list[Any] | None:
-        return self._reader.read(spans) if spans else None
+    def __getitem__(self, spans: Spans) -> list[Any] | GridtrainError | None:
+        try:
+            return self._reader.read(spans) if spans else None
+        except GridtrainError as error:
+            return error
 
 
 def _identity(batches: Any) -> Any:

@@ -7,26 +7,40 @@ s3://, hf:// ...     fsspec
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import posixpath
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.client import HTTPResponse
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from gridtrain._version import __version__
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 from gridtrain.training.data.fetch_meter import FetchMeter
 
+log = logging.getLogger("gridtrain")
+
 CHUNK_BYTES = 4 << 20
+RETRY_AFTER_S = (1.0, 5.0, 25.0, *(60.0,) * 9)
+"""The seconds to wait before each further attempt at fetching a file, together about 10 minutes.  After
+another `CHUNK_BYTES` have arrived, attempts are counted again from the first."""
+
+OTHER_RETRIES = 3
+"""The maximum number of further attempts after an error that is not one of the connection or the server."""
+
+_PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError, InvalidURL)
 READ_TIMEOUT_S = 60.0
 """The longest wait for more bytes from an HTTP server, and the period in which any server must send at least
 `MIN_BYTES`."""
@@ -38,9 +52,85 @@ PROGRESS = "GRIDTRAIN_PROGRESS"
 terminal."""
 
 CLEAR = "\r\x1b[K"
-_PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+_MISSING = (404, 410)
+_BUSY = (408, 425, 429)
+"""The HTTP statuses below 500 after which another attempt may succeed."""
+
 Copy = Callable[[str, Path, int, FetchMeter], None]
 """A function that appends the missing bytes to a partial file, as `copy_rest` does."""
+
+
+class ServerBusy(ConnectionError):
+    """An HTTP server answered that it cannot serve the file at present.
+
+    Attributes:
+        retry_after_s: how long the server asks its clients to wait; 0 if it does not say.
+    """
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class Attempts:
+    """Decides after a failed attempt at fetching a file whether and when to try again.
+
+    Args:
+        place: the file's URL.
+        retry_after_s: see `RETRY_AFTER_S`.
+    """
+
+    def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:
+        self._place, self._retry_after_s = place, retry_after_s
+        self._waits_s, self._furthest, self._failed = iter(retry_after_s), 0, 0
+
+    def wait_after(self, error: Exception, done: int) -> float:
+        """Return the seconds to wait before the next attempt, and log the first of these waits.
+
+        Args:
+            error: how the attempt has failed.
+            done: the number of bytes that have arrived so far.
+
+        Raises:
+            DataError: another attempt would also fail, or this was the last one.
+        """
+        if done >= self._furthest + CHUNK_BYTES:
+            self._waits_s, self._furthest, self._failed = iter(self._retry_after_s), done, 0
+        self._failed += 1
+        cause = describe(error)
+        kind = " ".join(cause.split()[:2]) if cause.startswith("HTTP ") else type(error).__name__
+        failure = f"{self._place} cannot be read after {done} bytes: {cause}"
+        if isinstance(error, _PERMANENT):
+            raise DataError(
+                failure,
+                kind=kind,
+                remedy="check the URL and the access to it: another attempt would also fail",
+            ) from None
+        is_outage = isinstance(error, OSError | HTTPException)
+        wait_s = self._next_wait(error) if is_outage or self._failed <= OTHER_RETRIES else None
+        if wait_s is None:
+            raise DataError(
+                f"{failure}; less than {CHUNK_BYTES >> 20} MiB of progress in "
+                f"{format_count(self._failed, 'attempt')}",
+                kind=kind,
+                remedy="check the URL and the connection; the next attempt continues from there",
+            ) from None
+        if self._failed == 1:
+            total_s = sum(self._retry_after_s if is_outage else self._retry_after_s[:OTHER_RETRIES])
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + total_s))
+            log.warning("%s; it is requested again until about %s", failure, until)
+        return wait_s
+
+    def _next_wait(self, error: Exception) -> float | None:
+        """Return the seconds until the next attempt, at least those for which the server asks unless that
+        exceeds all remaining waits; None after the last attempt."""
+        wait_s = next(self._waits_s, None)
+        asked_s = error.retry_after_s if isinstance(error, ServerBusy) else 0.0
+        while wait_s is not None and wait_s < asked_s:
+            if (further_s := next(self._waits_s, None)) is None:
+                break
+            wait_s += further_s
+        return wait_s
 
 
 def copy_rest(
@@ -89,6 +179,7 @@ def copy_rest(
                 if size > limit_bytes:
                     raise DataError(
                         f"{place} has changed: it is now larger than {limit_bytes} bytes",
+                        kind="has changed",
                         remedy="if the change is intended, regenerate its index or update [run.data]",
                     )
                 if (waited_s := time.monotonic() - since_s) >= READ_TIMEOUT_S:
@@ -116,7 +207,19 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
         yield remote, start
 
 
+def refuse_credentials(url: str) -> None:
+    """Raise `ConfigError` if an http(s) URL contains a user name or a password."""
+    at = urlsplit(url)
+    if at.scheme in ("http", "https") and "@" in at.netloc:
+        raise ConfigError(
+            f"a URL at {at.netloc.rpartition('@')[2]} contains a user name or a password, which all members "
+            "and logs would see",
+            remedy="use a signed URL, or a protocol whose package has credentials of its own, such as s3://",
+        )
+
+
 def _request(url: str, start: int) -> HTTPResponse:
+    refuse_credentials(url)
     headers = {"User-Agent": f"gridtrain/{__version__}", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -126,12 +229,46 @@ def _request(url: str, start: int) -> HTTPResponse:
         error.close()
         if error.code == 416 and start:  # the partial copy is longer than the file
             return _request(url, 0)
-        raise _PERMANENT.get(error.code, ConnectionError)(f"HTTP {error.code} {error.reason}") from None
+        raise _status_error(error) from None
+    except URLError as error:
+        raise (
+            error.reason if isinstance(error.reason, OSError) else FileNotFoundError(error.reason)
+        ) from None
     served = response.headers.get("Content-Range", "")
     if response.status == 206 and not served.startswith(f"bytes {start}-"):
         response.close()
         raise ConnectionError(f"bytes {start}- were requested, but the server sends {served!r:.80}")
     return response
+
+
+def _status_error(error: HTTPError) -> OSError:
+    reason = str(error.reason).partition("\n")[0]  # of a loop of redirections, it has several lines
+    text = f"HTTP {error.code} {reason}"
+    if error.code in _MISSING:
+        return FileNotFoundError(text)
+    if error.code < 500 and error.code not in _BUSY:
+        return PermissionError(text)
+    return ServerBusy(text, _parse_retry_after(error.headers.get("Retry-After", "")))
+
+
+def _parse_retry_after(text: str) -> float:
+    """Return the seconds that a `Retry-After` header asks for; 0 if there is none, or it is invalid."""
+    if re.fullmatch("[0-9]{1,9}", text):
+        return float(text)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    return 0.0
+
+
+def path_of(place: str) -> str:
+    """Return a path or a URL without the query and fragment of an http(s) URL, such as a signature."""
+    return re.split("[?#]", place, maxsplit=1)[0] if place.startswith(("http://", "https://")) else place
+
+
+def describe(error: Exception) -> str:
+    """Return the status of an HTTP error, or the type and the text of another one."""
+    text = str(error)
+    return text if text.startswith("HTTP ") else f"{type(error).__name__}: {text}"
 
 
 def file_system(place: str) -> tuple[Any, str]:
@@ -165,7 +302,7 @@ def _shown(place: str, say: Callable[[str], None] | None) -> Iterator[Callable[[
     redrawn; elsewhere, on new lines."""
     is_terminal = say is None and (sys.stderr.isatty() or os.environ.get(PROGRESS) == "terminal")
     say = say or (lambda text: _write(f"{text}\n"))
-    name, began_s = posixpath.basename(place), time.monotonic()
+    name, began_s = posixpath.basename(path_of(place)), time.monotonic()
     next_s, latest = began_s + (0 if is_terminal else LINES_EVERY_S), ""
 
     def show(size: int, nbytes: int) -> None:

@@ -20,7 +20,6 @@ import os
 import posixpath
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,15 +30,21 @@ from typing import Any, BinaryIO
 
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.extras import require
-from gridtrain.quantities import format_bytes, parse_bytes
+from gridtrain.quantities import format_bytes, parse_bytes, shorten
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, file_system, open_remote
+from gridtrain.training.data.shard_fetch import (
+    CHUNK_BYTES,
+    RETRY_AFTER_S,
+    Attempts,
+    Copy,
+    copy_rest,
+    file_system,
+    open_remote,
+    path_of,
+    refuse_credentials,
+)
 
 log = logging.getLogger("gridtrain")
-
-RETRY_AFTER_S = (1.0, 5.0, 25.0)
-"""The seconds to wait before each further attempt at fetching a file.  After another `CHUNK_BYTES` have
-arrived, attempts are counted again from the first."""
 
 MAX_URL = 2000
 """The maximum number of characters in a URL in an index."""
@@ -52,7 +57,8 @@ limit."""
 _UNFINISHED = (".part", ".expanding")
 """The suffixes of files that a worker writes while it holds the lock of the same name."""
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_ERRORS = (*_DISK_FULL, errno.EROFS)
 _CHANGED = (
     "fetch the file again; if the new file is the right one, regenerate the index with "
     "`gridtrain data index` and give it to all workers"
@@ -103,6 +109,17 @@ def join(base: str, url: str) -> str:
     return url if "://" in url else posixpath.join(base, url)
 
 
+def public_name(url: str) -> str:
+    """Return a file's URL in an index, in at most 200 bytes, without what other members should not see:
+    credentials, the query, the folder of an absolute path."""
+    if is_local(url):
+        path = local_path(url)
+        return shorten(posixpath.basename(path) if posixpath.isabs(path) else path, 200)
+    protocol, _, rest = path_of(url).partition("://")
+    host, slash, path = rest.partition("/")
+    return shorten(f"{protocol}://{host.rpartition('@')[2]}{slash}{path}", 200)
+
+
 def parent(place: str) -> str:
     return posixpath.dirname(place)
 
@@ -111,8 +128,10 @@ def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
-    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed.
+    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed, or
+    contains a password.
     """
+    refuse_credentials(name)
     if not is_local(name) and "*" not in name:
         return [name]
     if is_local(name):
@@ -158,6 +177,7 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
 def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
     """Return a function that opens a compressed file; None if the name has no compression suffix.  Raises
     `ConfigError` if a package for the compression is not installed."""
+    place = path_of(place)
     if not place.endswith((".gz", ".bz2", ".xz", ".zst")):
         return None
     require("fsspec", f"reading the compressed file {place}")
@@ -204,7 +224,11 @@ class ShardCache:
     Attributes:
         meter: counts and limits the bytes that are fetched.
         failed_reads: the number of failed attempts at fetching or opening a file.
+        close_idle: a function that is called when the disk is full; it closes files that the caller does not
+            need at present, and returns whether there were any.
     """
+
+    close_idle: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -259,14 +283,7 @@ class ShardCache:
                     return opened
                 opened.close()
                 kept.unlink()
-            raw = self._fetch(place, expected, copy)
-            with raw.open("rb") as file:
-                try:
-                    self._compare(file, place, expected, True)
-                except DataError:
-                    if not is_local(place):
-                        raw.unlink()  # so that the next attempt does not resume it
-                    raise
+            raw = self._fetch_compared(place, expected, copy)
             new = self._expand(raw, kept, place, expand_file, convert or copy_plain) if suffix else raw
             if suffix and not is_local(place):
                 raw.unlink()
@@ -331,22 +348,43 @@ class ShardCache:
             self.failed_reads += 1
             raise DataError(
                 f"{place} cannot be read: {error.strerror or error}",
+                kind=error.strerror or type(error).__name__,
                 remedy="copy the file to this machine, or pass the folder that has it as root=",
             ) from None
 
     def _compare(self, file: BufferedReader, place: str, expected: ShardFile, compares_digest: bool) -> None:
         """Raise `DataError` unless the size and digest match those recorded in the index."""
         size = os.fstat(file.fileno()).st_size
-        found = ""
+        found = what = ""
         if size != expected.bytes:
             what = "is truncated" if size < expected.bytes else "has changed"
             found = f"{what}: it is {size} bytes long, but {expected.bytes} according to the index"
         elif compares_digest and (sha256 := _sha256(file)) != expected.sha256:
-            found = f"has changed: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
+            what = "has changed"
+            found = f"{what}: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
         file.seek(0)
         if found:
             self.failed_reads += 1
-            raise DataError(f"{place} {found}", remedy=_CHANGED)
+            raise DataError(f"{place} {found}", kind=what, remedy=_CHANGED)
+
+    def _fetch_compared(self, place: str, expected: ShardFile, copy: Copy) -> Path:
+        """Return the path of the file as it is stored, after comparing it with the index.  Raises the errors
+        of `open`."""
+        for is_last in (False, True):
+            is_resumed, failed_before = (self.folder / f"{expected.sha256}.part").exists(), self.failed_reads
+            raw = self._fetch(place, expected, copy)
+            is_resumed = is_resumed or self.failed_reads > failed_before
+            with raw.open("rb") as file:
+                try:
+                    self._compare(file, place, expected, True)
+                    break
+                except DataError:
+                    if is_local(place):
+                        raise
+                    raw.unlink()  # so that the next attempt does not resume it
+                    if is_last or not is_resumed:  # parts may be those of another file, such as a login page
+                        raise
+        return raw
 
     def _fetch(self, place: str, expected: ShardFile, copy: Copy) -> Path:
         """Return the path of the file as it is stored, after copying it to this machine if necessary.  Raises
@@ -357,38 +395,27 @@ class ShardCache:
         part = self.folder / f"{expected.sha256}.part"
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
-        waits_s, furthest = iter(self._retry_after_s), 0
-        while True:  # a limited number of attempts without another `CHUNK_BYTES`
+        attempts = Attempts(place, self._retry_after_s)
+        while True:
             try:
                 copy(place, part, expected.bytes or self._limit_bytes, self.meter)
+                size = part.stat().st_size
+                if size < expected.bytes and place.startswith(("http://", "https://")):
+                    raise ConnectionError(f"the response ended after {size} of {expected.bytes} bytes")
                 return part
             except BudgetSpent:
                 raise  # what has arrived is resumed later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
+                done = part.stat().st_size if part.exists() else 0
+                if self._freed_disk(error, expected.bytes - done, expected.sha256):
+                    continue
                 self.failed_reads += 1
                 if isinstance(error, DataError | ConfigError):
                     part.unlink(missing_ok=True)
                     raise
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise self._unwritable(error) from None
-                done = part.stat().st_size if part.exists() else 0
-                if done >= furthest + CHUNK_BYTES:
-                    waits_s, furthest = iter(self._retry_after_s), done
-                wait_s = next(waits_s, None)
-                cause = f"{type(error).__name__}: {error}"
-                if isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
-                    raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause}",
-                        remedy="check the URL and the access to it: another attempt would also fail",
-                    ) from None
-                if wait_s is None:
-                    raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause}; no progress in "
-                        f"{len(self._retry_after_s) + 1} attempts",
-                        remedy="check the URL and the connection; the next attempt continues from there",
-                    ) from None
-                log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
-                time.sleep(wait_s)
+                self.meter.wait(attempts.wait_after(error, done))
 
     def _expand(
         self,
@@ -402,10 +429,11 @@ class ShardCache:
         temporary = kept.with_suffix(".expanding")
         what = f"{place}, with its decompressed or converted form,"
         make_room = partial(self._make_room, own=kept.stem, what=what)
+        free_disk = partial(self._freed_disk, own=kept.stem)
         try:
             with (
                 raw.open("rb") as file,
-                BufferedWriter(_BoundedFile(temporary, make_room), CHUNK_BYTES) as plain,
+                BufferedWriter(_BoundedFile(temporary, make_room, free_disk), CHUNK_BYTES) as plain,
             ):
                 convert(file if expand_file is None else expand_file(file, mode="rb"), plain)
         except (ConfigError, DataError):  # a package is missing, or there is no room
@@ -416,9 +444,9 @@ class ShardCache:
             self.failed_reads += 1
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise self._unwritable(error) from None
-            what = "decompressed" if expand_file else "converted"
+            what = f"cannot be {'decompressed' if expand_file else 'converted'}"
             raise DataError(
-                f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
+                f"{place} {what}: {type(error).__name__}: {error}", kind=what, remedy=_CHANGED
             ) from None
         return temporary
 
@@ -436,18 +464,12 @@ class ShardCache:
             DataError: the cache is too small.
         """
         with self._locked("room"):  # otherwise `_remove` could find a lock held by another worker's `_remove`
-            files, needed = [], nbytes
-            for path in self.folder.iterdir():
-                try:
-                    status = path.stat()
-                except FileNotFoundError:
-                    continue  # a worker has renamed or removed it
-                if path.stem == own:
-                    needed += status.st_size
-                elif path.suffix != ".lock":
-                    files.append((status.st_mtime, status.st_size, path))
+            files, needed = self._files_except(own), nbytes
+            for path in self.folder.glob(f"{own}*"):
+                with suppress(FileNotFoundError):
+                    needed += path.stat().st_size
             free, used = self._limit_bytes - needed - sum(size for _, size, _ in files), 0
-            for _, size, path in sorted(files) if needed <= self._limit_bytes else ():
+            for _, size, path in files if needed <= self._limit_bytes else ():
                 if free >= 0:
                     break
                 if _remove(path):
@@ -459,8 +481,40 @@ class ShardCache:
                 raise DataError(
                     f"{what} of {format_bytes(needed)} does not fit into the cache of "
                     f"{format_bytes(self._limit_bytes)}{others}",
+                    kind="does not fit into the cache",
                     remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
                 )
+
+    def _freed_disk(self, error: Exception, nbytes: int, own: str) -> bool:
+        """If `error` says that the disk is full, remove the least recently used files that have `nbytes`, or
+        all that are not in use; return whether any was removed or closed.
+
+        Args:
+            own: as for `_make_room`.
+        """
+        if not isinstance(error, OSError) or error.errno not in _DISK_FULL:
+            return False
+        has_closed, freed = self.close_idle(), 0
+        with self._locked("room"):
+            for _, size, path in self._files_except(own):
+                if freed >= max(1, nbytes):
+                    break
+                if _remove(path):
+                    freed += size
+        if freed:
+            log.warning("the disk of the cache %s is full: %s were removed", self.folder, format_bytes(freed))
+        return has_closed or freed > 0
+
+    def _files_except(self, own: str) -> list[tuple[float, int, Path]]:
+        """Return (time of the last use, size, path) of the cache's files that do not have the digest `own`,
+        the least recently used first."""
+        files = []
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # a worker has renamed or removed it
+                status = path.stat()
+                if path.stem != own and path.suffix != ".lock":
+                    files.append((status.st_mtime, status.st_size, path))
+        return sorted(files)
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -477,20 +531,29 @@ class ShardCache:
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(
             f"the cache {self.folder} cannot be written to: {error.strerror}",
+            kind=f"the cache cannot be written to ({error.strerror})",
             remedy="free space on that disk, or set XDG_CACHE_HOME (or cache=) to a folder on another disk",
         )
 
 
 class _BoundedFile(FileIO):
-    """A file that makes room in the cache for the data written to it."""
+    """A file that makes room in the cache, and on a full disk, for the data written to it."""
 
-    def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
+    def __init__(
+        self, path: Path, make_room: Callable[[int], None], free_disk: Callable[[Exception, int], bool]
+    ) -> None:
         super().__init__(path, "wb")
-        self._make_room = make_room
+        self._make_room, self._free_disk = make_room, free_disk
 
     def write(self, data: Any, /) -> int:
-        self._make_room(memoryview(data).nbytes)
-        return super().write(data)
+        nbytes = memoryview(data).nbytes
+        self._make_room(nbytes)
+        while True:
+            try:
+                return super().write(data)
+            except OSError as error:
+                if not self._free_disk(error, nbytes):
+                    raise
 
 
 def _remove(path: Path) -> bool:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from gridtrain.errors import ConfigError
 from gridtrain.training.data import shard_rows
+from gridtrain.training.data.shard_fetch import path_of
 
 Ranges = npt.NDArray[np.int64]
 """(samples, 2): the first byte of each sample, and the byte after its last."""
@@ -142,7 +143,7 @@ def format_named(name: str) -> ShardFormat:
 def format_of(place: str) -> str:
     """Return the name of the format that fits a file's name, ignoring a compression suffix; "" if no
     format fits."""
-    stem = place.lower()
+    stem = path_of(place).lower()
     for suffix in (".gz", ".bz2", ".xz", ".zst"):
         stem = stem.removesuffix(suffix)
     return next((name for name, each in FORMATS.items() if stem.endswith(each.suffixes)), "")

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.quantities import format_count, shorten
 from gridtrain.training.data import shard_files
-from gridtrain.training.data.shard_fetch import Copy, copy_rest
+from gridtrain.training.data.shard_fetch import Copy, copy_rest, refuse_credentials
 from gridtrain.training.data.shard_files import ShardFile
 from gridtrain.training.data.shard_formats import FORMATS, ShardFormat, format_named, format_of
 from gridtrain.training.data.token_packing import Tokenize
@@ -119,8 +119,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
             machine; the index then contains URLs.
 
     Raises:
-        ConfigError: no file has a sample, the index cannot be written, or the files are not on this machine
-            but `url` is given.
+        ConfigError: no file has a sample, the index cannot be written, the files are not on this machine but
+            `url` is given, or it contains a password.
     """
     if not index.samples:
         count = format_count(len(index.shards), "file")
@@ -128,6 +128,7 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
             f"{path} was not written: no sample in the format {index.format} was found in {count}",
             remedy="check the files and --format",
         )
+    refuse_credentials(url)
     places = [_absolute(index.url(shard)) for shard in index.shards]
     if url and not all(map(shard_files.is_local, places)):
         raise ConfigError(f"--url is {url}, but not all files are on this machine", remedy="leave out --url")

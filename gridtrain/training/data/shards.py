@@ -31,7 +31,14 @@ from gridtrain.quantities import format_count
 from gridtrain.training.data import token_packing
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
-from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, LIMIT, ShardCache, ShardFile, parse_limit
+from gridtrain.training.data.shard_files import (
+    DEFAULT_LIMIT_BYTES,
+    LIMIT,
+    ShardCache,
+    ShardFile,
+    parse_limit,
+    public_name,
+)
 from gridtrain.training.data.shard_formats import Ranges, format_named
 from gridtrain.training.data.shard_index import ShardIndex, read_index
 
@@ -137,6 +144,7 @@ class Shards(ShardedDataset):
         self._tokenize, self._text_field = tokenize, text_field
         self._pack_seed, self._decode = pack_seed, decode
         self._cache = ShardCache(None if cache is None else Path(cache), limit_bytes)
+        self._cache.close_idle = self._close_files
         self._verify, self._keep_open = verify, keep_open
         sizes = [s.tokens // self._pack if self._pack else s.samples for s in self.index.shards]
         self._files = [shard for shard, size in zip(self.index.shards, sizes, strict=True) if size]
@@ -194,8 +202,9 @@ class Shards(ShardedDataset):
         number, failed_before = bisect_right(self._starts, index) - 1, self._cache.failed_reads
         try:
             sample = self._opened(number).sample(index - self._starts[number])
-        except DataError:
+        except DataError as error:
             self._failed_samples += self._cache.failed_reads == failed_before  # each failure is counted once
+            error.summary = f"{public_name(self._files[number].url)}: {error.kind or 'not as in the index'}"
             raise
         return sample if self._decode is None else self._decode(sample)
 
@@ -212,6 +221,14 @@ class Shards(ShardedDataset):
         with self.while_opening():
             found = self._open[number] = self._open_file(self._files[number])
         return found
+
+    def _close_files(self) -> bool:
+        """Close all open files, as their space on the disk cannot be used before; return whether there were
+        any."""
+        had_files = bool(self._open)
+        while self._open:
+            self._open.popitem()[1].close()
+        return had_files
 
     def _copy_of(self, shard: ShardFile) -> Copy:
         """Return the function that copies a file that is not on this machine."""
@@ -280,6 +297,7 @@ class _OpenFile:
         except ValueError as error:
             raise DataError(
                 f"{self._place} cannot be packed: {error}",
+                kind="cannot be packed",
                 remedy="pass the tokenizer and the text_field with which the index was written",
             ) from None
         if len(packed) != tokens:
@@ -303,6 +321,7 @@ class _OpenFile:
             raise DataError(
                 f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
                 f"{type(error).__name__}: {error}",
+                kind="a sample is damaged",
                 remedy="repair the file and regenerate the index with `gridtrain data index`",
             ) from None
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.client import IncompleteRead
 from pathlib import Path
+from ssl import SSLCertVerificationError
 from typing import Any
 
 import pytest
 from faulty_http_server import PIECE, Server
 
-from gridtrain.errors import DataError
-from gridtrain.training.data import shard_fetch, shard_files
-from gridtrain.training.data.shard_files import ShardCache, ShardFile
-from gridtrain.training.data.shard_index import build_index
+import gridtrain
+from gridtrain.errors import ConfigError, DataError
+from gridtrain.training.data import shard_fetch
+from gridtrain.training.data.fetch_meter import FetchMeter
+from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy
+from gridtrain.training.data.shard_files import ShardCache, ShardFile, public_name
+from gridtrain.training.data.shard_index import ShardIndex, build_index, read_index, write_index
 
 pytestmark = pytest.mark.integration
 CONTENT = b"".join(b"line %05d\n" % number for number in range(100))
@@ -31,6 +42,8 @@ def cache(tmp_path: Path, monkeypatch: Any) -> ShardCache:
         ("breaks", ["-", "bytes=100-", "bytes=200-"], 1100),
         ("no-ranges", ["-", "bytes=100-", "bytes=100-"], 1300),
         ("busy", ["-", "-"], 1100),
+        ("unsized", ["-", "bytes=100-", "bytes=200-"], 1100),
+        ("login", ["-", "bytes=35-", "-"], 2200),
         ("says-more", ["-"], 1100),
     ],
 )
@@ -48,9 +61,10 @@ def test_a_file_of_a_faulty_server_is_fetched_completely(
 @pytest.mark.parametrize(
     ("fault", "words", "ranges"),
     [
-        ("missing", r"cannot be read after 0 bytes: FileNotFoundError: HTTP 404", ["-"]),
+        ("missing", r"cannot be read after 0 bytes: HTTP 404", ["-"]),
         ("other", r"has changed: its SHA-256 is [0-9a-f]{12}, but [0-9a-f]{12} in the index", ["-"]),
-        ("says-less", r"is truncated: it is 550 bytes long, but 1100", ["-"]),
+        ("says-less", r"ended after 962 of 1100 bytes; less than 4 MiB of progress in 3 attempts",
+         ["-", "bytes=550-", "bytes=825-"]),
         ("endless", r"has changed: it is now larger than 1100 bytes", ["-"]),
         ("deaf", r"cannot be read after 100 bytes: ConnectionError: the connection ended after 100 of 1100",
          ["-", "bytes=100-", "bytes=100-"]),
@@ -77,7 +91,7 @@ def test_a_file_that_cannot_be_fetched_is_refused_and_counted(
 def test_an_attempt_with_enough_progress_does_not_count(
     server: Server, cache: ShardCache, expected: ShardFile, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(shard_files, "CHUNK_BYTES", PIECE)
+    monkeypatch.setattr(shard_fetch, "CHUNK_BYTES", PIECE)
     with cache.open(f"{server.url}/often/a.txt", expected) as file:
         assert file.read() == CONTENT
     assert cache.failed_reads == 10 and cache.meter.fetched_bytes == 1100
@@ -97,6 +111,102 @@ def test_a_redirection_keeps_the_range(server: Server, cache: ShardCache, expect
     with cache.open(f"{server.url}/moved/a.txt", expected) as file:
         assert file.read() == CONTENT
     assert server.stop() == [("/moved/a.txt", "bytes=500-"), ("/plain/a.txt", "bytes=500-")]
+
+
+def test_a_loop_of_redirections_is_named_at_once(
+    server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    with pytest.raises(DataError, match=r"^\S+ cannot be read after 0 bytes: HTTP 302 .* loop\. -> .+$"):
+        cache.open(f"{server.url}/loop/a.txt", expected)
+    assert cache.failed_reads == 1
+
+
+def test_a_busy_server_is_asked_again_when_it_says(
+    server: Server, expected: ShardFile, tmp_path: Path, caplog: Any
+) -> None:
+    slept: list[float] = []
+    cache = ShardCache(tmp_path / "cache")
+    cache.meter = FetchMeter(lambda: sum(slept), slept.append)
+    with cache.open(f"{server.url}/busy/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert max(slept) <= 1.0, "a pause must be noticed soon"
+    assert sum(slept) == 1 + 5 + 25, "the first of these times after 7 s"
+    (line,) = caplog.messages
+    what = (
+        r"a\.txt cannot be read after 0 bytes: HTTP 503 .*; it is requested again until about \d\d:\d\d:\d\d"
+    )
+    assert re.search(what, line)
+
+
+@pytest.mark.parametrize(
+    ("error", "waits_s"),
+    [
+        (ConnectionRefusedError("refused"), [1, 5, 25, *[60] * 9]),
+        (IncompleteRead(b""), [1, 5, 25, *[60] * 9]),
+        (ServerBusy("HTTP 429", 0.0), [1, 5, 25, *[60] * 9]),
+        (ServerBusy("HTTP 503", 60.0), [91, *[60] * 8]),
+        (ServerBusy("HTTP 503", 1e6), [571]),
+        (KeyError("of a library"), [1, 5, 25]),
+        (SSLCertVerificationError("expired"), []),
+    ],
+)
+def test_an_outage_of_ten_minutes_is_endured(error: Exception, waits_s: list[int]) -> None:
+    attempts, found = Attempts("https://host/a.txt", RETRY_AFTER_S), []
+    count = f"in {len(waits_s) + 1} attempts" if waits_s else "another attempt would also fail"
+    with pytest.raises(DataError, match=count):
+        while len(found) < 100:
+            found.append(attempts.wait_after(error, 0))
+    assert found == waits_s
+
+
+def test_the_time_at_which_to_ask_again_may_be_a_date() -> None:
+    later = datetime.now(UTC) + timedelta(seconds=90)
+    assert 60 < shard_fetch._parse_retry_after(format_datetime(later, usegmt=True)) < 91
+    assert [shard_fetch._parse_retry_after(text) for text in ("", "soon", "-3", "12")] == [0, 0, 0, 12]
+
+
+def test_a_compressed_file_at_a_signed_url_is_decompressed(
+    server: Server, cache: ShardCache, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(CONTENT))
+    index = build_index([f"{server.url}/signed/a.txt.gz?name=b.jsonl#part"], cache=cache)
+    assert index.format == "text" and index.samples == 100
+    assert "fetched a.txt.gz: " in capsys.readouterr().err
+
+
+def test_a_url_with_a_password_is_refused_without_showing_it(tmp_path: Path, cache: ShardCache) -> None:
+    url, words = "http://me:secret@host.invalid:1/a.txt", r"^a URL at host\.invalid:1 contains a user name"
+    (tmp_path / "a.txt").write_bytes(CONTENT)
+    index = build_index([str(tmp_path / "a.txt")], cache=cache)
+    attempts: list[Callable[[], object]] = [
+        lambda: read_index(url),
+        lambda: cache.open(url, index.shards[0]),
+        lambda: build_index([url], cache=cache),
+        lambda: build_index([url.replace("a.txt", "*.txt")], cache=cache),
+        lambda: write_index(index, tmp_path / "index.json", url),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ConfigError, match=words) as caught:
+            attempt()
+        assert "secret" not in str(caught.value) and "use a signed URL" in caught.value.remedy
+
+
+def test_other_members_learn_which_file_cannot_be_read(
+    server: Server, cache: ShardCache, expected: ShardFile, tmp_path: Path
+) -> None:
+    places = [
+        (f"{server.url}/plain/b.txt?sig=secret", f"{server.url}/plain/b.txt"),
+        ("ftp://me:secret@host/b.txt", "ftp://host/b.txt"),
+        ("sub/b.txt", "sub/b.txt"),
+        (str(tmp_path / "b.txt"), "b.txt"),
+    ]
+    assert [public_name(place) for place, _ in places] == [name for _, name in places]
+    index = ShardIndex("text", (replace(expected, url=f"{server.url}/plain/b.txt?sig=secret"),))
+    write_index(index, tmp_path / "index.json")
+    data = gridtrain.Shards(tmp_path / "index.json", cache=cache.folder)
+    with pytest.raises(DataError) as caught:
+        data[0]
+    assert pickle.loads(pickle.dumps(caught.value)).summary == f"{server.url}/plain/b.txt: HTTP 404"
 
 
 def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:

@@ -281,3 +281,55 @@ def test_a_full_disk_is_named_at_once(at: str, number: int, remote: Remote, tmp_
         else:
             cache.open(f"memory://corpus/{shard.url}", shard, convert=fails)
     assert cache.failed_reads == 1 and not list((tmp_path / "cache").glob("*.expanding"))
+
+
+@pytest.mark.parametrize("at", ["copy", "convert"])
+def test_on_a_full_disk_files_that_are_not_in_use_are_removed(
+    at: str, remote: Remote, tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder, (first, second, third) = tmp_path / "cache", read_index(URL).shards
+    cache, remove, files = ShardCache(folder), shard_files._remove, []
+
+    def copy(place: str, part: Path, *_: object) -> None:
+        if at == "copy" and (folder / second.sha256).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part.write_bytes(remote.files.cat(place))
+
+    def convert(file: BinaryIO, rows: BinaryIO) -> None:
+        files.extend([rows.fileno(), os.dup(rows.fileno())])
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), rows.fileno())
+        rows.write(file.read())
+
+    def remove_and_make_room(path: Path) -> bool:
+        is_removed = remove(path)
+        if is_removed and files:
+            os.dup2(files[1], files[0])
+        return is_removed
+
+    monkeypatch.setattr(shard_files, "_remove", remove_and_make_room)
+    with cache.open(f"memory://corpus/{first.url}", first, as_stored=True):  # in use
+        open_at_once(cache, second)
+        place = f"memory://corpus/{third.url}"
+        with cache.open(place, third, convert=convert if at == "convert" else None, copy=copy) as file:
+            assert file.read().count(b"\n") == third.samples
+        assert (folder / first.sha256).exists() and not (folder / second.sha256).exists()
+    assert cache.failed_reads == 0
+    for number in files[1:]:
+        os.close(number)
+
+
+def test_on_a_full_disk_files_that_are_kept_open_are_closed(remote: Remote, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    data = gridtrain.Shards(URL, cache=folder, decode=number_of)
+    data[0]
+    opened = next(iter(data._open.values()))._file
+
+    def copy(place: str, part: Path, limit_bytes: int, meter: Any) -> None:
+        if not opened.closed:  # a removed file that is open still occupies the disk
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        part.write_bytes(remote.files.cat(place))
+
+    data._copy_of = lambda shard: copy  # type: ignore[method-assign]
+    assert data[5] == 5
+    assert data.failed_reads == 0
