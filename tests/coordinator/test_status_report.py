@@ -127,7 +127,16 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         ("training", [figures(3.0, 0.1)], None),
         ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], None),
     ],
-    ids=["slow", "alike", "similar", "noise", "a small part of the step", "not reported yet", "alone", "not training"],
+    ids=[
+        "slow",
+        "alike",
+        "similar",
+        "noise",
+        "a small part of the step",
+        "not reported yet",
+        "alone",
+        "not training",
+    ],
 )
 def test_the_member_for_which_the_others_wait_is_named(
     phase: str, reported: list[dict[str, float]], said: dict[str, str] | None

@@ -493,7 +493,9 @@ def test_a_script_that_failed_waits_for_its_coordinator(
     assert supervise(job, lines.append) == 0
     assert log.read_text() == "xxx" and not [*answers]
     waits = [line.partition(" once the coordinator at tcp://")[0] for line in lines if "waiting for" in line]
-    assert waits == (["restart 1 of 2", "restart 2 of 2"] if is_counted else 2 * ["the script is started again"])
+    assert waits == (
+        ["restart 1 of 2", "restart 2 of 2"] if is_counted else 2 * ["the script is started again"]
+    )
 
 
 def test_an_agent_gives_up_when_its_coordinator_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:

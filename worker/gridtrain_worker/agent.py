@@ -367,7 +367,7 @@ def _run(
             failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
             if has_finished:
                 failure += f'; the run "{entry.run}" has finished'
-            is_away = 0 < job.restarts and not (is_removed or has_finished or _is_answering(entry))
+            is_away = job.restarts > 0 and not (is_removed or has_finished or _is_answering(entry))
             is_counted = not (is_away and code == CoordinatorUnreachable.exit_code)
             is_last = has_finished or (failures == job.restarts and is_counted and not is_removed)
             if not (is_last and console.report_error(failure, code)):
@@ -378,9 +378,7 @@ def _run(
                 return code
             failures += is_counted
             if is_away:
-                _await_coordinator(
-                    job, entry, enforcer, signals, tell, restart=failures if is_counted else 0
-                )
+                _await_coordinator(job, entry, enforcer, signals, tell, restart=failures if is_counted else 0)
                 continue
             pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** (failures - 1))
             tell(f"restart {failures} of {job.restarts} in {pause_s:g} s")

@@ -10,8 +10,8 @@ from typing import Any
 from gridtrain.core.planning.rank_order import format_rate
 
 SLOW = 1.25
-"""A member delays the others if it is busy for at least `SLOW` times the median, and for longer than the median
-by at least `NOTICEABLE_S` and `NOTICEABLE_PART` of a step."""
+"""A member delays the others if it is busy for at least `SLOW` times the median, and if the difference to the
+median is at least `NOTICEABLE_S` and `NOTICEABLE_PART` of a step."""
 
 NOTICEABLE_S = 0.005
 NOTICEABLE_PART = 0.1
