@@ -132,9 +132,10 @@ def build_status(
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard also shows.
 
-    It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the slow member, or
-    None), software, address, now_s (read from the same clock as the events' `at_s`), uptime_s, wall_s and
-    steps_per_s, and adds sent_Bps and received_Bps to each member; these are None while they are unknown.
+    It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the member that is slow
+    or has a slow link, or None), software, address, now_s (read from the same clock as the events' `at_s`),
+    uptime_s, wall_s and steps_per_s, and adds sent_Bps and received_Bps to each member; these are None while
+    they are unknown.
     """
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
     reported = [member["figures"] for member in active if "computing_s" in member["figures"]]
@@ -150,11 +151,13 @@ def build_status(
         }
         for member in snapshot["members"]
     ]
+    has_fixed_batches = snapshot["stages"] == 1 and snapshot["global_batch_size"] is None
+    slow = find_slow_member(active, snapshot["links"], has_fixed_batches=has_fixed_batches)
     return {
         **snapshot,
         "members": members,
         "loss": mean_loss(active),
-        "waited_for": find_slow_member(active) if snapshot["phase"] == "training" else None,
+        "waited_for": slow if snapshot["phase"] == "training" else None,
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),

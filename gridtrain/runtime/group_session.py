@@ -10,6 +10,7 @@ While the training thread waits, it performs tasks for the group (`trainer_tasks
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
+from gridtrain.quantities import format_count
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
@@ -53,6 +55,9 @@ PeersOf = Callable[..., frozenset[int]]
 
 FINISH_TIMEOUT_S = 15.0
 """Maximum time for which a worker that has finished waits for the other members."""
+
+ABSENCE_WARNING_INTERVAL_S = 60.0
+"""Minimum time between two warnings that the group went on without this worker."""
 
 
 class WaitInterrupted(Exception):
@@ -109,6 +114,7 @@ class GroupSession:
         self._submitted: OpenRound | None = None  # the round that `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
+        self._next_absence_warning_s = -math.inf
         self._means = GroupMeans(self.connection, self._await_generation_of)
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
@@ -425,6 +431,8 @@ class GroupSession:
             self.is_turn_done = True
             return None
         assert snapshot.open_round is not None
+        if (missed := snapshot.open_round.step - step) > 0:
+            self._log_absence(step, missed, is_dropped=snapshot.spans != self.turn_spans)
         self._turn = snapshot
         self._means.repeat(snapshot.generation)
         self._loop.step_rounds.begin_attempt()
@@ -444,6 +452,25 @@ class GroupSession:
         if any(isinstance(task, LOAD_TASKS) for task in snapshot.tasks):
             return False
         return snapshot.spans in ((), self.turn_spans)
+
+    def _log_absence(self, step: int, missed: int, *, is_dropped: bool) -> None:
+        """Log, as a warning at most once in `ABSENCE_WARNING_INTERVAL_S`, that the group committed `missed`
+        steps from `step` on without this worker, and what becomes of its batch."""
+        now_s = time.monotonic()
+        is_due = now_s >= self._next_absence_warning_s
+        if is_due:
+            self._next_absence_warning_s = now_s + ABSENCE_WARNING_INTERVAL_S
+        fate = f"; its batch of step {step + 1} "
+        if is_dropped:
+            fate += "came too late and is dropped, and other workers get the samples"
+        else:
+            fate += f"is used in step {step + missed + 1}"
+        log.log(
+            logging.WARNING if is_due else logging.INFO,
+            "the group went on for %s without this worker, whose training loop had stalled%s",
+            format_count(missed, "step"),
+            fate if self.turn_spans else "",  # a worker with a share of 0 has no samples
+        )
 
     def _await_exchange_choice(self) -> None:
         """If the coordinator chooses the exchange, report how long the batch took, and make `begin` wait for

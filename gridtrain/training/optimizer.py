@@ -138,7 +138,8 @@ class GridOptimizer(WrappingOptimizer):
         check_compatible(inner, exchange, clip_norm)
         if wait not in WAITS:
             raise ConfigError(
-                f"wait is {wait!r}; it must be one of {', '.join(WAITS)}", remedy='use wait="all"'
+                f"wait is {wait!r}; it must be one of {', '.join(WAITS)}",
+                remedy='use wait="all" or wait="auto"',
             )
         self._wrap(inner)
         self.model = model

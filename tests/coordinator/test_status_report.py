@@ -72,6 +72,9 @@ def test_addresses_and_nothing_else_are_removed() -> None:
     }
 
 
+NO_LINKS = {"stages": 1, "global_batch_size": 64, "links": []}
+
+
 def figures(computing_s: float, communicating_s: float, waiting_s: float = 0.0) -> dict[str, float]:
     return {
         "computing_s": computing_s,
@@ -101,7 +104,7 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         {"peer": str(n), "name": str(n), "rank": n, "figures": each} for n, each in enumerate(reported)
     ]
     members.append({"peer": "x", "name": "x", "rank": None, "figures": figures(99.0, 0.0)})
-    taken = {"members": members, "step": 7, "phase": "training"}
+    taken = {"members": members, "step": 7, "phase": "training", **NO_LINKS}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     for member, expected in zip(status["members"], shown, strict=False):
         assert expected is None or member["figures"] == expected
@@ -119,11 +122,21 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
         ("training", [figures(3.0, 0.1)] * 3, None),
         ("training", [figures(1.0, 0.1), figures(1.1, 0.1), figures(1.2, 0.1)], None),
         ("training", [{"computing_s": 0.001}, {"computing_s": 0.003}], None),
+        ("training", [figures(0.1, 2.9), figures(0.1, 2.8), figures(0.3, 2.7)], None),
         ("training", [figures(3.0, 0.1), {}], None),
         ("training", [figures(3.0, 0.1)], None),
         ("frozen", [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)], None),
     ],
-    ids=["slow", "alike", "similar", "noise", "not reported yet", "alone", "not training"],
+    ids=[
+        "slow",
+        "alike",
+        "similar",
+        "noise",
+        "a small part of the step",
+        "not reported yet",
+        "alone",
+        "not training",
+    ],
 )
 def test_the_member_for_which_the_others_wait_is_named(
     phase: str, reported: list[dict[str, float]], said: dict[str, str] | None
@@ -131,9 +144,61 @@ def test_the_member_for_which_the_others_wait_is_named(
     members = [
         {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
     ]
-    taken = {"members": members, "step": 7, "phase": phase}
+    taken = {"members": members, "step": 7, "phase": phase, **NO_LINKS}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     assert status["waited_for"] == said
+
+
+FAST_Bps, SLOW_Bps = 12.5e6, 0.6e6
+
+
+@pytest.mark.parametrize(
+    ("slow_links", "said"),
+    [
+        ({(0, 1), (1, 2)}, ("w1", "from w0")),
+        ({(1, 2)}, ("w1", "to w2")),
+        ({(0, 1), (1, 2), (2, 0)}, None),
+        (set(), None),
+    ],
+    ids=["slow line", "slow upload", "all slow", "all fast"],
+)
+@pytest.mark.parametrize("communicating_s", [2.75, 0.25])
+def test_the_member_with_the_slowest_link_is_named_if_a_step_is_mostly_exchange(
+    slow_links: set[tuple[int, int]], said: tuple[str, str] | None, communicating_s: float
+) -> None:
+    """w0 computes for longest, but not for a noticeable part of the step."""
+    reported = [figures(0.3, communicating_s), *[figures(0.25, communicating_s)] * 2]
+    members = [
+        {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
+    ]
+    ring = [(0, 1), (1, 2), (2, 0)]
+    links = [[*pair, None, SLOW_Bps if pair in slow_links else FAST_Bps] for pair in ring]
+    links += [[1, 0, 0.01, None], [1, 7, 0.01, 1.0]]  # no rate; no member with figures
+    taken = {"members": members, "step": 7, "phase": "training", **NO_LINKS, "links": links}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    if said is None or communicating_s < 1.0:
+        assert status["waited_for"] is None
+    else:
+        name, direction = said
+        reason = f"has the slowest link, 4.8 Mbit/s {direction}; the exchange takes 2.75 s of a step"
+        assert status["waited_for"] == {"peer": name[1:], "name": name, "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("stages", "global_batch_size", "is_hinted"), [(1, None, True), (1, 64, False), (2, None, False)]
+)
+def test_a_global_batch_size_is_suggested_where_it_is_not_set(
+    stages: int, global_batch_size: int | None, is_hinted: bool
+) -> None:
+    reported = [figures(0.1, 2.9), figures(0.1, 2.9), figures(3.0, 0.0)]
+    members = [
+        {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
+    ]
+    settings = {"stages": stages, "global_batch_size": global_batch_size, "links": []}
+    taken = {"members": members, "step": 7, "phase": "training", **settings}
+    status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
+    hint = "; if it always is, global_batch_size gives it fewer samples"
+    assert status["waited_for"]["reason"].endswith("the median is 350 ms" + hint * is_hinted)
 
 
 def test_the_loss_is_the_mean_of_the_members_losses_weighted_by_their_shares() -> None:
@@ -149,7 +214,7 @@ def test_the_loss_is_the_mean_of_the_members_losses_weighted_by_their_shares() -
         }
         for at, (rank, share, loss) in enumerate(reported)
     ]
-    taken = {"members": members, "step": 7, "phase": "training"}
+    taken = {"members": members, "step": 7, "phase": "training", **NO_LINKS}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     assert status["loss"] == 2.5
     taken["members"] = members[2:]

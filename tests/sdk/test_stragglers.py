@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import gridtrain
+from gridtrain.core.commit.data_ledger import MAX_LATE_STEPS
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
 from gridtrain.core.messages import ReplicaDigest
 from gridtrain.sdk.local_group import LocalGroup
@@ -25,12 +27,16 @@ DATA = torch.utils.data.TensorDataset(
 )
 STALLED_AT, STEPS_WITHOUT, COMPARE_EVERY = FEWEST_DELAYS + 4, 6, 2
 IN_BUCKETS = gridtrain.Overlap(buckets=4, least=16, adaptive=False)
+ABSENCE = re.compile(
+    r"the group went on for (\d+) steps without this worker, whose training loop had stalled; "
+    r"its batch of (.*)"
+)
 AFTER_A_TRIAL = WARM_UP_STEPS + TRIAL_STEPS + 4
 
 
 @dataclass
 class Stall:
-    """One worker stalls at its batch `STALLED_AT` until the group is `STEPS_WITHOUT` steps further.
+    """One worker stalls at its batch `STALLED_AT` until the group is `wanted` steps further.
 
     Attributes:
         steps_without: the steps that the group has taken when the stall ended.
@@ -39,6 +45,7 @@ class Stall:
         digests: by step, the digests of the workers' states that were compared after it.
     """
 
+    wanted: int = STEPS_WITHOUT
     steps_without: int = -1
     steps_counted: int = -1
     batches: int = 0
@@ -58,7 +65,7 @@ class Stall:
     def stall(self, timeout_s: float) -> None:
         with self._gone_on:
             before = self._step
-            self._gone_on.wait_for(lambda: self._step >= before + STEPS_WITHOUT, timeout_s)
+            self._gone_on.wait_for(lambda: self._step >= before + self.wanted, timeout_s)
             self.steps_without = self._step - before
 
 
@@ -128,6 +135,14 @@ def train(
     return gridtrain.local(one, workers=3)
 
 
+def long_absence(caplog: pytest.LogCaptureFixture, least: int) -> tuple[int, str]:
+    """The number of missed steps that a worker has logged, and what became of its batch; of at least `least`
+    steps, because a loaded machine may delay other workers, too."""
+    logged = [ABSENCE.fullmatch(record.getMessage()) for record in caplog.records]
+    (found,) = [(int(each[1]), each[2]) for each in logged if each is not None and int(each[1]) >= least]
+    return found
+
+
 def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     grid.track(scheduler=scheduler)
@@ -146,9 +161,13 @@ def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
     ],
     ids=["gtopk", "tree", "topk", "dense", "dense int8", "local steps"],
 )
-def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
+def test_the_group_goes_on_without_a_stalled_loop(exchange: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gridtrain")  # a loaded machine may have delayed this worker before
     stall = Stall()
     results = train(stall, exchange)
+    missed, fate = long_absence(caplog, STEPS_WITHOUT - 1)
+    first, used = map(int, re.findall(r"\d+", fate))
+    assert fate == f"step {first} is used in step {used}" and used == first + missed
     assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
     assert stall.steps_counted == 0, "its model does not contain them yet"
     assert len(set(results)) == 1, "models, learning rates and ledgers are equal"
@@ -191,6 +210,17 @@ def test_the_group_waits_where_it_needs_the_loop(overlap: gridtrain.Overlap, opt
     assert stall.steps_without <= 1 and len(set(results)) == 1
 
 
+def test_a_worker_whose_batch_came_too_late_says_that_it_was_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "gridtrain")
+    stall = Stall(wanted=MAX_LATE_STEPS + 2)
+    results = train(stall, gridtrain.Dense())
+    assert len(set(results)) == 1 and results[0][2] == len(DATA), "every sample counts once"
+    _, fate = long_absence(caplog, MAX_LATE_STEPS)
+    assert fate.endswith("came too late and is dropped, and other workers get the samples")
+
+
 def test_a_tracked_scheduler_is_repeated_for_missed_steps() -> None:
     stall = Stall()
     results = train(stall, gridtrain.GTopK(density=0.1), schedule=exponential)
@@ -220,7 +250,10 @@ def test_the_group_waits_for_a_loop_that_cannot_be_left_out(wait: str, schedule:
 
 
 def test_an_unknown_wait_is_refused() -> None:
-    with pytest.raises(gridtrain.ConfigError, match="wait is 'never'; it must be one of all, auto"):
+    with pytest.raises(
+        gridtrain.ConfigError,
+        match='wait is \'never\'; it must be one of all, auto -> use wait="all" or wait="auto"',
+    ):
         train(Stall(), gridtrain.Dense(), wait="never")
 
 

@@ -6,6 +6,7 @@ holds it open.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -237,13 +238,18 @@ def test_a_missing_coordinator_is_reported(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_worker_that_waits_for_its_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("restarts", "wait_s"), [(0, "1.5"), (1, "1.75")])
+def test_a_worker_that_waits_for_its_coordinator_says_so(
+    monkeypatch: pytest.MonkeyPatch, restarts: int, wait_s: str
+) -> None:
     assert enrollment.SILENT_S < 2.0
     monkeypatch.setattr(enrollment, "SILENT_S", 0.05)
     told: list[str] = []
     with pytest.raises(CoordinatorUnreachable):
-        supervise(Job(python("pass"), NO_COORDINATOR, connect_s=1.5), told.append)
-    assert told == ["waiting up to 1.5 s for the coordinator at tcp://127.0.0.1:1, which has not answered"]
+        job = Job(python("pass"), NO_COORDINATOR, restarts=restarts, connect_s=1.5, paused_s=1.75)
+        supervise(job, told.append)
+    waits = f"waiting up to {wait_s} s for the coordinator at tcp://127.0.0.1:1, which has not answered"
+    assert told == [waits]
 
 
 def test_an_invitation_to_another_run_is_refused(invitation: Invitation) -> None:
@@ -443,17 +449,71 @@ def test_a_finished_run_is_no_reason_to_suggest_restarts(
     assert "--restarts" not in said[-1]
 
 
-@pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
-def test_the_pause_grows_only_with_early_failures(
-    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]
+COMMITS_AND_FAILS = """
+import json, os, pathlib, sys
+log = pathlib.Path({path!r})
+starts = len(log.read_text()) if log.exists() else 0
+log.write_text("x" * (starts + 1))
+if starts < {commits}:
+    given = dict(step=5, steps=5, samples=20, run_samples=80, sent_bytes=5, received_bytes=7, world_size=1)
+    pathlib.Path(os.environ["GRIDTRAIN_CONTRIBUTION"]).write_text(json.dumps(given))
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("commits", "restarts"),
+    [
+        (0, ["1 of 3 in 0.01 s", "2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
+        (3, ["1 of 3 in 0.01 s"] * 3 + ["2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
+    ],
+)
+def test_failures_in_a_row_are_counted_and_a_committed_step_ends_the_row(
+    invitation: Invitation, tmp_path: Path, commits: int, restarts: list[str]
 ) -> None:
-    """A worker that is killed once an hour must not wait twice as long each time."""
-    monkeypatch.setattr(agent_module, "BACKOFF_RESET_S", sound_s)
+    """A worker that is killed once an hour is always started again, and need not wait twice as long each
+    time."""
+    code = COMMITS_AND_FAILS.format(path=str(tmp_path / "starts"), commits=commits)
     lines: list[str] = []
-    job = Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01)
-    assert supervise(job, lines.append) == 5
-    shown = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
-    assert shown == [f"{pause_s:g} s" for pause_s in pauses]
+    assert supervise(Job(python(code), invitation, restarts=3, backoff_s=0.01), lines.append) == 5
+    shown = [line.removeprefix("restart ") for line in lines if line.startswith("restart ")]
+    assert shown == restarts
+
+
+@pytest.mark.parametrize(("code", "is_counted"), [(3, False), (5, True)])
+def test_a_script_that_failed_waits_for_its_coordinator(
+    invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_counted: bool
+) -> None:
+    """It ends twice while the coordinator does not answer; with code 3, that is not its failure."""
+    answers = iter([False, False, True, False, True])
+    monkeypatch.setattr(agent_module, "_is_answering", lambda entry: next(answers))
+    log, lines = tmp_path / "starts", list[str]()
+    script = FAILS_TWICE.format(path=str(log)).replace("else 5", f"else {code}")
+    job = Job(python(script), invitation, restarts=2 if is_counted else 1, backoff_s=0.01)
+    assert supervise(job, lines.append) == 0
+    assert log.read_text() == "xxx" and not [*answers]
+    waits = [line.partition(" once the coordinator at tcp://")[0] for line in lines if "waiting for" in line]
+    assert waits == (
+        ["restart 1 of 2", "restart 2 of 2"] if is_counted else 2 * ["the script is started again"]
+    )
+
+
+def test_an_agent_gives_up_when_its_coordinator_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(agent_module, "_clock", itertools.count(step=20).__next__)
+    lines: list[str] = []
+    with LiveCoordinator() as coordinator:
+
+        def record(line: str) -> None:
+            lines.append(line)
+            if "is joining the run" in line:
+                coordinator.__exit__()
+
+        script, invitation = python("raise SystemExit(3)"), coordinator.invitation()
+        job = Job(script, invitation, restarts=9, backoff_s=0.01, paused_s=WITHIN_S)
+        with pytest.raises(CoordinatorUnreachable, match=r"has not answered for 60 s -> ask the run's owner"):
+            supervise(job, record)
+    assert sum("waiting for it until" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("answers, is_removed", [([False, True], False), ([False] * 9, True)])

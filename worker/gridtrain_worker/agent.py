@@ -35,17 +35,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import AddressTaken, BudgetSpent, ConfigError, GridtrainError, JoinRefused
+from gridtrain.errors import (
+    AddressTaken,
+    BudgetSpent,
+    ConfigError,
+    CoordinatorUnreachable,
+    GridtrainError,
+    JoinRefused,
+)
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.quantities import format_age
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
 from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
 from gridtrain.tools.options import PROGRAMS
@@ -91,8 +100,6 @@ it may be caused by anyone on the network path, or by a coordinator that is rest
 ACCESS_RETRY_S = 0.5
 
 MAX_BACKOFF_S = 30.0
-BACKOFF_RESET_S = 10.0
-"""If the script ran for at least this long, the pause before its restart is reset to `Job.backoff_s`."""
 
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
@@ -115,14 +122,16 @@ class Job:
         settings: settings for the script, by name: fields of `gridtrain.config.JoinConfig`, "data_dir" and
             "cache_limit".
         unencrypted: whether to join a run without encryption.
-        restarts: the maximum number of times that a failed script is restarted.
+        restarts: the maximum number of times in a row that a failed script is restarted.  The count begins
+            anew once the script has committed a step.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
         grace_s: the time between a signal and SIGKILL, during which the script can leave the run.
-        backoff_s: the pause before the first restart; it doubles with each further failure within
-            `BACKOFF_RESET_S`, up to `MAX_BACKOFF_S`.
-        connect_s: how long to wait for the coordinator.
+        backoff_s: the pause before the first restart; it doubles with each further failure in a row, up to
+            `MAX_BACKOFF_S`.
+        connect_s: how long to wait for the coordinator if there are no restarts.
+        paused_s: how long to wait for the coordinator if there are restarts.
 
     Raises:
         ConfigError: a limit or a rule is malformed.
@@ -143,6 +152,7 @@ class Job:
     grace_s: float = 20.0
     backoff_s: float = 1.0
     connect_s: float = Deadlines().connect_s
+    paused_s: float = Deadlines().paused_s
 
     def __post_init__(self) -> None:
         for name in ("upload_limit", "download_limit", "donate_limit"):
@@ -194,7 +204,8 @@ def supervise(
         show: shows the job and its bundle during a dry run.
 
     Raises:
-        CoordinatorUnreachable: the coordinator does not answer.
+        CoordinatorUnreachable: the coordinator does not answer within `Job.connect_s`, or within
+            `Job.paused_s` if there are restarts.
         JoinRefused: the coordinator refuses this worker, or removes it while the script is running.
         ConfigError: the program does not exist, a package or the data set is missing, a key file cannot be
             used, a rule cannot be enforced, or the final model cannot be written.
@@ -206,7 +217,8 @@ def supervise(
     """
     if not job.dry_run:
         check_machine(job)
-    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted, tell=tell)
+    wait_s = job.paused_s if job.restarts and not job.dry_run else job.connect_s
+    enrolled = enroll(job.invitation, wait_s, unencrypted=job.unencrypted, tell=tell)
     with enrolled as entry, contextlib.ExitStack() as stack:
         check_joinable(entry)
         public = Identity.read(entry.identity).public
@@ -318,10 +330,11 @@ def _run(
     """Run the script until it succeeds or is stopped, or no restart is left; return this process's exit code.
 
     Raises:
+        CoordinatorUnreachable: the coordinator has not answered for `Job.paused_s` since the script failed.
         JoinRefused: the coordinator has removed this worker.
     """
     with SignalWatcher() as signals:
-        in_a_row = failures = 0
+        failures = 0  # in a row
         while _await_permission(enforcer, signals, stats):
             started_s = time.monotonic()
             rules = enforcer.rules  # so that the current rate limits apply from the script's first byte
@@ -329,7 +342,8 @@ def _run(
             capped = replace(job, settings={**job.settings, **limits})
             variables = capped.environment(entry, enforcer.path, stats.path)
             code = _run_once(job, variables, signals, enforcer, console, stats)
-            stats.script_ended()
+            if stats.script_ended():
+                failures = 0
             if signals.first:
                 stats.finish()  # before the message, so that the reason for stopping is the last line
                 tell(f"{job.name} stopped by {_signal_name(signals.first)}")
@@ -353,16 +367,20 @@ def _run(
             failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
             if has_finished:
                 failure += f'; the run "{entry.run}" has finished'
-            is_last = has_finished or (failures == job.restarts and not is_removed)
+            is_away = job.restarts > 0 and not (is_removed or has_finished or _is_answering(entry))
+            is_counted = not (is_away and code == CoordinatorUnreachable.exit_code)
+            is_last = has_finished or (failures == job.restarts and is_counted and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
             if is_removed:
                 raise revoked_error(job.invitation, Identity.read(entry.identity))
-            in_a_row = 0 if ran_s >= BACKOFF_RESET_S else in_a_row + 1
             if is_last:
                 return code
-            failures += 1
-            pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
+            failures += is_counted
+            if is_away:
+                _await_coordinator(job, entry, enforcer, signals, tell, restart=failures if is_counted else 0)
+                continue
+            pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** (failures - 1))
             tell(f"restart {failures} of {job.restarts} in {pause_s:g} s")
             if signals.wait(pause_s):
                 return 128 + signals.first
@@ -388,6 +406,46 @@ def _is_finished(entry: Enrollment) -> bool | None:
     with contextlib.suppress(GridtrainError), entry.connect() as client:
         return bool(client.status(ANSWER_S).get("finished"))
     return None
+
+
+def _is_answering(entry: Enrollment) -> bool:
+    """Return whether the coordinator answers, even if only with a refusal."""
+    try:
+        with entry.connect() as client:
+            client.status(ANSWER_S)
+    except CoordinatorUnreachable:
+        return False
+    except GridtrainError:  # the script, which is started next, reports it
+        pass
+    return True
+
+
+def _await_coordinator(
+    job: Job, entry: Enrollment, enforcer: PolicyEnforcer, signals: SignalWatcher, tell: Tell, *, restart: int
+) -> None:
+    """Wait until the coordinator answers, or this worker is stopped.
+
+    A script would end after `Deadlines.connect_s`, and load its libraries and its model each time.
+
+    Args:
+        restart: the number of the restart that follows; 0 if it does not count.
+
+    Raises:
+        CoordinatorUnreachable: the coordinator has not answered for `Job.paused_s`.
+    """
+    pause_s, until_s = job.backoff_s, _clock() + job.paused_s
+    what = f"restart {restart} of {job.restarts}" if restart else "the script is started again"
+    until = datetime.now() + timedelta(seconds=job.paused_s)  # local time, as in the rule "hours"
+    tell(f"{what} once the coordinator at {entry.coordinator} answers; waiting for it until {until:%H:%M}")
+    while not _is_answering(entry):
+        if _clock() >= until_s:
+            raise CoordinatorUnreachable(
+                f"the coordinator at {entry.coordinator} has not answered for {format_age(job.paused_s)}",
+                remedy="ask the run's owner whether the run continues, and start this worker again",
+            )
+        if enforcer.is_stopping or signals.wait(pause_s):
+            return
+        pause_s = min(MAX_BACKOFF_S, 2 * pause_s)
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:

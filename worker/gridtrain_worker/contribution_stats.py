@@ -59,12 +59,16 @@ class ContributionStats:
         if shown.steps:
             self._console.show_progress(shown, now_s, untrained)
 
-    def script_ended(self) -> None:
-        """Add the script's last figures to those of earlier scripts; the next script counts from 0."""
+    def script_ended(self) -> bool:
+        """Add the script's last figures to those of earlier scripts; the next script counts from 0.
+
+        Returns whether the script has committed a step.
+        """
         found = Contribution.read(self.path) or self._current
         self.path.unlink(missing_ok=True)
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
         self._current = None
+        return found is not None and found.steps > 0
 
     def finish(self) -> None:
         """Show the contributions since the agent started, if any, and store the total; do so only once."""

@@ -11,10 +11,13 @@ One member's report about another is never by itself sufficient to dismiss eithe
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from dataclasses import replace
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
+from gridtrain.quantities import shorten
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -24,6 +27,7 @@ from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WI
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
+MAX_REASON_BYTES = 512  # as in messages
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_REMOVING_NEWEST = 3, 6
 
 
@@ -108,6 +112,7 @@ class Complaints:
             or run.view is None
         ):
             return []
+        stalled = replace(stalled, reason=_with_names(stalled.reason, run))
         # The generation's first step identifies the stall, because no reporter can choose it.
         step, reason = run.view.applied + 2, stalled.reason
         times = self._stalled_step.record(step, stalled, worker.peer)
@@ -149,6 +154,21 @@ class Complaints:
         """
         are_members = {peer, message.peer} <= self._run.members and peer != message.peer
         return [RecordViolation(message.peer, message.reason, accuser=peer)] if are_members else []
+
+
+def _with_names(reason: str, run: RunState) -> str:
+    """Return a member's text with the names of members instead of their ranks and the beginnings of their
+    keys."""
+    order = run.member_order
+    peers = {f"rank {rank}": peer for rank, peer in enumerate(order)} | {
+        peer.hex()[:8]: peer for peer in order
+    }
+    named = re.sub(
+        r"\b(rank \d{1,5}|[0-9a-f]{8})\b",
+        lambda found: run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0],
+        reason,
+    )
+    return shorten(named, MAX_REASON_BYTES)
 
 
 class StalledStep:

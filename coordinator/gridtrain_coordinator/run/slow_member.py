@@ -3,41 +3,102 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from gridtrain.core.planning.rank_order import format_rate
+
 SLOW = 1.25
-"""A member delays the others if it is busy for at least `SLOW` times the median, and for at least
-`NOTICEABLE_S` longer than the median."""
+"""A member delays the others if it is busy for at least `SLOW` times the median, and if the difference to the
+median is at least `NOTICEABLE_S` and `NOTICEABLE_PART` of a step."""
 
 NOTICEABLE_S = 0.005
+NOTICEABLE_PART = 0.1
+
+EXCHANGE_PART = 0.5
+"""A link delays the members if the exchange takes at least this part of a step, and the rate of the fastest
+link is at least `SLOW_LINK` times its rate: measured rates of equal links differ."""
+
+SLOW_LINK = 2.0
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
+SHARED_METRICS = ("communicating_s", "waiting_s")
+
+BATCH_HINT = "if it always is, global_batch_size gives it fewer samples"
 
 
 def busy_s(figures: Mapping[str, float]) -> float:
     """Return the seconds that a worker spent on its own work in its latest step; 0.0 if infinite or NaN."""
-    seconds = sum(figures.get(name, 0.0) for name in BUSY_METRICS)
-    return seconds if math.isfinite(seconds) else 0.0
+    return _sum(figures, BUSY_METRICS)
 
 
-def find_slow_member(members: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
-    """Return the peer and the name of the member for which the others wait, and the reason.
+def find_slow_member(
+    members: Iterable[Mapping[str, Any]],
+    links: Iterable[Sequence[Any]] = (),
+    *,
+    has_fixed_batches: bool = False,
+) -> dict[str, str] | None:
+    """Return the peer and the name of the member for which the others wait, and the reason: it is busy for
+    long, or it has the slowest link.
 
     Returns None if no member stands out.
 
     Args:
         members: the active members, as in the status.
+        links: (rank, other rank, round trip in s, bytes per second or None) for each measured link.
+        has_fixed_batches: whether the script sets the number of samples of each member.
     """
     known = [(busy_s(member["figures"]), member) for member in members if "computing_s" in member["figures"]]
     if len(known) < 2:
         return None
+    figures = [member["figures"] for _, member in known]
     usual_s = median(seconds for seconds, _ in known)
+    step_s = median(_sum(each, BUSY_METRICS + SHARED_METRICS) for each in figures)
     slowest_s, slowest = max(known, key=lambda each: each[0])
-    if slowest_s < SLOW * usual_s or slowest_s - usual_s < NOTICEABLE_S:
+    noticeable_s = max(NOTICEABLE_S, NOTICEABLE_PART * step_s)
+    if slowest_s >= SLOW * usual_s and slowest_s - usual_s >= noticeable_s:
+        hint = f"; {BATCH_HINT}" if has_fixed_batches else ""
+        reason = f"is busy for {_seconds(slowest_s)} per step; the median is {_seconds(usual_s)}{hint}"
+        return {"peer": slowest["peer"], "name": slowest["name"], "reason": reason}
+    exchange_s = min(_sum(each, SHARED_METRICS[:1]) for each in figures)  # without waiting for a busy member
+    if exchange_s < EXCHANGE_PART * step_s or exchange_s < NOTICEABLE_S:
         return None
-    reason = f"is busy for {_seconds(slowest_s)} per step; the median is {_seconds(usual_s)}"
-    return {"peer": slowest["peer"], "name": slowest["name"], "reason": reason}
+    return _find_slow_link({member["rank"]: member for _, member in known}, links, exchange_s)
+
+
+def _find_slow_link(
+    members: Mapping[int, Mapping[str, Any]], links: Iterable[Sequence[Any]], exchange_s: float
+) -> dict[str, str] | None:
+    """Return the member with the slowest link, and the reason; None if no link is much slower than others.
+
+    Of the two ends of the link, it is the one whose fastest link is slower, or else the sender.
+
+    Args:
+        members: the members by rank.
+        links: as in `find_slow_member`.
+        exchange_s: how long the exchange of a step takes, in seconds.
+    """
+    known = ((src, dst, rate_Bps) for src, dst, _, rate_Bps in links if {src, dst} <= members.keys())
+    rates = {(src, dst): rate_Bps for src, dst, rate_Bps in known if rate_Bps}
+    if not rates or max(rates.values()) < SLOW_LINK * min(rates.values()):
+        return None
+    src, dst = min(rates, key=lambda pair: rates[pair])
+    slow, other = min(
+        ((src, dst), (dst, src)),
+        key=lambda ends: max(rate_Bps for pair, rate_Bps in rates.items() if ends[0] in pair),
+    )
+    direction = f"{'to' if slow == src else 'from'} {members[other]['name']}"
+    reason = (
+        f"has the slowest link, {format_rate(rates[src, dst])} {direction}; the exchange takes "
+        f"{_seconds(exchange_s)} of a step"
+    )
+    return {"peer": members[slow]["peer"], "name": members[slow]["name"], "reason": reason}
+
+
+def _sum(figures: Mapping[str, float], names: Iterable[str]) -> float:
+    """Return the sum of these metrics in seconds; 0.0 if it is infinite or NaN."""
+    seconds = sum(figures.get(name, 0.0) for name in names)
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def _seconds(seconds: float) -> str:

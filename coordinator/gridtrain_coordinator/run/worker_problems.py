@@ -19,7 +19,8 @@ from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
 """The shortest time between two events about steps that one worker made the group skip; likewise for steps
-that the group took without it, and for its lone calls to `grid.mean`."""
+that the group took without it, except for the event that it takes part again, and for its lone calls to
+`grid.mean`."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
@@ -42,6 +43,7 @@ MAX_CAUSES_SHOWN = 3
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
+BACK_REASON = f"{MISSED_REASON}, and it takes part again"
 LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names the workers that do not call it"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
@@ -163,21 +165,36 @@ class StepCounter:
     _grew_s: float = -math.inf
     _announced: int | None = None
     _event_s: float = -math.inf
+    _row_start: int | None = None  # the value before a row of steps that was announced, until its end
 
     def update(self, total: int, step: int, now_s: float) -> int:
         """Set the value; return the number of steps that an event should announce now, or 0 for no event."""
         if self._announced is None:
             self.total = self._announced = total
         if total < self.total:  # another process with the worker's key
-            self._announced = 0
+            self._announced, self._row_start = 0, None
         if total > self.total:
             self.latest_step, self._grew_s = step, now_s
         self.total = total
         new = total - self._announced
         if new <= 0 or now_s < self._event_s + SKIP_EVENT_INTERVAL_S:
             return 0
+        self._row_start = self._announced if self._row_start is None else self._row_start
         self._announced, self._event_s = total, now_s
         return new
+
+    def end_row(self, step: int) -> int:
+        """Return the number of steps in a row that has ended, of which an event announced the beginning only;
+        0 if there is none.
+
+        Args:
+            step: the worker's step.
+        """
+        if self._row_start is None or step <= self.latest_step:
+            return 0
+        count = self.total - self._row_start if self.total > (self._announced or 0) else 0
+        self._announced, self._row_start = self.total, None
+        return count
 
     def is_shown(self, now_s: float) -> bool:
         """Return whether the counter has grown within `SKIPS_SHOWN_S`."""
@@ -245,13 +262,14 @@ class WorkerProblems:
         """
         skipped = self._skips.update(_count(figures, m.OWN_SKIPPED_STEPS), step, now_s)
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)
+        is_back = not missed and (missed := self._missed.end_row(step)) > 0
         events = []
         if skipped:
             step, reason = self._skips.latest_step, OWN_SKIP_REASON
             fields = {"name": name, "step": step, "skipped": skipped, "reason": reason}
             events.append(LogEvent("warning", "step_skipped", fields))
         if missed:
-            step, reason = self._missed.latest_step, MISSED_REASON
+            step, reason = self._missed.latest_step, BACK_REASON if is_back else MISSED_REASON
             fields = {"name": name, "step": step, "missed": missed, "reason": reason}
             events.append(LogEvent("info", "step_missed", fields))
         if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):

@@ -346,7 +346,7 @@ WORKER: tuple[Option, ...] = (
         choices=WAITS,
     ),
     Option("base", TEXT, '"any": frozen values may differ.', unset_value=_JOIN["base"], choices=BASES),
-    Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
+    Option("restarts", COUNT, "Consecutive restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
     _LOG_FORMAT,
     Option(

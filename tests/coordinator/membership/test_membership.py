@@ -350,6 +350,31 @@ def test_a_suspect_without_progress_is_removed() -> None:
     assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (f"no connection to {B.hex()[:8]}, {bytes(32).hex()[:8]}", "no connection to b, 00000000"),
+        ("rank 0 voted NO: connection to rank 1 broke", "a voted NO: connection to b broke"),
+        ("rank 3, rank 99999999 and {0} %s \\1", "rank 3, rank 99999999 and {0} %s \\1"),
+    ],
+)
+def test_the_reason_of_a_stall_names_members(said: str, shown: str) -> None:
+    run = Run(A, B, C)
+    run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (B,), 0.0, said))
+    events = run.core.snapshot(run.now_s)["events"]
+    logged = [event["reason"] for event in events if event["event"] == "stalled"]
+    assert logged == [shown]
+    assert {freeze.reason for freeze in sent(run.effects, m.Freeze)} == {f"a reports a stall: {shown}"}
+
+
+def test_the_reason_of_a_stall_is_cut_if_names_make_it_too_long() -> None:
+    run = Run(A, B, C)
+    run.core.run.workers[B].name = "b" * 64
+    run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (B,), 0.0, "rank 1 " * 73))
+    assert len(run.core.snapshot(run.now_s)["events"][-1]["reason"]) <= 512 + len("a reports a stall: ")
+    assert all(encode(freeze) for freeze in sent(run.effects, m.Freeze))
+
+
 def test_a_member_that_delays_one_step_three_times_is_removed_although_it_progresses() -> None:
     run = Run(A, B)
     for attempt, dismissed in ((1, False), (2, False), (3, True)):
