@@ -122,8 +122,8 @@ class Job:
         settings: settings for the script, by name: fields of `gridtrain.config.JoinConfig`, "data_dir" and
             "cache_limit".
         unencrypted: whether to join a run without encryption.
-        restarts: the maximum number of times in a row that a failed script is restarted.  The count begins
-            anew once the script has committed a step.
+        restarts: the maximum number of times in a row that a failed script is restarted.  The count starts
+            again at 0 once the script has committed a step.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
