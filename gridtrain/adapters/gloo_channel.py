@@ -41,7 +41,7 @@ class GlooChannel:
         """Start sending a message with a head of at most `HEAD - 1` numbers; `wait_sent` waits until it has
         been sent."""
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
-        self._send_tensor(torch.tensor(numbers, dtype=torch.int64), to_rank)
+        self._send_tensor(torch.tensor(numbers, dtype=torch.int64, device="cpu"), to_rank)
         if len(payload):
             self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
@@ -57,7 +57,7 @@ class GlooChannel:
             RemoteProtocolError: the payload is larger than `most_bytes`; nothing was allocated for it.
             RuntimeError: the connection to the process broke, or the timeout has passed.
         """
-        numbers_H = torch.empty(HEAD, dtype=torch.int64)
+        numbers_H = torch.empty(HEAD, dtype=torch.int64, device="cpu")
         self._receive_tensor(numbers_H, from_rank, timeout_s)
         payload_bytes, *head = numbers_H.tolist()
         if not 0 <= payload_bytes <= most_bytes:
@@ -68,7 +68,7 @@ class GlooChannel:
             )
         if not payload_bytes:
             return head, b""
-        data_B = torch.empty(payload_bytes, dtype=torch.uint8)
+        data_B = torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
         self._receive_tensor(data_B, from_rank, timeout_s)
         return head, data_B.numpy().tobytes()
 

@@ -242,7 +242,8 @@ def _is_selection_correct(device: torch.device, weight: float, momentum: float) 
     n, k = 3 * _BLOCK + 17, 200
     one, other = CudaSelection(), TensorSelection()
     for _ in range(3):  # without a threshold, then with one
-        residual_N, gradient_N, u_N = torch.randn(3, n, generator=generator).to(device).unbind()
+        drawn_3N = torch.randn(3, n, generator=generator, dtype=torch.float32, device="cpu")
+        residual_N, gradient_N, u_N = drawn_3N.to(device).unbind()
         results = []
         for selection in (one, other):
             acc_N, new_u_N = torch.empty_like(residual_N), torch.empty_like(u_N)

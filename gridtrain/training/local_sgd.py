@@ -366,7 +366,7 @@ def _part_of(update: npt.NDArray[np.float32] | SparseVector, part: slice, device
     """Return a dense copy of a part of an update."""
     if not isinstance(update, SparseVector):
         return torch.from_numpy(update[part]).to(device, copy=True)
-    step_B = torch.zeros(part.stop - part.start, device=device)
+    step_B = torch.zeros(part.stop - part.start, dtype=torch.float32, device=device)
     return step_B.index_add_(0, *_entries_of(update, part, device))
 
 
