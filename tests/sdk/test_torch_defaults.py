@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from training_loop import digest
 
 import gridtrain
+from gridtrain.training.data.fetch_meter import FetchMeter
 
 EXCHANGES = {
     "dense": gridtrain.Dense(),
@@ -49,7 +50,9 @@ def train(grid: gridtrain.Grid, exchange: Any, default_device: str | None) -> tu
     data = list(torch.randn(32, 4, generator=generator, dtype=torch.float32))
     model = model_of()
     with nullcontext() if default_device is None else torch.device(default_device):
-        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=exchange)
+        assert FetchMeter().fetched_bytes == 0, "as `grid` makes one, too, where `join` is called"
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=2)
         for batch in grid.batches(data, batch_size=4, steps=6, collate_fn=lambda rows: torch.stack(rows)):
             loss: Tensor = model(batch).square().mean()
             grid.mean(loss.item())
