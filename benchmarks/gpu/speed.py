@@ -66,7 +66,8 @@ def selection(setting: Setting, store: Store) -> None:
 def sizes(setting: Setting) -> list[int]:
     if setting.small:
         return [4096, 20_000]
-    free_bytes, _ = torch.cuda.mem_get_info(setting.device)
+    with torch.cuda.device(setting.device):  # in torch 2.4, `mem_get_info` refuses "cuda"
+        free_bytes, _ = torch.cuda.mem_get_info()
     return sorted({min(n, free_bytes // CASE_BYTES) for n in SIZES})
 
 

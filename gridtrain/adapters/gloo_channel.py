@@ -99,12 +99,12 @@ class GlooChannel:
                 dist.destroy_process_group(group)
 
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
-        work = dist.isend(tensor, group=self.group, group_dst=to_rank)
+        work = dist.isend(tensor, dist.get_global_rank(self.group, to_rank), self.group)
         assert work is not None  # this process is in the group
         self._in_flight.append((work, tensor))
 
     def _receive_tensor(self, tensor: Tensor, from_rank: int, timeout_s: float | None) -> None:
-        work = dist.irecv(tensor, group=self.group, group_src=from_rank)
+        work = dist.irecv(tensor, dist.get_global_rank(self.group, from_rank), self.group)
         assert work is not None  # this process is in the group
         _wait(work, timeout_s)
 

@@ -148,16 +148,19 @@ def test_chunks_and_decay(alone):
 def test_the_default_device_and_dtype_are_not_those_of_messages_and_residuals(alone, monkeypatch):
     sent = []
 
-    def keep(tensor, **place):
+    def keep(tensor, dst, group=None, tag=0):  # as in torch 2.4
+        assert dst == 5 and group is state._channel.group
         sent.append(tensor)
         return SimpleNamespace(wait=lambda: None)
 
-    def take(tensor, **place):
+    def take(tensor, src=None, group=None, tag=0):
+        assert src == 5 and group is state._channel.group
         tensor.copy_(sent.pop(0))
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "isend", keep)
     monkeypatch.setattr(dist, "irecv", take)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank + 5)
     layer = nn.Linear(2, 1, bias=False)
     torch.set_default_dtype(torch.bfloat16)
     try:

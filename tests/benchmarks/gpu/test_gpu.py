@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ def test_a_length_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPa
         speed.selection(SMALL, found.__setitem__)
     assert found["blocks"][1] == {"n": 20_000, "error": "CUDA out of memory."}
     assert "n = 20000: CUDA out of memory." in list(report.of_figure("blocks", found["blocks"], "cpu"))
+
+
+def test_lengths_depend_on_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * 2_000_000, 1 << 40))  # takes no "cuda"
+    assert speed.sizes(Setting("cuda")) == [1_000_000, 2_000_000] and current == ["cuda"]
 
 
 def test_sampled_selection_sends_about_k_entries_and_stores_the_others() -> None:
