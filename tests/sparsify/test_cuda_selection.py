@@ -24,10 +24,14 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = HAS_TRITON and torch.cuda.is_available()
 
-pytestmark = [pytest.mark.gpu] if ON_CUDA else []  # elsewhere interpreted
-needs_kernels = pytest.mark.skipif(
-    not (INTERPRETED or ON_CUDA), reason="no Triton with a CUDA device, and it does not interpret here"
-)
+
+def needs_kernels(test):
+    """Mark a test that runs the kernels: on a CUDA device, elsewhere interpreted."""
+    if ON_CUDA and not INTERPRETED:
+        return pytest.mark.gpu(test)
+    return pytest.mark.skipif(
+        not INTERPRETED, reason="no Triton with a CUDA device, and it does not interpret here"
+    )(test)
 
 
 @pytest.fixture
