@@ -90,16 +90,15 @@ def test_what_was_compared_before_the_time_ended_is_stored(monkeypatch: pytest.M
 
 @pytest.mark.integration
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed, so that no test is marked")
-def test_only_tests_that_use_the_gpu_are_run_there(tmp_path: Path) -> None:
+def test_only_tests_that_use_the_gpu_are_run_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernels of other GPUs are compiled without one."""
     (tmp_path / "gpu_present.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_present", "-m", "gpu"]
     file = exact.ROOT / "tests" / "sparsify" / "test_cuda_selection.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = subprocess.run(
         [*argv, "--collect-only", str(file)],
         cwd=exact.ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
