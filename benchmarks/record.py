@@ -16,8 +16,8 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def machine() -> dict[str, Any]:
-    """Describe the kind of machine, without names."""
+def machine(device: str = "cuda") -> dict[str, Any]:
+    """Describe the kind of machine, without names, and its GPU, if `device` is one."""
     info = {
         "cores": len(os.sched_getaffinity(0)),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
         "congestion": _read(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
         "python": platform.python_version(),
-        "gpu": _gpu(),
+        "gpu": _gpu(device),
         **{name: _version(name) for name in ("torch", "triton", "numpy")},
     }
     return {name: value for name, value in info.items() if value}
@@ -36,12 +36,13 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _gpu() -> str:
+def _gpu(device: str) -> str:
     try:
         import torch
     except ImportError:
         return ""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    is_gpu = device.startswith("cuda") and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if is_gpu else ""
 
 
 def _version(package: str) -> str:

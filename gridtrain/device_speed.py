@@ -19,12 +19,11 @@ def device_flops(device: torch.device) -> float:
     n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     least_s, ends_s = math.inf, time.perf_counter() + MEASURE_DURATION_S
     with torch.no_grad():
-        a = torch.ones(n, n, device=device)
+        a = torch.ones(n, n, dtype=torch.float32, device=device)
         (a @ a).sum().item()
         while (began_s := time.perf_counter()) < ends_s or least_s == math.inf:
             product = a @ a
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize()
+            product[0, 0].item()  # waits for this device, which need not be the current one
             # The fastest product counts: other processes, often started at the same time, delay most of them.
             least_s = min(least_s, time.perf_counter() - began_s)
         del product

@@ -83,7 +83,7 @@ def child(function: str, setting: Setting, into: Path) -> int:
         replace(into, json.dumps(outcome))
 
     try:
-        outcome["machine"] = machine()
+        outcome["machine"] = machine(setting.device)
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(setting, store)
     except Exception as error:

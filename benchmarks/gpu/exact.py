@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -57,14 +58,17 @@ def bits(setting: Setting, store: Store) -> None:
     """Compare payloads, residuals and momentum with the CPU's.  Raises `RuntimeError` if any bit differs."""
     device = torch.device(setting.device)
     ways, problem = selections(device)
-    compared, differing = 0, []
+    figures: dict[str, Any] = {"ways": list(ways), "compared": 0, "differing": [], "problem": problem}
+    differing: list[str] = figures["differing"]
     for way, kind, momentum, values, n in cases(setting, list(ways)):
-        compared += 1
         if not agree(device, ways[way], kind, momentum, values, n, chunk=CHUNK if way == "chunks" else 0):
             differing.append(f"{way}, {kind.name}, momentum {momentum}, {values}, n = {n}")
-    store("bits", {"ways": list(ways), "compared": compared, "differing": differing, "problem": problem})
+        figures["compared"] += 1
+        store("bits", figures)
     if problem or differing:
-        raise RuntimeError(problem or f"{len(differing)} of {compared} differ, such as {differing[0]}")
+        raise RuntimeError(
+            problem or f"{len(differing)} of {figures['compared']} differ, such as {differing[0]}"
+        )
 
 
 def selections(device: torch.device) -> tuple[dict[str, Callable[[], Selection]], str]:

@@ -10,7 +10,12 @@ from typing import Any
 Store = Callable[[str, Any], None]
 """Stores a figure of a part under a name, at once, so that it remains if the part is ended."""
 
-PIP_NAMES = {"nacl": "pynacl", "zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
+PIP_NAMES = {
+    "_cffi_backend": "cffi",  # without it, pynacl is found but cannot be imported
+    "nacl": "pynacl",
+    "zmq": "pyzmq",
+    "pytest_timeout": "pytest-timeout",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class Part:
 
 
 _SELECTION = ("numpy",)
-TRAINING = (*_SELECTION, "msgpack", "nacl", "safetensors", "zmq")
+TRAINING = (*_SELECTION, "_cffi_backend", "msgpack", "nacl", "safetensors", "zmq")
 
 PARTS = {
     "bits": Part("gpu.exact:bits", _SELECTION, 120.0),

@@ -185,7 +185,7 @@ def train(
     if way.scaled and not record.skipped:
         raise RuntimeError(f"the gradient of step {OVERFLOW_STEP} was not finite, and no step was skipped")
     digest = serialization.replica_digest(model, optimizer.replicated)
-    peak = torch.cuda.max_memory_allocated() / optimizer.flat_size if setting.is_gpu else None
+    peak = torch.cuda.max_memory_allocated(setting.device) / optimizer.flat_size if setting.is_gpu else None
     return record.figures() | {
         "parameters": optimizer.flat_size,
         "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),

@@ -66,7 +66,8 @@ def selection(setting: Setting, store: Store) -> None:
 def sizes(setting: Setting) -> list[int]:
     if setting.small:
         return [4096, 20_000]
-    free_bytes, _ = torch.cuda.mem_get_info(setting.device)
+    with torch.cuda.device(setting.device):  # in torch 2.4, `mem_get_info` refuses "cuda"
+        free_bytes, _ = torch.cuda.mem_get_info()
     return sorted({min(n, free_bytes // CASE_BYTES) for n in SIZES})
 
 
@@ -76,7 +77,8 @@ def sizes(setting: Setting) -> list[int]:
 def transfers(setting: Setting, store: Store) -> None:
     """Measure what a step copies to the host, its peak memory a parameter, and the times of its phases.
 
-    Raises `RuntimeError` if a sparse exchange copies more to the host than its entries.
+    Raises `RuntimeError` if a sparse exchange copies more to the host than its entries, or if no copy was
+    recorded on a GPU.
     """
     n = 4096 if setting.small else 25_600_000
     exchanges: dict[str, Exchange] = {
@@ -90,6 +92,11 @@ def transfers(setting: Setting, store: Store) -> None:
     k = round(DENSITY * n)
     for name, figures in found.items():
         copied = sum(each["bytes"] for kind, each in figures["copies"].items() if "DtoH" in kind)
+        if setting.is_gpu and not copied:
+            raise RuntimeError(
+                f"{name}: torch's profiler recorded no copy to the host, so nothing was measured -> "
+                "allow access to the GPU's performance counters (CUPTI)"
+            )
         if name != "dense" and copied > 2 * (4 + 8 * k):  # twice after a threshold that was too high
             raise RuntimeError(f"{name}: {copied} bytes were copied to the host for k = {k} entries")
 

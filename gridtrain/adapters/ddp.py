@@ -249,7 +249,7 @@ class GTopKState:
         residuals of the bucket's other parameters are moved to `_loaded`."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
-        nothing = {name: torch.zeros(parameter.numel()) for name in names}
+        nothing = {name: torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") for name in names}
         return self._loaded.pop(id(parameter), nothing)
 
     def _dissolve(self, parameter: Tensor) -> None:
@@ -268,7 +268,9 @@ class GTopKState:
         """Return a copy of a parameter's residual, or zeros if it has none, as a flat float32 tensor on the
         host."""
         found = self._by_id().get(id(parameter))
-        return torch.zeros(parameter.numel()) if found is None else found["residual"].clone()
+        if found is None:
+            return torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu")
+        return found["residual"].clone()
 
     def state_dict(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
         """Return this process's residuals by parameter name.  Each process must save and load its own

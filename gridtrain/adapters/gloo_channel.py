@@ -41,7 +41,7 @@ class GlooChannel:
         """Start sending a message with a head of at most `HEAD - 1` numbers; `wait_sent` waits until it has
         been sent."""
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
-        self._send_tensor(torch.tensor(numbers, dtype=torch.int64), to_rank)
+        self._send_tensor(torch.tensor(numbers, dtype=torch.int64, device="cpu"), to_rank)
         if len(payload):
             self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
@@ -57,7 +57,7 @@ class GlooChannel:
             RemoteProtocolError: the payload is larger than `most_bytes`; nothing was allocated for it.
             RuntimeError: the connection to the process broke, or the timeout has passed.
         """
-        numbers_H = torch.empty(HEAD, dtype=torch.int64)
+        numbers_H = torch.empty(HEAD, dtype=torch.int64, device="cpu")
         self._receive_tensor(numbers_H, from_rank, timeout_s)
         payload_bytes, *head = numbers_H.tolist()
         if not 0 <= payload_bytes <= most_bytes:
@@ -68,7 +68,7 @@ class GlooChannel:
             )
         if not payload_bytes:
             return head, b""
-        data_B = torch.empty(payload_bytes, dtype=torch.uint8)
+        data_B = torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
         self._receive_tensor(data_B, from_rank, timeout_s)
         return head, data_B.numpy().tobytes()
 
@@ -99,12 +99,12 @@ class GlooChannel:
                 dist.destroy_process_group(group)
 
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
-        work = dist.isend(tensor, group=self.group, group_dst=to_rank)
+        work = dist.isend(tensor, dist.get_global_rank(self.group, to_rank), self.group)
         assert work is not None  # this process is in the group
         self._in_flight.append((work, tensor))
 
     def _receive_tensor(self, tensor: Tensor, from_rank: int, timeout_s: float | None) -> None:
-        work = dist.irecv(tensor, group=self.group, group_src=from_rank)
+        work = dist.irecv(tensor, dist.get_global_rank(self.group, from_rank), self.group)
         assert work is not None  # this process is in the group
         _wait(work, timeout_s)
 

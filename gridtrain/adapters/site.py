@@ -53,7 +53,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
@@ -274,7 +273,7 @@ class Site:
             group = list(alike)
             flat_N = torch.cat([tensor.flatten() for tensor in group])
             with _named(self._another):
-                dist.broadcast(flat_N, group_src=LEADER)
+                dist.broadcast(flat_N, LEADER)
             if self.is_leader:
                 continue
             for tensor, piece in zip(group, torch.split(flat_N, [t.numel() for t in group]), strict=True):
@@ -298,7 +297,7 @@ class Site:
             else:
                 self._await_announcement()
             with _named(self._another):
-                dist.reduce(flat_N, group_dst=LEADER)
+                dist.reduce(flat_N, LEADER)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -466,7 +465,8 @@ class SiteOptimizer(WrappingOptimizer):
 def _refuse_wrapped(model: nn.Module) -> None:
     """Raise `ConfigError` if torch averages the gradients or divides the parameters of `model`."""
     found = {type(module).__name__ for module in model.modules() if isinstance(module, _WRAPPERS)}
-    found |= {type(p.data).__name__ for p in model.parameters() if isinstance(p.data, DTensor)}
+    # A DTensor, which torch 2.4 has in another module.
+    found |= {type(p.data).__name__ for p in model.parameters() if hasattr(p.data, "device_mesh")}
     if found:
         raise ConfigError(
             f"the model has parts of type {', '.join(sorted(found))}, which combine the gradients of the "

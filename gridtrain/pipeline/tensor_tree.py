@@ -445,7 +445,7 @@ def _encode_leaf(leaf: Leaf, value: Any) -> memoryview:
     if isinstance(value, Tensor) and _is_plain(leaf, value.device) and value.numel():
         own = value.detach() if value.requires_grad else value
         return own.contiguous().view(-1).numpy().data.cast("B")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=leaf.dtype)
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=leaf.dtype, device="cpu")
     return encode_tensor(tensor, leaf.wire).cpu().numpy().data
 
 

@@ -16,7 +16,6 @@ to 3 k keys, and all operations after the kernels process only these keys.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,13 +41,18 @@ _MIN_CAPACITY = 1 << 14
 
 
 class CudaSelection:
-    """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe."""
+    """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        programs: the maximum number of programs of the histogram; None chooses it by the device.
+    """
+
+    def __init__(self, programs: int | None = None) -> None:
         from gridtrain.sparsify import triton_kernels
 
         self.hint = ThresholdHint()
         self._kernels: Any = triton_kernels
+        self._programs = programs
         self._wide = TensorSelection()
         self._keys_C: Tensor | None = None
 
@@ -116,7 +120,7 @@ class CudaSelection:
         kernels, acc_N = self._kernels, terms.acc_N
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
         counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
-        kernels.histogram[(min(blocks, _programs(acc_N.device)),)](
+        kernels.histogram[(min(blocks, self._programs or _programs(acc_N.device)),)](
             *_pointers(terms),
             counts,
             n,
@@ -206,23 +210,30 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
+_verdicts: dict[torch.device, bool] = {}
+"""Whether the kernels are correct, by device; without devices on which the test could not be completed."""
+
+
 def are_kernels_correct(device: torch.device) -> bool:
     """Return whether the Triton kernels work on `device` and select the same entries as torch's operations.
 
-    The kernels are tested once on small vectors before they are used, because Triton needs a C compiler, a
-    suitable driver and a supported device, and reports problems only when a kernel is launched.  If the test
-    fails, a warning is issued.
+    All variants of the kernels are tested on small vectors before they are used, because Triton needs a C
+    compiler, a suitable driver and a supported device, and reports problems only when a kernel is launched.
+    If the test fails, a warning is issued.  A test that ended with an exception, such as one for lack of
+    memory, is repeated at the next call.
     """
+    if device in _verdicts:
+        return _verdicts[device]
     try:
         import gridtrain.sparsify.triton_kernels  # noqa: F401
     except ImportError:
         return False  # not worth a warning, because torch comes without Triton on many platforms
     try:
-        agree = all(
-            _is_selection_correct(device, weight, momentum)
-            for weight in (1.0, 0.3)
+        agree = _verdicts[device] = all(
+            _is_selection_correct(device, weight, momentum, programs)
+            for weight in (1.0, 0.3, 0.0)
             for momentum in (0.0, 0.9)
+            for programs in (None, 1)  # with one, its loop has several iterations, as with large vectors
         )
         problem = "its results differ from torch's"
     except Exception as error:  # the compiler, the driver or the launch may raise any exception
@@ -237,12 +248,13 @@ def are_kernels_correct(device: torch.device) -> bool:
     return agree
 
 
-def _is_selection_correct(device: torch.device, weight: float, momentum: float) -> bool:
+def _is_selection_correct(device: torch.device, weight: float, momentum: float, programs: int | None) -> bool:
     generator = torch.Generator().manual_seed(1)
     n, k = 3 * _BLOCK + 17, 200
-    one, other = CudaSelection(), TensorSelection()
-    for _ in range(3):  # without a threshold, then with one
-        residual_N, gradient_N, u_N = torch.randn(3, n, generator=generator).to(device).unbind()
+    one, other = CudaSelection(programs), TensorSelection()
+    for scale in (1.0, 1.0, 1e-6):  # without a threshold, with one, with one that no element reaches
+        drawn_3N = torch.randn(3, n, generator=generator, dtype=torch.float32, device="cpu")
+        residual_N, gradient_N, u_N = (drawn_3N * scale).to(device).unbind()
         results = []
         for selection in (one, other):
             acc_N, new_u_N = torch.empty_like(residual_N), torch.empty_like(u_N)

@@ -153,7 +153,7 @@ class ErrorFeedback:
         where_K = selected.where_K
         if made.sparse.indices.size < where_K.numel():  # some entries are not sent
             where_K = torch.from_numpy(made.sparse.indices).to(acc_N.device)
-        acc_N.index_add_(0, where_K, _like(made.sparse.values, acc_N), alpha=-1)
+        add_at(acc_N, where_K, _like(made.sparse.values, acc_N), factor=-1)
         if new_u_N is not None:
             new_u_N.index_fill_(0, where_K, 0.0)
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start)
@@ -322,7 +322,14 @@ class ErrorFeedback:
 def _add_entries(target_N: Tensor, entries: Iterable[TruncatedEntries]) -> None:
     for indices, values in entries:
         where = torch.from_numpy(indices).to(target_N.device, torch.int64)
-        target_N.index_add_(0, where, _like(values, target_N))
+        add_at(target_N, where, _like(values, target_N))
+
+
+def add_at(target_N: Tensor, where_K: Tensor, values_K: Tensor, *, factor: int = 1) -> None:
+    """Add `factor` (1 or -1) times the values (K,) to the elements of target_N at the distinct indices
+    `where_K`, with the same bits on all devices."""
+    # `index_add_` replaces subnormal numbers by zeros on a CUDA device.
+    target_N.index_copy_(0, where_K, target_N.index_select(0, where_K).add_(values_K, alpha=factor))
 
 
 def _like(values: npt.NDArray[np.float32], other: Tensor) -> Tensor:

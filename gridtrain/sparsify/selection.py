@@ -68,7 +68,7 @@ class ChunkedSelection:
         bits_N = sum_terms(terms).view(torch.int32) & MAGNITUDE_MASK
         rows = max(1, n // self._chunk) - 1  # excluding the last chunk
         start = rows * self._chunk
-        ends = torch.arange(rows + 1) * self._chunk * k // n
+        ends = torch.arange(rows + 1, device="cpu") * self._chunk * k // n
         selected_N = torch.empty(n, dtype=torch.bool, device=bits_N.device)
         for part, shape, quotas in (
             (slice(0, start), (rows, self._chunk), ends.diff()),

@@ -31,7 +31,7 @@ class GridScaler(torch.amp.GradScaler):
             found: dict[torch.device, torch.Tensor]
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             if not found:  # no gradient on this worker at all
-                found[torch.device("cpu")] = torch.zeros(())
+                found[torch.device("cpu")] = torch.zeros((), dtype=torch.float32, device="cpu")
             for found_inf in found.values():
                 found_inf.fill_(float(optimizer.last_overflowed))
         return result

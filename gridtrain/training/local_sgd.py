@@ -40,6 +40,7 @@ from gridtrain.config import LocalSteps
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.sparsify.error_feedback import add_at
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
@@ -112,7 +113,7 @@ class OuterOptimizer(WrappingOptimizer):
         for part, (parameter,) in self._flat.blocks(parameters, divided=sparse is None):
             if sparse is not None and parameter.is_contiguous():
                 where_K, values_K = _entries_of(sparse, part, parameter.device)
-                parameter.view(-1).index_add_(0, where_K, values_K.mul(self._rate), alpha=-1)
+                add_at(parameter.view(-1), where_K, values_K.mul(self._rate), factor=-1)
                 continue
             step_B = _part_of(update, part, self._flat.flat_N.device)
             if self._velocity_N is not None:
@@ -366,8 +367,9 @@ def _part_of(update: npt.NDArray[np.float32] | SparseVector, part: slice, device
     """Return a dense copy of a part of an update."""
     if not isinstance(update, SparseVector):
         return torch.from_numpy(update[part]).to(device, copy=True)
-    step_B = torch.zeros(part.stop - part.start, device=device)
-    return step_B.index_add_(0, *_entries_of(update, part, device))
+    step_B = torch.zeros(part.stop - part.start, dtype=torch.float32, device=device)
+    add_at(step_B, *_entries_of(update, part, device))
+    return step_B
 
 
 def _entries_of(update: SparseVector, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from gridtrain.config import LocalSteps
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
 
 log = logging.getLogger("gridtrain")
@@ -111,6 +112,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             super()._report_local()
             return
         overflowed = self.last_skipped
+        self._finish_local_steps()
         self._session.pause_computing(min(1.0, self.local_calls / max(1, self._calls_with_samples)))
         self._exchange_latest()
         # From here on, the change is measured from the new anchor.
@@ -124,6 +126,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def _global_step(self) -> None:
         self.local_calls = 0
         if self._is_repeating or self._overlapped_steps < self._every:  # already exchanged
+            self._finish_local_steps()
             self._session.finish_computing()
             super()._report_local()
             self._keep_change()
@@ -132,6 +135,10 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             self._exchange_latest()
         if not self._is_change_finite:
             self._reset_inner()
+
+    def _finish_local_steps(self) -> None:
+        """Wait for the local steps on a GPU, so that the measured speed includes them."""
+        finish_queued_work(self._flat.parameters[0].device)
 
     def _exchange_latest(self) -> None:
         """Store the change that this turn has made so far, wait until the round with the previous turn's

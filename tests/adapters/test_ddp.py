@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,38 @@ def test_chunks_and_decay(alone):
     assert layer.weight.grad[0].tolist() == [9, 8, 0, 0, 4, 3, 0, 0]
     assert state.residual_of(layer.weight).flatten().tolist() == [0, 0, 3.5, 3, 0, 0, 1, 0.5]
     assert state.decayed_magnitude == 8.0
+
+
+def test_the_default_device_and_dtype_are_not_those_of_messages_and_residuals(alone, monkeypatch):
+    sent = []
+
+    def keep(tensor, dst, group=None, tag=0):  # as in torch 2.4
+        assert dst == 5 and group is state._channel.group
+        sent.append(tensor)
+        return SimpleNamespace(wait=lambda: None)
+
+    def take(tensor, src=None, group=None, tag=0):
+        assert src == 5 and group is state._channel.group
+        tensor.copy_(sent.pop(0))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "isend", keep)
+    monkeypatch.setattr(dist, "irecv", take)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank + 5)
+    layer = nn.Linear(2, 1, bias=False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            state = GTopKState(gridtrain.GTopK(density=0.5))
+            state._channel.send(0, [7], b"payload")
+            assert state._channel.receive(0, 7) == ([7, 0, 0, 0, 0, 0], b"payload")
+            mean_B = torch.ones(2, dtype=torch.float32, device="cpu")
+            before = state.residual_of(layer.weight)
+            after = state._bucket_for((layer.weight,), mean_B).feedback.residual_N
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for residual in (before, after):
+        assert residual.tolist() == [0.0, 0.0] and residual.dtype == torch.float32
 
 
 def test_a_sum_that_half_precision_does_not_hold_leaves_residuals_alone(alone):

@@ -172,6 +172,28 @@ def test_a_model_whose_gradients_torch_combines_is_refused() -> None:
     assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr
 
 
+def test_the_calls_of_torch_are_those_of_its_oldest_version(monkeypatch) -> None:
+    """Since torch 2.6 a rank may be given as one of a group."""
+    called: list[tuple[str, int]] = []
+
+    def broadcast(tensor, src, group=None, async_op=False):  # as in torch 2.4
+        called.append(("broadcast", src))
+
+    def reduce(tensor, dst, op=None, group=None, async_op=False):
+        called.append(("reduce", dst))
+
+    monkeypatch.setattr(site.dist, "broadcast", broadcast)
+    monkeypatch.setattr(site.dist, "reduce", reduce)
+    channel: Any = SimpleNamespace(rank=1, world_size=2, send=lambda *message: None)
+    process = site.Site(None, channel)
+    model = nn.Linear(2, 1)
+    process.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    monkeypatch.setattr(process, "_await_announcement", lambda: None)
+    process._share_state()
+    process.sum_up(torch.ones(3))
+    assert called == [("broadcast", 0), ("reduce", 0)]
+
+
 def test_parts_are_near_equal_and_cover_the_step() -> None:
     assert [site._share_of(range(10, 17), rank, 3) for rank in range(3)] == [[10, 11], [12, 13], [14, 15, 16]]
     assert [site._share_of([5], rank, 3) for rank in range(3)] == [[], [], [5]]

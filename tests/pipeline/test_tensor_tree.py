@@ -88,6 +88,10 @@ def test_any_nest_is_decoded_as_it_was_encoded(tree: Any) -> None:
     assert sum(buffer.nbytes for buffer in buffers) == spec.payload_bytes(5)
     assert equal(spec.decode([memoryview(bytes(b)) for b in buffers], 5), tree)
     assert spec == TensorTreeSpec.of(tree, 5)
+    with torch.device("meta"):  # the script's default device
+        again = spec.encode(tree, 5)
+        assert [bytes(buffer) for buffer in again] == [bytes(buffer) for buffer in buffers]
+        assert equal(spec.decode([memoryview(bytes(b)) for b in buffers], 5), tree)
 
 
 def test_a_spec_is_printed_readably() -> None:

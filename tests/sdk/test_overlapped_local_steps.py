@@ -19,6 +19,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.core.planning.exchange_choice import ExchangeChoice
+from gridtrain.runtime.compute_rate import ComputeRate
+from gridtrain.training import optimizer, overlapped_local_sgd
 
 OWN_SHARE = 0.75
 """Share of its own change with which each of two workers begins a turn."""
@@ -54,6 +56,36 @@ def test_workers_have_one_anchor_and_take_every_sample_once(
     assert list(first.digests) == list(range(3 * 2)), "three turns of four batches of two in each pass"
     assert len(set(first.digests.values())) == 6 and first.last not in first.digests.values()
     assert sorted(i for loop in loops for i in loop.taken) == sorted([*range(size), *range(size)])
+
+
+def test_queued_work_of_a_gpu_counts_as_computing(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU only queues local steps: each reading of the clock waits for those before it."""
+    told: list[str] = []
+    queue: list[str] = []
+    pause, end = ComputeRate.pause, ComputeRate.end
+
+    def finish(device: torch.device) -> None:
+        assert device == torch.device("cpu")
+        queue.clear()
+
+    def read(name: str, then: Any) -> Any:
+        def reading(rate: ComputeRate, now_s: float, *more: float) -> Any:
+            told.append(f"{name}, {len(queue)} steps queued")
+            return then(rate, now_s, *more)
+
+        return reading
+
+    monkeypatch.setattr(optimizer, "finish_queued_work", finish)
+    monkeypatch.setattr(overlapped_local_sgd, "finish_queued_work", finish)
+    monkeypatch.setattr(ComputeRate, "pause", read("paused", pause))
+    monkeypatch.setattr(ComputeRate, "end", read("ended", end))
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        loop = local_training.Loop(grid, gridtrain.Dense(), overlap=2)
+        loop.run(grid.batches(Numbered(64), batch_size=2, steps=3), lambda loop: queue.append("a step"))
+
+    together(train, 1)
+    assert set(told) == {"paused, 0 steps queued", "ended, 0 steps queued"}
 
 
 @pytest.mark.parametrize("overlap", [1, 3, EVERY])

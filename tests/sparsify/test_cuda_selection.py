@@ -24,10 +24,14 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = HAS_TRITON and torch.cuda.is_available()
 
-pytestmark = [pytest.mark.gpu] if ON_CUDA else []  # elsewhere interpreted
-needs_kernels = pytest.mark.skipif(
-    not (INTERPRETED or ON_CUDA), reason="no Triton with a CUDA device, and it does not interpret here"
-)
+
+def needs_kernels(test):
+    """Mark a test that runs the kernels: on a CUDA device, elsewhere interpreted."""
+    if ON_CUDA and not INTERPRETED:
+        return pytest.mark.gpu(test)
+    return pytest.mark.skipif(
+        not INTERPRETED, reason="no Triton with a CUDA device, and it does not interpret here"
+    )(test)
 
 
 @pytest.fixture
@@ -100,34 +104,81 @@ def test_parts_of_a_vector_need_no_alignment(device):
     assert same(CudaSelection().select(mine, 40), HostSelection().select(theirs, 40))
 
 
+@pytest.fixture
+def no_verdicts(monkeypatch):
+    monkeypatch.setattr(device_module, "_verdicts", {})
+
+
+class Recorded:
+    """A kernel whose launches are recorded: (grid, SUM, WEIGHTED, EMPTY, HAS_U)."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, set()
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            names = ("SUM", "WEIGHTED", "EMPTY", "HAS_U")
+            self.launches.add((*grid, *(options.get(name) for name in names)))
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
 @needs_kernels
-def test_the_check_before_first_use_lets_right_kernels_pass(device):
-    are_kernels_correct.cache_clear()
+def test_the_check_before_first_use_lets_right_kernels_pass(device, no_verdicts):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert are_kernels_correct(device)
 
 
 @needs_kernels
-def test_the_check_before_first_use_finds_wrong_kernels(device, monkeypatch):
-    are_kernels_correct.cache_clear()
+def test_the_check_before_first_use_finds_wrong_kernels(device, no_verdicts, monkeypatch):
     select = CudaSelection.select
     monkeypatch.setattr(CudaSelection, "select", lambda self, terms, k: select(self, terms, k - 1))
     with pytest.warns(UserWarning, match=r"its results differ from torch's.*torch's operations are used"):
         assert not are_kernels_correct(device)
-    are_kernels_correct.cache_clear()
 
 
 @needs_kernels
-def test_a_launch_that_fails_leaves_torch(device, monkeypatch):
+def test_a_launch_that_fails_leaves_torch(device, no_verdicts, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no C compiler")
 
-    are_kernels_correct.cache_clear()
     monkeypatch.setattr(CudaSelection, "_find", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no C compiler"):
         assert not are_kernels_correct(device)
-    are_kernels_correct.cache_clear()
+
+
+@needs_kernels
+def test_the_check_before_first_use_runs_all_variants_of_the_kernels(device, no_verdicts, monkeypatch):
+    """A variant that Triton cannot compile must not end a later step."""
+    from gridtrain.sparsify import triton_kernels
+
+    accumulate, histogram = Recorded(triton_kernels.accumulate), Recorded(triton_kernels.histogram)
+    monkeypatch.setattr(triton_kernels, "accumulate", accumulate)
+    monkeypatch.setattr(triton_kernels, "histogram", histogram)
+    assert are_kernels_correct(device)
+    shares = ((False, False), (True, False), (False, True))  # a weight of 1, another weight, no samples
+    variants = {(*share, has_u) for share in shares for has_u in (False, True)}
+    assert {launch[2:] for launch in accumulate.launches} == variants
+    expected = {(is_sum, *variant) for is_sum in (True, False) for variant in variants}
+    assert {launch[1:] for launch in histogram.launches} == expected
+    assert {launch[1:] for launch in histogram.launches if launch[0] == 1} == expected
+    assert any(launch[0] > 1 for launch in histogram.launches)
+
+
+@needs_kernels
+def test_only_a_check_that_was_completed_is_not_repeated(device, no_verdicts, monkeypatch):
+    def fail(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CudaSelection, "_find", fail)
+        with pytest.warns(UserWarning, match="OutOfMemoryError: CUDA out of memory"):
+            assert not are_kernels_correct(device)
+    assert are_kernels_correct(device)
+    monkeypatch.setattr(CudaSelection, "_find", fail)
+    assert are_kernels_correct(device)
 
 
 def test_what_a_gpu_has_selected_is_copied_to_pinned_memory(monkeypatch):

@@ -48,6 +48,23 @@ def test_what_merges_keep_comes_back():
     assert feedback.residual_N.tolist() == [0.75, 0, -1, 1]
 
 
+def index_add_of_cuda(target, dim, where, values, *, alpha=1):
+    """Adds by atomic operations, which replace subnormal numbers by zeros."""
+    total = target.index_select(dim, where).add_(values, alpha=alpha)
+    total[total.abs() < torch.finfo(torch.float32).tiny] = 0.0
+    return target.index_copy_(dim, where, total)
+
+
+def test_subnormal_numbers_are_kept_on_all_devices(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "index_add_", index_add_of_cuda)
+    feedback = ErrorFeedback(4, "cpu")
+    prepared = feedback.prepare(vector(8, 3e-39, 0, 1), 1, FP32)
+    kept = [(np.array([1, 2]), np.array([4e-39, -2e-39], np.float32))]
+    feedback.commit(prepared, kept)
+    expected = vector(0, 3e-39, 0, 1) + vector(0, 4e-39, -2e-39, 0)
+    assert torch.equal(feedback.residual_N, expected) and expected[1] > 0 > expected[2]
+
+
 def test_an_abort_leaves_every_bit_and_a_retry_gives_the_same_payload():
     torch.manual_seed(0)
     feedback = ErrorFeedback(100, "cpu", momentum=0.9)

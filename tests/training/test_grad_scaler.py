@@ -133,3 +133,16 @@ def test_a_disabled_scaler_is_not_in_the_state():
     scaler = GridScaler(**SCALING)
     scaler.load_state_dict(GridScaler(enabled=False).state_dict())
     assert scaler.get_scale() == 1024.0
+
+
+def test_a_step_without_gradients_works_with_another_default_dtype(network):
+    model = model_of()
+    optimizer, scaler = GridOptimizer(sgd(model), model, Dense(), network().session()), GridScaler(**SCALING)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scaler.scale(torch.zeros((), dtype=torch.float32))
+        scaler.step(optimizer)
+        scaler.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scaler.get_scale() == 1024.0

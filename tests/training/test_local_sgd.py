@@ -222,6 +222,23 @@ def test_an_update_has_the_same_bits_for_any_block_size_and_layout(monkeypatch, 
                 assert torch.equal(moved(block, layout, form), expected), f"{block=} {layout}"
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_update_keeps_subnormal_numbers_on_all_devices(monkeypatch, momentum):
+    def index_add_of_cuda(target, dim, where, values, *, alpha=1):
+        total = target.index_select(dim, where).add_(values, alpha=alpha)
+        total[total.abs() < torch.finfo(torch.float32).tiny] = 0.0
+        return target.index_copy_(dim, where, total)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", index_add_of_cuda)
+    model = nn.ParameterList([nn.Parameter(torch.tensor([9e-39, 1.0]))])
+    inner = sgd(model)
+    exchange = LocalSteps(2, outer_learning_rate=1.0, outer_momentum=momentum)
+    outer = OuterOptimizer(inner, FlatGradient(model, inner), exchange)
+    outer.update = SparseVector(np.array([0]), np.array([2e-39], np.float32))
+    outer.step()
+    assert model[0].tolist() == pytest.approx([9e-39 - 2e-39 * (1 + momentum), 1.0], rel=1e-5, abs=0.0)
+
+
 @pytest.mark.parametrize("last, finite", [(3e38, True), (math.inf, False), (math.nan, False)])
 def test_a_change_whose_sum_overflows_is_finite(last, finite):
     values_N = torch.tensor([3e38, 3e38, last])

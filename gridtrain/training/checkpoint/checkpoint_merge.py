@@ -167,7 +167,7 @@ def merged_residual(
     if no checkpoint contains a residual.  A parameter whose residual is in no checkpoint has zeros."""
     kinds = {kind for found in checkpoints for kind in found.residual}
     trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
-    whole = {kind: torch.zeros(flat.n) for kind in kinds}
+    whole = {kind: torch.zeros(flat.n, dtype=torch.float32, device="cpu") for kind in kinds}
     done: set[str] = set()
     for found in checkpoints:
         shapes = serialization.read_state(found.document, found.tensors)["parameters"]

@@ -45,7 +45,7 @@ def describe_buffers(model: nn.Module) -> str:
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
     """Return all integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
     pieces = [t.detach().cpu().reshape(-1).to(torch.int64) for t in _buffers_of_type(model, floating=False)]
-    return np.asarray(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).numpy())
+    return np.asarray(torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *pieces]).numpy())
 
 
 def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:

@@ -179,4 +179,5 @@ def _array_of(memory: Any) -> Any:
 def _shared_memory() -> Any:
     import torch  # imported here, because the agent uses a meter without torch
 
-    return torch.zeros(FIELDS, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+    zeros = torch.zeros(FIELDS, dtype=torch.float64, device="cpu")
+    return zeros.share_memory_()  # type: ignore[no-untyped-call]

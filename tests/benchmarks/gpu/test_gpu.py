@@ -8,6 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import gridtrain  # noqa: E402
 import selection  # noqa: E402
 from gpu import __main__ as program  # noqa: E402
 from gpu import exact, parts, report, runs, speed  # noqa: E402
@@ -75,6 +79,34 @@ def test_a_difference_of_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["bits"]["differing"]  # written before the part failed
 
 
+def test_what_was_compared_before_the_time_ended_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter((True, False))
+    monkeypatch.setattr(exact, "agree", lambda *arguments, **options: next(results))
+    found: dict[str, Any] = {}
+    with pytest.raises(StopIteration):
+        exact.bits(SMALL, found.__setitem__)
+    assert found["bits"]["compared"] == 2 and len(found["bits"]["differing"]) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed, so that no test is marked")
+def test_only_tests_that_use_the_gpu_are_run_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernels of other GPUs are compiled without one."""
+    (tmp_path / "gpu_present.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_present", "-m", "gpu"]
+    file = exact.ROOT / "tests" / "sparsify" / "test_cuda_selection.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run(
+        [*argv, "--collect-only", str(file)],
+        cwd=exact.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "::test_steps_are_those_of_the_host" in done.stdout, done.stdout + done.stderr
+    assert "::test_the_kernels_compile" not in done.stdout
+
+
 @pytest.mark.integration
 @pytest.mark.skipif(
     find_spec("triton") is None, reason="Triton is not installed, so that its kernels cannot be interpreted"
@@ -126,6 +158,13 @@ def test_a_length_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPa
     assert "n = 20000: CUDA out of memory." in list(report.of_figure("blocks", found["blocks"], "cpu"))
 
 
+def test_lengths_depend_on_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * 2_000_000, 1 << 40))  # takes no "cuda"
+    assert speed.sizes(Setting("cuda")) == [1_000_000, 2_000_000] and current == ["cuda"]
+
+
 def test_sampled_selection_sends_about_k_entries_and_stores_the_others() -> None:
     vectors = selection.Vectors(20_000, torch.device("cpu"))
     sampled = selection.Sampled(vectors, 200)
@@ -153,6 +192,13 @@ def test_a_sparse_exchange_that_copies_whole_vectors_to_the_host_is_a_failure(
     entries["DtoH (Device -> Pinned)"]["bytes"] = 4 * 4096
     with pytest.raises(RuntimeError, match="gtopk: 16384 bytes were copied to the host for k = 4 entries"):
         figures_of(speed.transfers)
+
+
+def test_a_gpu_whose_copies_are_not_recorded_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "one_worker", lambda setting, n, exchange: {"copies": {"HtoD": {"bytes": 9}}})
+    monkeypatch.setattr(speed, "to_host_ms", lambda *arguments: 1.0)
+    with pytest.raises(RuntimeError, match="gtopk: torch's profiler recorded no copy to the host"):
+        speed.transfers(Setting("cuda", small=True), lambda name, value: None)
 
 
 def test_copies_are_read_from_a_trace() -> None:
@@ -193,6 +239,24 @@ def test_a_failed_way_of_training_is_recorded_and_the_others_continue(
     assert scaled["skipped"] >= 1 and scaled["last_loss"] < scaled["first_loss"]
     assert 0 < adapted["parameters"] < scaled["parameters"]
     assert found["ways"]["pipeline, 2 stages"]["step_ms"] > 0
+
+
+def test_figures_are_of_the_chosen_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Chosen(Setting):
+        is_gpu = True
+
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: asked.append(device) or 0)
+    load = replace(runs.LOADS["tiny"], is_profiled=False)
+    gridtrain.local(partial(runs.train, way=runs.Way(), setting=Chosen("cpu", True), load=load, steps=4), 1)
+    assert asked == ["cpu"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", "the card {}".format)
+    monkeypatch.setattr(program.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(exact, "bits", lambda setting, store: None)
+    assert program.child("gpu.exact:bits", Setting("cuda:1"), tmp_path / "outcome.json") == 0
+    assert json.loads((tmp_path / "outcome.json").read_text())["machine"]["gpu"] == "the card cuda:1"
 
 
 def test_workers_that_differ_and_losses_that_rise_are_failures() -> None:
@@ -236,6 +300,11 @@ def test_missing_packages_are_reported_by_their_names_in_the_package_index(
         parts.importlib.util, "find_spec", lambda name: None if name in ("zmq", "nacl") else 1
     )
     assert parts.missing_packages(("numpy", "zmq", "nacl")) == ["pyzmq", "pynacl"]
+    monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: name != "_cffi_backend" or None)
+    assert parts.missing_packages(parts.TRAINING) == ["cffi"]
+    monkeypatch.setattr(
+        parts.importlib.util, "find_spec", lambda name: None if name in ("zmq", "nacl") else 1
+    )
     skipped = program.run_part(PARTS["training"], SMALL, 60.0)
     assert skipped == {"skipped": "needs pynacl, pyzmq: not installed"}
 
