@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from brisk import LOSING
-from pipeline_group import Seen, Workers, loss_fn, undisturbed
+from pipeline_group import DATA, Seen, Workers, loss_fn, pipeline_of, undisturbed
 
 import gridtrain
 from gridtrain.core.messages import CheckpointInfo
@@ -272,6 +273,35 @@ def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: P
     assert rates_before == rates, "as without the pauses"
     model = undisturbed.assembled()
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
+
+
+@pytest.mark.parametrize("way", ["fails", "leaves the loop"])
+def test_a_worker_of_a_local_group_saves_nothing_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """No later worker could read it, because each group has a coordinator's key of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    have_batch = threading.Barrier(2)
+
+    def train(grid: gridtrain.Grid) -> int:
+        pipe = pipeline_of(grid)
+        for batch in grid.batches(DATA, batch_size=4, steps=6):
+            if grid.step == 3:
+                have_batch.wait(60)  # otherwise one may leave before the other one's step has begun
+                if way == "leaves the loop":
+                    break
+                if pipe.stage == 1:
+                    raise Leaves
+            pipe.step(*batch)
+        return grid.step
+
+    if way == "fails":
+        with pytest.raises(Leaves):
+            gridtrain.local(train, workers=2)
+    else:
+        assert gridtrain.local(train, workers=2) == [3, 3]
+    assert not list(tmp_path.iterdir())
+    assert "on this worker's disk" not in caplog.text and "without a checkpoint" not in caplog.text
 
 
 def test_a_standby_takes_the_stage_of_a_paused_worker(tmp_path: Path) -> None:
