@@ -524,7 +524,7 @@ class JoinConfig:
         handover_mib: the maximum size in MiB of the residual that a worker sends when it leaves; "0" sends
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
-            state directory.
+            state directory.  None: the same folder, but nothing is saved when the worker leaves.
         donate_limit: the upload limit for sending the state to newcomers while this worker trains.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
@@ -552,7 +552,7 @@ class JoinConfig:
     export_dir: str | None = ""  # None: the final model is not written
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"
-    state_dir: str = ""
+    state_dir: str | None = ""
     handover_mib: str = "16"
     relay: str = "yes"
     unencrypted: str = ""

@@ -28,6 +28,7 @@ from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, FrozenBase
+from gridtrain.training.optimizer import rates_of
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -73,7 +74,10 @@ class HeldStage:
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
         self._lost_magnitude = 0.0
-        self.is_in_step = False  # from the call to `Pipeline.step` until it returns
+        # Since the last applied or dropped step, the script has requested a batch for another one.
+        self._is_in_turn = False
+        # The schedulers' learning rates after that step or request; None after a step that was dropped.
+        self._rates: dict[str, object] | None = None
         self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:
@@ -139,16 +143,41 @@ class HeldStage:
         if self.current is not None and self.current.executor is not None:
             self.current.executor.stage.abort()
 
+    def record_turn(self) -> None:
+        """Record that the script requests its next batch, so that it has ended the step before."""
+        self._is_in_turn, self._rates = True, self._rates_by_tracker()
+
+    def record_step(self, step: int) -> None:
+        """Record that the update of `step` is fully applied to the stage in memory, or skipped."""
+        assert self.current is not None
+        self._is_in_turn, self._rates = False, self._rates_by_tracker()
+        self.current.applied = step
+
+    def record_dropped_step(self) -> None:
+        """Record that a step was dropped, after which the script may change tracked objects nevertheless."""
+        self._is_in_turn, self._rates = False, None
+
     def is_whole_after(self, step: int) -> bool:
         """Return whether the stage in memory has the complete state after `step`; the next step may be open.
 
-        The state is complete if the update is fully applied and, if there are tracked objects such as
-        schedulers, the script has already called `Pipeline.step` for the next step.
+        The state is complete if the update is fully applied and, if the script tracks objects,
+
+        - the script has requested the next batch, and stepped no tracked scheduler since, or
+        - all tracked objects are schedulers that the script has stepped since the update.
         """
         own = serialization.INTERNAL_PREFIX, MICRO_BATCHES_TRACKER
-        tracked = any(not name.startswith(own) for name in self.trackers)
-        is_applied = self.current is not None and self.current.applied == step
-        return is_applied and (self.is_in_step or not tracked)
+        tracked = [name for name in self.trackers if not name.startswith(own)]
+        if self.current is None or self.current.applied != step:
+            return False
+        if not tracked or self._rates is None:
+            return not tracked
+        rates, before = self._rates_by_tracker(), self._rates
+        if self._is_in_turn:
+            return all(rates[name] is before.get(name) for name in tracked)
+        return all(rates[name] is not None and rates[name] is not before.get(name) for name in tracked)
+
+    def _rates_by_tracker(self) -> dict[str, object]:
+        return {name: rates_of(tracker) for name, tracker in self.trackers.items()}
 
     def release(self) -> None:
         """Free the stage's memory; keep the settings of its optimizer."""

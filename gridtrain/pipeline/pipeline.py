@@ -189,17 +189,11 @@ class Pipeline:
                 repeat the step together with this worker or, if it leaves, without it.
         """
         self._end_failed_round()
-        self.held.is_in_step = True
-        loss = self._step(inputs, targets)
-        self.held.is_in_step = False
-        return loss
-
-    def _step(self, inputs: Any, targets: Any) -> float | None:
-        """Take the step, in as many attempts as it needs."""
         while True:
             began_s = time.perf_counter()
             plan = self._session.begin()
             if plan is None:
+                self.held.record_dropped_step()
                 self.last_skipped = True
                 return None
             if plan.samples:  # otherwise a stand-in batch
@@ -395,8 +389,8 @@ class Pipeline:
             state.has_stepped = True
             state.executor.stage.commit()
         state.inner.zero_grad()
-        state.applied = plan.step
         self._update_micro_batches(plan, mine.summaries)
+        self.held.record_step(plan.step)
         every = self._options.compare_every
         if every and (plan.compare_after or (plan.step + 1) % every == 0):
             self._session.report_digest(plan.step, serialization.replica_digest(state.module, state.inner))
@@ -428,6 +422,10 @@ class Pipeline:
                 f"accumulate is {count}; it must be 1 for a pipeline, which divides each batch itself",
                 remedy="remove accumulate= and use grid.pipeline(..., micro_batches=...)",
             )
+
+    def record_turn(self) -> None:
+        """Record that the script requests its next batch."""
+        self.held.record_turn()
 
     def begin_turn(self, calls_with_samples: int) -> None:
         """Do nothing: a pipeline needs no preparation."""

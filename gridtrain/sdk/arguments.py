@@ -81,7 +81,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
     By default, each worker on a machine has its own folder, in a folder named after the coordinator's key.
     Raises `ConfigError` if a number in `config` is not a whole number >= 0.
     """
-    folder = Path(config.state_dir)
+    folder = Path(config.state_dir or "")
     if not config.state_dir:
         worker = run_folder_name(Path(config.identity).stem or config.name)
         folder = state_directory(config.run) / "checkpoints" / config.coordinator_key[:16] / worker
@@ -92,6 +92,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
         url=config.checkpoints,
         max_transfer_bytes=_parse_int("handover_mib", config.handover_mib) << 20,
         is_chosen=bool(config.state_dir),
+        saves_on_leave=config.state_dir is not None,
     )
 
 

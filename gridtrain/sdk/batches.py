@@ -164,8 +164,8 @@ class Turns:
         """Wait for the next turn and pause if the agent requests it; return None if the run has ended or the
         agent has stopped this worker."""
         self._rollback.end_turn()
-        if not self.is_finished and not self.is_stopped and isinstance(self._trainer, GridOptimizer):
-            self._trainer.parameter_watch.record_turn()
+        if not self.is_finished and not self.is_stopped:
+            self._trainer.record_turn()
         while not self.is_finished and not self.is_stopped:
             try:
                 snapshot = self._session.await_turn()

@@ -118,7 +118,7 @@ class LocalGroup:
         export_dir: str | None = "",
         hidden: bool = False,
         checkpoint_every: int = 0,
-        state_dir: str = "",
+        state_dir: str | None = "",
         checkpoints: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
@@ -128,6 +128,7 @@ class LocalGroup:
 
         Args:
             export_dir: as in `gridtrain.join`; with None, the final model is not written.
+            state_dir: as in `gridtrain.join`; with None, the worker saves nothing when it leaves.
             hidden: whether other workers cannot connect to this worker, as if it were behind NAT.
             owner: an agent that pauses the worker; None for none.
 
@@ -208,7 +209,8 @@ def local(
 
     def one(number: int) -> None:
         try:
-            with group.join(f"worker-{number}", export_dir=export_dir or None) as grid:
+            # Nobody could use what a worker saves when it leaves: it does not come back.
+            with group.join(f"worker-{number}", export_dir=export_dir or None, state_dir=None) as grid:
                 result = train(grid)
             if export_dir and number == 0 and not grid.finished:
                 log.warning("the loop ended before the run did, so no model is written to %s", export_dir)

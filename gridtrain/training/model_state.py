@@ -93,6 +93,8 @@ class ModelStateOptions:
     Attributes:
         folder: the folder of its checkpoints.
         is_chosen: whether the user chose the folder.
+        saves_on_leave: whether a worker that leaves saves the state that others may need; False for one that
+            cannot come back.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
         url: the URL to which checkpoints are uploaded, if any.
@@ -105,6 +107,7 @@ class ModelStateOptions:
     url: str = ""
     max_transfer_bytes: int = 0
     is_chosen: bool = False
+    saves_on_leave: bool = True
 
 
 class ModelState(ABC):
@@ -325,7 +328,7 @@ class ModelState(ABC):
         except GridtrainError as error:
             is_settled = False
             log.debug("the residual is not transferred: %s", error)  # this worker is no longer a member
-        if is_settled:
+        if is_settled and self._options.saves_on_leave:
             try:
                 self._keep_for_others(between_steps=between_steps)
             except JoinRefused:  # the script says why

@@ -445,7 +445,7 @@ class GridOptimizer(WrappingOptimizer):
     def _end_step(self) -> None:
         self._is_applied = True
         self.parameter_watch.record_step()
-        self._rates_at_step = {name: _rates_of(tracker) for name, tracker in self._trackers.items()}
+        self._rates_at_step = {name: rates_of(tracker) for name, tracker in self._trackers.items()}
 
     @property
     def is_settled(self) -> bool:
@@ -453,9 +453,13 @@ class GridOptimizer(WrappingOptimizer):
         tracked objects are schedulers that the script has stepped since.  With other objects, and with
         schedulers that are stepped less often, this is not known, and the result is False."""
         return self._is_applied and all(
-            (rates := _rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
+            (rates := rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
             for name, tracker in self._trackers.items()
         )
+
+    def record_turn(self) -> None:
+        """Record that the script requests its next batch."""
+        self.parameter_watch.record_turn()
 
     @property
     def is_unchanged(self) -> bool:
@@ -671,7 +675,7 @@ def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))
 
 
-def _rates_of(tracker: serialization.Stateful) -> object:
+def rates_of(tracker: serialization.Stateful) -> object:
     """Return a scheduler's list of learning rates, which is a new object after each of its steps; None for
     other objects."""
     return tracker.get_last_lr() if isinstance(tracker, torch.optim.lr_scheduler.LRScheduler) else None

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from brisk import LOSING
-from pipeline_group import Seen, Workers, loss_fn, undisturbed
+from pipeline_group import DATA, Seen, Workers, loss_fn, pipeline_of, undisturbed
 
 import gridtrain
 from gridtrain.core.messages import CheckpointInfo
@@ -128,6 +129,89 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
+class StepCount:
+    """A tracked object that is no scheduler: how often the script has taken a step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize(
+    ("where", "tracks_count", "is_saved"),
+    [
+        ("while the update is recorded", False, False),
+        ("before the scheduler's step", False, False),
+        ("after the scheduler's step", False, True),
+        ("after the scheduler's step", True, False),
+        ("with the next batch", True, True),
+        ("after a scheduler's step with the next batch", False, False),
+    ],
+)
+def test_a_stage_is_saved_only_if_what_the_script_tracks_belongs_to_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, tracks_count: bool, is_saved: bool
+) -> None:
+    """The script of a stage's only worker is interrupted around its seventh step.  A count, unlike a
+    scheduler, does not show whether the script has changed it since the update."""
+    schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {}
+    rates: dict[int, float] = {}
+    ended: list[str] = []
+
+    def interrupt(seen: Seen, here: str) -> None:
+        if here == where and seen.name == "bert" and not ended:
+            ended.append(here)
+            raise KeyboardInterrupt
+
+    def made(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        count, step, record = StepCount(), pipe.step, pipe._update_micro_batches
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+        schedulers[seen.name] = scheduler
+        grid.track(scheduler=scheduler, **({"count": count} if tracks_count else {}))
+
+        def recorded(*args: Any) -> None:
+            record(*args)
+            if grid.step == 7:
+                interrupt(seen, "while the update is recorded")
+
+        def stepped(*batch: Any) -> float | None:
+            if seen.name == "bert":
+                rates[grid.step] = pipe.optimizer.param_groups[0]["lr"]
+            loss = step(*batch)
+            if grid.step == 7:
+                interrupt(seen, "before the scheduler's step")
+            scheduler.step()
+            count.steps += 1
+            if grid.step == 7:
+                interrupt(seen, "after the scheduler's step")
+            return loss
+
+        monkeypatch.setattr(pipe, "_update_micro_batches", recorded)
+        monkeypatch.setattr(pipe, "step", stepped)
+
+    def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if grid.step == 7 and seen.name == "bert" and not ended:
+            interrupt(seen, "with the next batch")
+            schedulers[seen.name].step()  # none of the other cases gets here
+            interrupt(seen, "after a scheduler's step with the next batch")
+
+    with Workers(tmp_path, 2, checkpoint_every=100, steps=12, cuts=CUTS) as workers:
+        workers.made, workers.before = made, before
+        workers.add("anna", "bert")
+        workers.join("bert")
+        assert isinstance(workers.seen["bert"].end, KeyboardInterrupt) and ended == [where]
+        saved = [checkpoint_step(path) for path in (tmp_path / "bert").glob("blocks-*/step-*")]
+        assert saved == ([7] if is_saved else [])
+        if is_saved:
+            workers.add("bert")
+            workers.finish("anna", "bert")
+            assert rates == {step: pytest.approx(0.05 * 0.9**step) for step in range(12)}
+
+
 def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: Path) -> None:
     """One is paused; the other has its batch already, and waits in `pipe.step` when its owner pauses it, too.
     Its stage is then on its disk, as is the scheduler, which the script steps after the failed step."""
@@ -189,6 +273,35 @@ def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: P
     assert rates_before == rates, "as without the pauses"
     model = undisturbed.assembled()
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
+
+
+@pytest.mark.parametrize("way", ["fails", "leaves the loop"])
+def test_a_worker_of_a_local_group_saves_nothing_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """No later worker could read it, because each group has a coordinator's key of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    have_batch = threading.Barrier(2)
+
+    def train(grid: gridtrain.Grid) -> int:
+        pipe = pipeline_of(grid)
+        for batch in grid.batches(DATA, batch_size=4, steps=6):
+            if grid.step == 3:
+                have_batch.wait(60)  # otherwise one may leave before the other one's step has begun
+                if way == "leaves the loop":
+                    break
+                if pipe.stage == 1:
+                    raise Leaves
+            pipe.step(*batch)
+        return grid.step
+
+    if way == "fails":
+        with pytest.raises(Leaves):
+            gridtrain.local(train, workers=2)
+    else:
+        assert gridtrain.local(train, workers=2) == [3, 3]
+    assert not list(tmp_path.iterdir())
+    assert "on this worker's disk" not in caplog.text and "without a checkpoint" not in caplog.text
 
 
 def test_a_standby_takes_the_stage_of_a_paused_worker(tmp_path: Path) -> None:

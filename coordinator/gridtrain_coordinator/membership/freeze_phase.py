@@ -286,6 +286,19 @@ class FreezePhase:
             absent |= self._generation_reports.journaled_members - arrived  # may report a later generation
         return absent
 
+    def _new_processes_without_setup(self) -> frozenset[m.PeerId]:
+        """Return the members whose process was replaced and whose new one has not sent its `Setup` yet, which
+        lists the checkpoints on their disks."""
+        run = self._run
+        return frozenset(
+            peer for peer in run.departed_members if peer in run.workers and run.workers[peer].setup is None
+        )
+
+    @property
+    def awaits_stages(self) -> bool:
+        """Whether members of a pipeline are awaited, which may hold stages in memory or on disk."""
+        return self.is_awaiting_members and self._run.partition.is_pipeline
+
     @property
     def awaited_members(self) -> frozenset[m.PeerId]:
         """The members whose reports are awaited because the journal is behind; empty if it is not."""
@@ -321,7 +334,7 @@ class FreezePhase:
         holders = {p: r for p, r in view_change.reports.items() if r.is_synced and p in run.workers}
         was_awaiting = self.is_awaiting_members
         if run.partition.is_pipeline:
-            awaits = was_awaiting and bool(self._silent_members())
+            awaits = was_awaiting and bool(self._silent_members() or self._new_processes_without_setup())
             patience_s = self._return_deadline_s if awaits else -math.inf
             effects = self._pipeline_recovery.decide(holders, patience_s, now_s)
             self.is_awaiting_members = was_awaiting and view_change.is_freezing

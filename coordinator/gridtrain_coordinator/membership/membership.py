@@ -606,7 +606,9 @@ class Membership:
         effects: list[Effect] = []
         if self._is_new_process(peer, join):
             earlier = self.worker_name(peer) or join.name
-            effects = self._departures.replace_process(peer, earlier) + self._advance(now_s)
+            effects = self._departures.replace_process(peer, earlier)
+            if not self._freeze_phase.awaits_stages:  # otherwise the new process may have the stage on disk
+                effects += self._advance(now_s)
             self._settled_reason = None
         effects += self._admission.register(peer, join, now_s)
         self._catch_up.on_reconnected(peer)

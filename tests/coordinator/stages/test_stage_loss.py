@@ -740,6 +740,49 @@ def test_members_whose_processes_were_all_replaced_are_not_awaited() -> None:
     assert [note.fields for note in run.notes("restored")] == [{"step": 10}]
 
 
+@pytest.mark.parametrize("sends_setup", [True, False])
+def test_the_checkpoints_of_a_killed_member_that_comes_back_are_awaited(sends_setup: bool) -> None:
+    """a was killed with the whole model of step 21, and b is back with that of step 10; before a minute has
+    passed, a's next process joins, which first has to build its model."""
+    run = run_of_one_stage()
+    run.report(A, applied=20, history=b"h20", ledger=state_after(20))
+    run.start(A)
+    run.lose(A)
+    until_s = run.now_s + run.core.run.limits.regather_s - 10
+    join_anew(run, B)
+    ScriptedCoordinator.join(run, A, setup=None)
+    run.pass_to(until_s, A, B)
+    assert run.core.phase is RunPhase.PAUSED and not run.notes("rollback")
+    if sends_setup:
+        join_anew(run, A)
+        assert run.view.applied == 20 and not run.notes("rollback")
+    else:
+        run.pass_to(until_s + 10, A, B)
+        assert run.view.applied == 9 and run.notes("rollback")
+
+
+def test_a_killed_member_that_comes_back_is_awaited_although_a_member_is_present() -> None:
+    """The coordinator was restarted: b is back with its stage in memory, c with older ones of all stages."""
+    first = StagedRun(2, A, B, C, model=TWO_LAYERS)
+    assert first.roster == "a b"
+    trained(first, 12)
+    first.checkpoints = {p: (*stored(9, n), *stored(12, n)) for n, p in enumerate((A, B))}
+    first.checkpoints[C] = stored(9, 0, 1)
+    for peer, kept in first.checkpoints.items():
+        first.say(peer, m.StageCheckpointList(kept))
+    run = restarted(first)
+    limits = run.core.run.limits = replace(run.core.run.limits, report_s=1.0)
+    for peer in (B, C):
+        run.join(peer)
+    run.pass_to(run.now_s + limits.report_s + limits.regreet_s, B, C)
+    run.report(B, applied=12, history=b"h12", ledger=state_after(12))
+    assert sent(run.seen, m.Freeze, to=B) and run.now_s < limits.regather_s
+    ScriptedCoordinator.join(run, A, setup=None)
+    assert run.core.phase is RunPhase.PAUSED and not run.notes("rollback")
+    join_anew(run, A)
+    assert run.view.applied == 12 and not run.notes("rollback")
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("with_older", [False, True])
 def test_an_ended_run_waits_for_the_only_member_of_its_one_stage(
