@@ -233,8 +233,8 @@ class Coordinator:
             self._perform(self._membership.start(now_s), now_s)
             while not stop.is_set() and not self._should_exit():
                 self._run_once()
-            if self._backups is not None and self._backups.is_pending and self._disk_full is None:
-                self._back_up(self._backups)  # so that the latest backup is complete
+            if self._backups is not None and self._disk_full is None:
+                self._finish_backups(self._backups)
         finally:
             self._transport.close()
             self._store.close()
@@ -261,8 +261,10 @@ class Coordinator:
         self._perform(effects, now_s)
         if now_s >= self._rates.due_s():
             self._run_housekeeping(now_s)
-        if self._backups is not None and now_s >= self._backups.due_s:
-            self._back_up(self._backups)
+        if self._backups is not None:
+            self._poll_backup(self._backups, now_s)
+            if now_s >= self._backups.due_s:
+                self._backups.begin(self._store, now_s)
 
     def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[io.Effect]:
         """Handle the events of one poll, in order; return the effects that are still to be carried out.
@@ -467,17 +469,25 @@ class Coordinator:
         state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
         self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._connected))], now_s)
 
-    def _back_up(self, backups: Backups) -> None:
-        failed_before, began_s = backups.failure, self._clock()
+    def _poll_backup(self, backups: Backups, now_s: float) -> None:
+        failed_before = backups.failure
         try:
-            path = backups.make(self._store, began_s)
+            path = backups.poll(now_s)
         except JournalError as error:
             if error.reason != failed_before:
                 self._log("error", "backup_failed", {"reason": error.reason, "remedy": error.remedy})
             return
-        backups.record_duration(self._clock(), self._clock() - began_s)
-        if failed_before:
+        if failed_before and path is not None:
             self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
+
+    def _finish_backups(self, backups: Backups) -> None:
+        """Wait for the backup that is being written; then make one of the later entries, if there are any."""
+        backups.wait(self._clock())
+        self._poll_backup(backups, self._clock())
+        if backups.is_pending and not backups.is_writing:
+            backups.begin(self._store, self._clock())
+            backups.wait(self._clock())
+            self._poll_backup(backups, self._clock())
 
     # -- status and orders ---------------------------------------------------------------------
 

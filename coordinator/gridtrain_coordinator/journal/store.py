@@ -196,6 +196,13 @@ class JournalStore:
         except (ValueError, TypeError) as error:  # in a journal without digests
             raise self._damaged(f"an entry is not JSON: {error}") from None
 
+    def copy_to_memory(self) -> JournalStore:
+        """Return a copy of the journal in memory, which another thread may use."""
+        with _explained(self._path):
+            memory = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
+            self._connection.backup(memory)
+        return JournalStore(memory, MEMORY)
+
     def copy_to(self, path: Path) -> tuple[int, int]:
         """Copy the journal to a new file, `path` (mode 0600); return the copy's term and last entry number.
 
