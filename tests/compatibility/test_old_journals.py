@@ -335,6 +335,7 @@ def test_programs_find_the_coordinator_by_its_contact_file(tmp_path: Path) -> No
         {"hex": Identity.read(state / "coordinator.key").public.hex()},
         "whole",
         True,
+        0,  # the process, which its version did not record
     ]
 
 
