@@ -53,7 +53,7 @@ def test_a_standby_starts_with_every_journalled_entry(tmp_path: Path) -> None:
     assert restore(tmp_path / "backups", tmp_path / "standby") == path
     assert sorted(os.listdir(tmp_path / "standby")) == [COORDINATOR_KEY, JOURNAL, OPERATOR_KEY]
     standby = JournalStore.open(tmp_path / "standby" / JOURNAL)
-    assert standby.entries() == store.entries()
+    assert list(standby.entries()) == list(store.entries())
     assert standby.identity() == store.identity()
     assert standby.next_term() == 2
 
@@ -62,12 +62,12 @@ def test_a_stale_wal_does_not_alter_a_restored_backup(tmp_path: Path) -> None:
     """A damaged journal.sqlite was removed but not its -wal, which SQLite would apply to the backup."""
     store = running(tmp_path / "state")
     path = make(Backups(tmp_path / "backups", tmp_path / "state"), store)
-    before = store.entries()
+    before = list(store.entries())
     store.append_all([("state", {"number": number}) for number in range(50)])
     (tmp_path / "again").mkdir()
     shutil.copy(tmp_path / "state" / f"{JOURNAL}-wal", tmp_path / "again" / f"{JOURNAL}-wal")
     assert restore(tmp_path / "backups", tmp_path / "again") == path
-    assert JournalStore.open(tmp_path / "again" / JOURNAL).entries() == before
+    assert list(JournalStore.open(tmp_path / "again" / JOURNAL).entries()) == before
 
 
 def test_the_latest_backup_is_that_of_the_latest_term(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_recorded_command_whose_further_entries_do_not_fit_is_carried_out_late
     assert [e.body for e in disk.store.entries()] == [{"ending": True}]
     disk.make_room()
     assert "log info finished" in disk.iteration(after_s=2.0)
-    assert disk.core.ends == 1 and len(disk.store.entries()) == 2
+    assert disk.core.ends == 1 and len(list(disk.store.entries())) == 2
 
 
 def test_a_command_follows_the_decisions_of_earlier_messages(disk: FullDiskCoordinator) -> None:
