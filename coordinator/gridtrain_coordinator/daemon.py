@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -55,7 +55,13 @@ from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.message_batch import MessageBatch
 from gridtrain_coordinator.run import events as io
-from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
+from gridtrain_coordinator.run.journal_recovery import (
+    RecoveredRun,
+    SupersededEntries,
+    compacted_entry,
+    is_same_run,
+    recover_run,
+)
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -68,6 +74,10 @@ EXIT_DELAY_S = 5.0
 WRITING_DELAY_S = 3600.0
 """The delay instead of `EXIT_DELAY_S` while a worker that is to write the final model is still writing it, or
 could not write its last checkpoint."""
+
+
+COMPACTION_BYTES = 2**20
+"""A start removes superseded entries if their total size is at least this; reading them takes 0.02 s."""
 
 
 class StopFlag(Protocol):
@@ -85,17 +95,25 @@ class DashboardPort(Protocol):
     ) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
 
 
-def _recover(store: JournalStore, run: str) -> RecoveredRun:
-    """Return the run that the journal records.  Raises `JournalError` if the run cannot continue from it."""
-    entries = [(entry.kind, entry.body) for entry in store.entries()]
-    runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
-    if runs - {run}:
-        raise JournalError(
-            f'the journal belongs to the run "{runs.pop()}", not to the run "{run}"',
-            remedy="choose another folder with --state, or specify the journal's run with --run",
-        )
+def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None = None) -> RecoveredRun:
+    """Return the run that the journal records, and pass its entries to `superseded`.
+
+    Raises `JournalError` if the run cannot continue from the journal.
+    """
+
+    def entries() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for entry in store.entries():
+            if entry.kind == "term" and "run" in entry.body and entry.body["run"] != run:
+                raise JournalError(
+                    f'the journal belongs to the run "{entry.body["run"]}", not to the run "{run}"',
+                    remedy="choose another folder with --state, or specify the journal's run with --run",
+                )
+            yield entry.kind, entry.body
+            if superseded is not None:
+                superseded.add(entry.id, entry.kind, entry.body)
+
     try:
-        recovered = recover_run(entries)
+        recovered = recover_run(entries())
     except (KeyError, TypeError, ValueError) as error:
         raise invalid_entry(error) from None
     if recovered.is_finished:
@@ -104,6 +122,28 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
             remedy="to train its model further, start the coordinator with another --state and the workers "
             "with the --state-dir of their checkpoints (docs/operations.md); to start a new run, use --run",
         )
+    return recovered
+
+
+def _recover_and_compact(store: JournalStore, run: str, log: Log) -> RecoveredRun:
+    """Return the run that the journal records; remove superseded entries from the journal if they are large.
+
+    The journal remains as it is if another run would be recovered from what is left of it.  Raises
+    `JournalError` if the run cannot continue from the journal.
+    """
+    superseded = SupersededEntries()
+    recovered = _recover(store, run, superseded)
+    removed_bytes = store.total_bytes(superseded.ids)
+    if removed_bytes < COMPACTION_BYTES:
+        return recovered
+    try:
+        with store.compaction(superseded.ids, compacted_entry(recovered)):
+            if not is_same_run(_recover(store, run), recovered):
+                raise JournalError("another run would be recovered from the remaining entries")
+    except JournalError as error:
+        log("warning", "not_compacted", {"reason": error.reason})
+    else:
+        log("info", "compacted", {"entries": len(superseded.ids), "MB": round(removed_bytes / 1e6, 1)})
     return recovered
 
 
@@ -196,7 +236,7 @@ class Coordinator:
         Raises `JournalError` if the journal belongs to another run or to a finished one, if an entry is
         invalid, or if the next term cannot be written.
         """
-        recovered = _recover(store, run)
+        recovered = _recover_and_compact(store, run, log)
         deadlines = deadlines or Deadlines()
         membership = Membership(
             me=transport.me,
@@ -233,8 +273,8 @@ class Coordinator:
             self._perform(self._membership.start(now_s), now_s)
             while not stop.is_set() and not self._should_exit():
                 self._run_once()
-            if self._backups is not None and self._backups.is_pending and self._disk_full is None:
-                self._back_up(self._backups)  # so that the latest backup is complete
+            if self._backups is not None and self._disk_full is None:
+                self._finish_backups(self._backups)
         finally:
             self._transport.close()
             self._store.close()
@@ -261,8 +301,10 @@ class Coordinator:
         self._perform(effects, now_s)
         if now_s >= self._rates.due_s():
             self._run_housekeeping(now_s)
-        if self._backups is not None and now_s >= self._backups.due_s:
-            self._back_up(self._backups)
+        if self._backups is not None:
+            self._poll_backup(self._backups, now_s)
+            if now_s >= self._backups.due_s:
+                self._backups.begin(self._store, now_s)
 
     def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[io.Effect]:
         """Handle the events of one poll, in order; return the effects that are still to be carried out.
@@ -467,17 +509,25 @@ class Coordinator:
         state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
         self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._connected))], now_s)
 
-    def _back_up(self, backups: Backups) -> None:
-        failed_before, began_s = backups.failure, self._clock()
+    def _poll_backup(self, backups: Backups, now_s: float) -> None:
+        failed_before = backups.failure
         try:
-            path = backups.make(self._store, began_s)
+            path = backups.poll(now_s)
         except JournalError as error:
             if error.reason != failed_before:
                 self._log("error", "backup_failed", {"reason": error.reason, "remedy": error.remedy})
             return
-        backups.record_duration(self._clock(), self._clock() - began_s)
-        if failed_before:
+        if failed_before and path is not None:
             self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
+
+    def _finish_backups(self, backups: Backups) -> None:
+        """Wait for the backup that is being written; then make one of the later entries, if there are any."""
+        backups.wait(self._clock())
+        self._poll_backup(backups, self._clock())
+        if backups.is_pending and not backups.is_writing:
+            backups.begin(self._store, self._clock())
+            backups.wait(self._clock())
+            self._poll_backup(backups, self._clock())
 
     # -- status and orders ---------------------------------------------------------------------
 

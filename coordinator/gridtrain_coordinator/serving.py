@@ -228,7 +228,7 @@ def _open_transport(
 def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:
     """Return the access control that the journal records.  Raises `JournalError` if an entry is invalid."""
     try:
-        entries = [(entry.kind, entry.body) for entry in store.entries()]
+        entries = ((entry.kind, entry.body) for entry in store.entries(without="generation"))
         return recover_authorization(entries, run=run, operator=operator, coordinator=coordinator)
     except (KeyError, TypeError, ValueError) as error:
         raise invalid_entry(error) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -446,6 +448,22 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
     with contact.published(tmp_path):  # it runs, but cannot be reached
         result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
         assert "the coordinator at tcp://127.0.0.1:1 cannot be reached" in refusal(result, 3)
+
+
+@pytest.mark.parametrize("command", ["status", "finish", "invite"])
+def test_a_coordinator_of_this_machine_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """It listens, but its process is suspended or waits for a disk."""
+    ask = CoordinatorClient.ask
+    monkeypatch.setattr(CoordinatorClient, "ask", lambda self, question, _: ask(self, question, 0.2))
+    Identity.load_or_create(tmp_path / OPERATOR_KEY)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with EndpointFile("tcp://192.0.2.7:7700", here, b"k" * 32, "mine", True).published(tmp_path):
+            result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
+    said = f"the coordinator (process {os.getpid()}, {tmp_path}) is running but does not answer"
+    assert refusal(result, 3) == said and "see its log" in str(result.exception)
 
 
 @pytest.mark.parametrize("has_state", [False, True])

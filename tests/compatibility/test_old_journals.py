@@ -29,8 +29,11 @@ from oldformats.library import (
     JournalStore,
     Membership,
     MessageReceived,
+    SupersededEntries,
     access_of_journal,
+    compacted_entry,
     dashboard_token,
+    is_same_run,
     operator_identity,
     parse_invitation,
     read_checkpoint_head,
@@ -59,9 +62,13 @@ def rows_of(journal: Path) -> list[tuple[int, str, Any]]:
 def entries_of(state: Path) -> list[tuple[str, Any]]:
     store = JournalStore.open(state / "journal.sqlite")
     try:
-        return [(entry.kind, entry.body) for entry in store.entries()]
+        return entries_in(store)
     finally:
         store.close()
+
+
+def entries_in(store: JournalStore) -> list[tuple[str, Any]]:
+    return [(entry.kind, entry.body) for entry in store.entries()]
 
 
 def key_of(name: str) -> str:
@@ -108,6 +115,25 @@ def test_the_run_is_recovered_as_it_was(name: str, tmp_path: Path) -> None:
         run.highest_step,
     )
     assert plain((*found, run.checkpoints)) == READ[name]["recovered"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compacted_journal_has_the_same_run_and_admits_the_same_keys(name: str, tmp_path: Path) -> None:
+    state = state_of(name, tmp_path)
+    store, superseded = JournalStore.open(state / "journal.sqlite"), SupersededEntries()
+    for entry in store.entries():
+        superseded.add(entry.id, entry.kind, entry.body)
+    run, length = recover_run(entries_in(store)), len(entries_in(store))
+    with store.compaction(superseded.ids, compacted_entry(run)):
+        pass
+    store.close()
+    store = JournalStore.open(state / "journal.sqlite")
+    assert is_same_run(recover_run(entries_in(store)), run)
+    assert len(entries_in(store)) == 1 + length - len(superseded.ids)
+    operator = operator_identity(state / "journal.sqlite").public
+    access = access_of_journal(store, name, operator, store.identity().public)
+    assert access.status(READ[name]["wall_s"]) == READ[name]["door"]
+    store.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -335,6 +361,7 @@ def test_programs_find_the_coordinator_by_its_contact_file(tmp_path: Path) -> No
         {"hex": Identity.read(state / "coordinator.key").public.hex()},
         "whole",
         True,
+        0,  # the process, which its version did not record
     ]
 
 

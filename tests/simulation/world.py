@@ -18,6 +18,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
+from compacted_journal import compacted
+
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
@@ -28,7 +30,7 @@ from gridtrain.core.messages import RELAY_PREFIX, relay_of
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
-from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.run.journal_recovery import is_same_run, recover_run
 from simulation.commit_coverage import CommitCoverage, MemberBefore, open_round
 from simulation.virtual_network import LinkProperties, VirtualNetwork
 
@@ -755,7 +757,11 @@ class World:
         self.workers[peer].leave()
 
     def start_coordinator(self) -> None:
-        """Start it, after the first time from its journal; living workers reconnect."""
+        """Start it, after the first time from its journal, compacted; living workers reconnect."""
+        recovered, half = recover_run(self._journal), len(self._journal) // 2
+        earlier = compacted(self._journal[:half])
+        compacted_twice = recover_run(compacted([*earlier, *self._journal[half:]]))
+        assert is_same_run(compacted_twice, recovered), (compacted_twice, recovered)
         terms = [body["term"] for kind, body in self._journal if kind == "term"]  # as in the real journal
         self.coordinator = Membership(
             me=COORDINATOR,
@@ -764,7 +770,7 @@ class World:
             deadlines=self.deadlines,
             software="sim",
             min_workers=self._min_workers,
-            recovered=recover_run(self._journal),
+            recovered=compacted_twice,
         )
         self.coordinator_up = True
         self._execute_coordinator(self.coordinator.start(self.now_s), None)

@@ -5,16 +5,28 @@ FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     coordinator.key  operator.key  mode 0600; anyone who has a backup can impersonate the coordinator
 FOLDER/.backup.partial/            a backup that is being written; renamed once it is on disk
 
+    loop: begin(store) -- copy of the journal in memory --> thread: write, fsync, rename, remove old backups
+          poll() <------- path, error, or no answer yet ---------+
+
+Only the thread touches FOLDER, which may be on a disk or a server that has stopped answering.  It is a daemon
+thread, so that it cannot keep the process from exiting.
+
 gridtrain coordinator --backup-to FOLDER                     the running coordinator
 gridtrain coordinator --state NEW --from-backup FOLDER       its successor, at the same address
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain.network.transport.identity import Identity, make_private_folder
@@ -24,11 +36,14 @@ from gridtrain_coordinator.journal.store import JournalStore
 JOURNAL = "journal.sqlite"
 EVERY_S, KEEP = 5.0, 3
 MAX_TIME_FRACTION = 0.05
-"""The largest fraction of the loop's time that backups may take, so that the loop stays responsive.
+"""The largest fraction of the time that backups may take, so that the loop and the disk stay responsive.
 
 After a backup that took 1 s, the next one is made no earlier than 20 s later.
 """
+ANSWER_TIMEOUT_S = 30.0
+"""The time after which a backup that is still being written counts as failed."""
 
+_Result = TypeVar("_Result")
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
 _KEYS = (COORDINATOR_KEY, OPERATOR_KEY)
 _BESIDE = ("-wal", "-shm", "-journal")
@@ -46,7 +61,7 @@ class Backups:
     Attributes:
         failure: the reason why the latest backup failed; empty if it succeeded or none has been attempted.
         written_s: when the latest backup was finished; None before the first backup.
-        is_pending: whether the journal has changed since the latest backup.
+        is_pending: whether the latest backup, including one that is being written, lacks an entry.
     """
 
     def __init__(self, folder: Path, state: Path, *, every_s: float = EVERY_S, keep: int = KEEP) -> None:
@@ -62,23 +77,29 @@ class Backups:
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
         self.is_pending = True  # so that the initial state is also backed up
-        self._next_s = float("-inf")
+        self._next_s = self._began_s = float("-inf")
+        self._writing: Future[tuple[Path, float]] | None = None
 
     def check_folder(self) -> None:
         """Write a file and remove it, so that an unusable folder is detected at startup.
 
-        Raises `ConfigError` if the file cannot be written.
+        Raises `ConfigError` if the file cannot be written within `ANSWER_TIMEOUT_S`.
         """
-        probe = self.folder / ".backup.trial"
-        try:
-            make_private_folder(self.folder)
-            probe.write_bytes(b"backups of a coordinator's journal and keys go here")
-            probe.unlink()
-        except OSError as error:
+        trial = _in_thread(self._try_folder)
+        wait([trial], ANSWER_TIMEOUT_S)
+        error = trial.exception() if trial.done() else _no_answer()
+        if isinstance(error, OSError):
             raise ConfigError(
                 f"no backup can be written to {self.folder}: {error.strerror or error}",
                 remedy="choose a folder on another disk with --backup-to",
             ) from None
+        trial.result()
+
+    def _try_folder(self) -> None:
+        make_private_folder(self.folder)
+        probe = self.folder / ".backup.trial"
+        probe.write_bytes(b"backups of a coordinator's journal and keys go here")
+        probe.unlink()
 
     def request(self) -> None:
         """Request a backup.  Call when the journal has a new entry."""
@@ -86,24 +107,68 @@ class Backups:
 
     @property
     def due_s(self) -> float:
-        return self._next_s if self.is_pending else float("inf")
+        """When to call `begin`; infinite if no backup is needed, or one is being written."""
+        return self._next_s if self.is_pending and self._writing is None else float("inf")
 
-    def make(self, store: JournalStore, began_s: float) -> Path:
-        """Write a backup; return its folder.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a backup has begun whose end `poll` has not reported yet."""
+        return self._writing is not None
 
-        Raises `JournalError` if the backup cannot be written; earlier backups remain unchanged.
+    def begin(self, store: JournalStore, now_s: float) -> None:
+        """Copy the journal into memory, and begin to write it to the folder.  `poll` reports the end.
 
         Args:
-            began_s: the current time; the next backup is made at least `every_s` later.
+            now_s: the current time; the next backup is made at least `every_s` later.
         """
-        self._next_s = began_s + self._interval_s
+        self._began_s, self._next_s = now_s, now_s + self._interval_s
+        self.is_pending = False
+        began_s = time.monotonic()
+        try:
+            copy = store.copy_to_memory()
+        except JournalError as error:
+            self._writing = Future()
+            self._writing.set_exception(error)
+            return
+        self._writing = _in_thread(lambda: (self._write(copy), time.monotonic() - began_s))
+
+    def poll(self, now_s: float) -> Path | None:
+        """Return the folder of a backup that has been finished since the latest call.
+
+        Raises `JournalError` if the backup cannot be written, in which case earlier backups remain unchanged,
+        or if it has not been finished `ANSWER_TIMEOUT_S` after it began, in which case it may still be
+        finished later.
+        """
+        if self._writing is None:
+            return None
+        if not self._writing.done():
+            if now_s - self._began_s < ANSWER_TIMEOUT_S:
+                return None
+            raise self._failed(_no_answer())
+        ended, self._writing = self._writing, None
+        try:
+            path, duration_s = ended.result()
+        except (OSError, ConfigError, JournalError) as error:
+            self.is_pending = True
+            raise self._failed(error) from None
+        self.failure, self.written_s = "", now_s
+        self._next_s = max(self._next_s, now_s + duration_s / MAX_TIME_FRACTION)
+        return path
+
+    def wait(self, now_s: float) -> None:
+        """Wait for the backup that is being written, if any, until `poll` would report it as failed."""
+        if self._writing is not None:
+            wait([self._writing], max(self._began_s + ANSWER_TIMEOUT_S - now_s, 0.0))
+
+    def _write(self, copy: JournalStore) -> Path:
+        """Write a backup and remove old ones; return the new one's folder.  Runs in a thread of its own."""
         partial = self.folder / ".backup.partial"
         try:
             make_private_folder(self.folder)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(mode=0o700)
-            term, last = store.copy_to(partial / JOURNAL)
-            self._check_same_run(store)
+            term, last = copy.copy_to(partial / JOURNAL)
+            self._check_same_run(copy)
             for name in _KEYS:
                 if (self._state / name).exists():
                     Identity.read(self._state / name).write(partial / name)
@@ -114,16 +179,21 @@ class Backups:
             _sync(self.folder)
             for old in _complete_backups(self.folder)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        except (OSError, ConfigError, JournalError) as error:
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
-            self.failure = f"no backup can be written to {self.folder}: {reason}"
-            raise JournalError(
-                self.failure,
-                remedy="free disk space, check the permissions, or choose another folder with --backup-to",
-            ) from None
-        self.is_pending, self.failure = False, ""
+            raise
+        finally:
+            copy.close()
         return path
+
+    def _failed(self, error: OSError | ConfigError | JournalError) -> JournalError:
+        reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
+        self.failure = f"no backup can be written to {self.folder}: {reason}"
+        return JournalError(
+            self.failure,
+            remedy="free disk space, check the disk and the permissions, or choose another folder with "
+            "--backup-to",
+        )
 
     def status(self, now_s: float) -> dict[str, object]:
         """Return the information about backups for `gridtrain status`."""
@@ -132,7 +202,7 @@ class Backups:
             "folder": str(self.folder),
             "age_s": age_s,
             "failed": self.failure,
-            "behind": self.is_pending,
+            "behind": self.is_pending or self.is_writing,
         }
 
     def _check_same_run(self, store: JournalStore) -> None:
@@ -143,11 +213,6 @@ class Backups:
         for path in _complete_backups(self.folder)[-1:]:
             if (key := Identity.read(path / COORDINATOR_KEY).public) != store.key():
                 raise ConfigError(f"{path} belongs to another coordinator (key {key.hex()[:12]})")
-
-    def record_duration(self, now_s: float, duration_s: float) -> None:
-        """Record that a backup has finished, and delay the next one in proportion to its duration."""
-        self.written_s = now_s
-        self._next_s = max(self._next_s, now_s + duration_s / MAX_TIME_FRACTION)
 
 
 def latest_backup(folder: Path) -> Path:
@@ -211,6 +276,24 @@ def restore(backup: Path, state: Path) -> Path:
         for path in state.glob(f".{JOURNAL}.partial*"):
             path.unlink(missing_ok=True)
     return source
+
+
+def _in_thread(call: Callable[[], _Result]) -> Future[_Result]:
+    """Call `call` in a daemon thread; return the future of its result."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised in the thread that asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="gridtrain-backup", daemon=True).start()
+    return future
+
+
+def _no_answer() -> OSError:
+    return OSError(errno.ETIMEDOUT, f"it has not answered for {ANSWER_TIMEOUT_S:g} s")
 
 
 def _complete_backups(folder: Path) -> list[Path]:

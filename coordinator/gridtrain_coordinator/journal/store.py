@@ -9,6 +9,9 @@ survive SIGKILL and power loss.
 
 Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
 opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
+
+    before   1 term   2 run   3 generation   4 state   5 generation            5's digest: D
+    after    0 compacted (D)   1 term   2 run   5 generation                   each digest is computed again
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -76,7 +79,7 @@ class StoredEntry:
     """One entry of the journal.
 
     Attributes:
-        id: the number of the entry, from 1.
+        id: the number of the entry, from 1; 0 for the entry "compacted".
         at: the time at which the entry was written, in UTC as ISO 8601.
     """
 
@@ -119,7 +122,7 @@ class JournalStore:
             with _explained(name):
                 store._check(created)
                 store._prepare()
-            store.entries()  # checks the digests
+            store._check_digests()
         except BaseException:
             connection.close()
             if created:
@@ -177,22 +180,70 @@ class JournalStore:
             for kind, body in entries:
                 self._insert(kind, body)
 
-    def entries(self) -> list[StoredEntry]:
-        """Return all entries, oldest first.  Raises `JournalError` if an entry has been altered."""
+    def entries(self, *, without: str = "") -> Iterator[StoredEntry]:
+        """Return all entries, or all but those of the kind `without`, oldest first.
+
+        Each entry is read when the iterator reaches it.
+        """
+        query = "SELECT id, at, kind, body FROM journal WHERE kind != ? ORDER BY id"
         with _explained(self._path):
-            rows = self._connection.execute(
-                "SELECT id, at, kind, body, chain FROM journal ORDER BY id"
-            ).fetchall()
-        chain, chained = b"", False
-        for row_id, at, kind, body, written in rows:
-            chain, chained = _chain_digest(chain, row_id, at, kind, body), chained or written is not None
-            if chained and written != chain:  # early versions wrote no digests
-                raise self._damaged(f"entry {row_id} has been altered")
-        self._chain = chain
-        try:
-            return [StoredEntry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
-        except (ValueError, TypeError) as error:  # in a journal without digests
-            raise self._damaged(f"an entry is not JSON: {error}") from None
+            for row_id, at, kind, body in self._connection.execute(query, (without,)):
+                try:
+                    yield StoredEntry(row_id, at, kind, json.loads(body))
+                except (ValueError, TypeError) as error:  # in a journal without digests
+                    raise self._damaged(f"entry {row_id} is not JSON: {error}") from None
+
+    def total_bytes(self, ids: Iterable[int]) -> int:
+        """Return the total size of the bodies of these entries."""
+        query = "SELECT total(length(body)) FROM journal WHERE id IN (SELECT value FROM json_each(?))"
+        with _explained(self._path):
+            (size,) = self._connection.execute(query, (json.dumps(list(ids)),)).fetchone()
+        return int(size)
+
+    @contextmanager
+    def compaction(self, superseded: Collection[int], body: Mapping[str, Any]) -> Iterator[None]:
+        """Return a context manager that removes entries, and commits this on exit unless an error is raised.
+
+        Within the context, `entries` returns what remains.  A first entry "compacted" contains `body`, the
+        number and the digest of the last entry before the compaction, and how many entries were removed;
+        all later digests include it.
+
+        Args:
+            superseded: the numbers of the entries to remove; not that of the last entry.
+        """
+        run = self._connection.execute
+        (last,) = run("SELECT max(id) FROM journal").fetchone()
+        before = {"last": last, "chain": self._chain.hex(), "removed": len(superseded)}
+        triggers = "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' AND tbl_name = 'journal'"
+        with self._transaction():
+            guards = run(triggers).fetchall()
+            for name, _ in guards:
+                run(f"DROP TRIGGER {name}")
+            self._connection.executemany(
+                "DELETE FROM journal WHERE id = ?", [(0,), *((number,) for number in superseded)]
+            )
+            row = (0, _now(), "compacted", _to_json({**before, **body}))
+            run("INSERT INTO journal (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
+            self._chain, chains = b"", []
+            for line in run("SELECT id, at, kind, body FROM journal ORDER BY id"):
+                self._chain = _chain_digest(self._chain, *line)
+                chains.append((self._chain, line[0]))
+            self._connection.executemany("UPDATE journal SET chain = ? WHERE id = ?", chains)
+            for _, sql in guards:
+                run(sql)
+            yield
+        with contextlib.suppress(
+            sqlite3.Error
+        ):  # the disk is full: the file keeps its size for later entries
+            run("VACUUM")
+            run("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def copy_to_memory(self) -> JournalStore:
+        """Return a copy of the journal in memory, which another thread may use."""
+        with _explained(self._path):
+            memory = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
+            self._connection.backup(memory)
+        return JournalStore(memory, MEMORY)
 
     def copy_to(self, path: Path) -> tuple[int, int]:
         """Copy the journal to a new file, `path` (mode 0600); return the copy's term and last entry number.
@@ -244,6 +295,16 @@ class JournalStore:
         if verdict != "ok":
             raise self._damaged(verdict)
 
+    def _check_digests(self) -> None:
+        """Raise `JournalError` if an entry has been altered, or one before it has been removed."""
+        query, chained = "SELECT id, at, kind, body, chain FROM journal ORDER BY id", False
+        with _explained(self._path):
+            for row_id, at, kind, body, written in self._connection.execute(query):
+                self._chain = _chain_digest(self._chain, row_id, at, kind, body)
+                chained = chained or written is not None
+                if chained and written != self._chain:  # early versions wrote no digests
+                    raise self._damaged(f"entry {row_id} has been altered")
+
     def _damaged(self, how: str) -> JournalError:
         return JournalError(f"the journal {self._path} is damaged ({how})", remedy=DAMAGED_REMEDY)
 
@@ -267,8 +328,7 @@ class JournalStore:
             raise
 
     def _insert(self, kind: str, body: Mapping[str, Any]) -> None:
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        text = json.dumps(body, separators=(",", ":"))
+        at, text = _now(), _to_json(body)
         (last,) = self._connection.execute("SELECT max(id) FROM journal").fetchone()
         row_id = (last or 0) + 1
         self._chain = _chain_digest(self._chain, row_id, at, kind, text)
@@ -290,6 +350,14 @@ class JournalStore:
                 if self._connection.in_transaction:  # if the disk is full, SQLite has already rolled back
                     self._connection.execute("ROLLBACK")
                 raise
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _to_json(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
 
 
 def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:

@@ -84,6 +84,8 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
         match kind:
             case "run":
                 definition = _definition(body)
+            case "compacted":
+                names = {bytes.fromhex(peer): str(name) for peer, name in body["names"]}
             case "generation":
                 latest, phase, highest_step, left_workers, left_step = body, "", 0, {}, 0
                 for line in body["members"]:
@@ -130,6 +132,51 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     if phase == RunPhase.WAITING:
         return replace(recovered, has_committed=has_committed)
     return replace(recovered, view=view, roster=roster, has_started=has_started)
+
+
+def is_same_run(one: RecoveredRun, other: RecoveredRun) -> bool:
+    """Return whether two runs are equal, including the order of names, workers and checkpoints."""
+
+    def ordered(run: RecoveredRun) -> tuple[object, ...]:
+        return run, list(run.names), list(run.left_workers), list(run.checkpoints)
+
+    return ordered(one) == ordered(other)
+
+
+class SupersededEntries:
+    """Finds the entries without which `recover_run` returns the same run, while the entries are read.
+
+    These are all generations but the latest and, before it, reports of workers that left, and phases other
+    than the last one that says whether the run has started.  The names of earlier members are lost with
+    them, and are therefore in `compacted_entry`.
+
+    Attributes:
+        ids: the numbers of these entries.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._generation: int | None = None
+        self._deciding: int | None = None  # the latest entry that says whether the run has started
+        self._states: list[int] = []  # those that the next generation supersedes
+
+    def add(self, number: int, kind: str, body: Mapping[str, Any]) -> None:
+        """Consider the next entry, which is valid."""
+        if kind == "generation":
+            self.ids += [*self._states, *([] if self._generation is None else [self._generation])]
+            self._generation, self._states = number, []
+        elif kind == "state" and "left" in body:
+            self._states.append(number)
+        elif kind == "state" and not body.keys() & {"checkpoint", "ending", "rollback"}:
+            superseded: int | None = number
+            if body["state"] in (RunPhase.WAITING, RunPhase.TRAINING):
+                self._deciding, superseded = number, self._deciding
+            self._states += [] if superseded is None else [superseded]
+
+
+def compacted_entry(recovered: RecoveredRun) -> dict[str, Any]:
+    """Return what the first entry of a compacted journal must contain of the run."""
+    return {"names": [[peer.hex(), name] for peer, name in recovered.names.items()]}
 
 
 def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:

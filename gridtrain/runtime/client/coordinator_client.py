@@ -160,7 +160,7 @@ class CoordinatorClient:
             )
         reason = f"it did not answer within {timeout_s:g} s"
         if self._is_tcp:
-            error = _tcp_error(self.address)
+            error = tcp_error(self.address)
             if error is None:
                 raise _wrong_peer_error(self.address, timeout_s)
             if error.errno in (*_NO_ROUTE, errno.EHOSTUNREACH):
@@ -182,7 +182,7 @@ def allow_only(key: PeerId) -> AccessPolicy:
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
 
 
-def _tcp_error(address: str) -> OSError | None:
+def tcp_error(address: str) -> OSError | None:
     """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it.
 
     Of a host with several addresses, those to which there is a route come first.

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gridtrain.core.messages import PeerId
@@ -40,6 +41,7 @@ class EndpointFile:
         coordinator: the coordinator's public key.
         run: the run's name.
         encrypted: whether connections are encrypted.
+        pid: the process that wrote the file; 0 if the file does not name it.
     """
 
     address: str
@@ -47,6 +49,7 @@ class EndpointFile:
     coordinator: PeerId
     run: str
     encrypted: bool
+    pid: int = field(default=0, compare=False)
 
     def write(self, folder: Path) -> None:
         """Replace the file in `folder`.  Raises `ConfigError` if the file cannot be written."""
@@ -57,6 +60,7 @@ class EndpointFile:
             "key": self.coordinator.hex(),
             "run": self.run,
             "encrypted": self.encrypted,
+            "pid": os.getpid(),
         }
         replace_private_json(folder / CONTACT_FILE, body, "check the permissions of the folder")
 
@@ -110,12 +114,20 @@ class EndpointFile:
     def is_abandoned(folder: Path) -> bool:
         """Return whether a coordinator has ended without removing its file; False if the file system does not
         support locks."""
+        return EndpointFile.is_locked(folder) is False
+
+    @staticmethod
+    def is_locked(folder: Path) -> bool | None:
+        """Return whether a running coordinator holds the file's lock; None if the file cannot be locked or
+        does not exist."""
         try:
             with open(folder / CONTACT_FILE, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may check, too
-        except OSError:  # it is locked, cannot be locked, or does not exist
-            return False
-        return True
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        return False
 
     @classmethod
     def _parse(cls, body: object) -> EndpointFile:
@@ -126,9 +138,11 @@ class EndpointFile:
                 f"the file has version {body['version']!r}; this version of gridtrain reads version {FORMAT}"
             )
         address, here, run, encrypted = body["address"], body["here"], body["run"], body["encrypted"]
-        if not all(isinstance(text, str) for text in (address, here, run)) or not isinstance(encrypted, bool):
+        texts_are_valid = all(isinstance(text, str) for text in (address, here, run))
+        pid = body.get("pid", 0)
+        if not texts_are_valid or not isinstance(encrypted, bool) or not isinstance(pid, int):
             raise TypeError("a field has the wrong type")
         key = bytes.fromhex(body["key"])
         if len(key) != 32:
             raise ValueError(f"the key is {len(key)} bytes long; it must be 32 bytes long")
-        return cls(address, here, key, run, encrypted)
+        return cls(address, here, key, run, encrypted, pid)

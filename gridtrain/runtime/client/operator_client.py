@@ -25,7 +25,7 @@ from gridtrain.core.group.invitation import RUN_NAME, Invitation
 from gridtrain.core.messages import EndRun, Invite, OperatorReply, RemoveWorker, Unban
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
-from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
+from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient, tcp_error
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 
@@ -205,11 +205,19 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 @contextlib.contextmanager
 def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
     """Return a context manager that raises more specific errors if the coordinator does not know the
-    operator's key, or if a coordinator on this machine has ended."""
+    operator's key, or if a coordinator on this machine has ended or does not answer."""
     try:
         yield
     except CoordinatorUnreachable:
-        if endpoint.key_file is None or not EndpointFile.is_abandoned(endpoint.key_file.parent):
+        folder = endpoint.key_file.parent if endpoint.key_file is not None else None
+        is_locked = EndpointFile.is_locked(folder) if folder is not None else None
+        if is_locked and tcp_error(endpoint.file.here) is None:
+            process = f"process {endpoint.file.pid}, " if endpoint.file.pid else ""
+            raise CoordinatorUnreachable(
+                f"the coordinator ({process}{folder}) is running but does not answer",
+                remedy="see its log",
+            ) from None
+        if is_locked is not False:
             raise
         raise CoordinatorUnreachable(
             f'the coordinator of the run "{endpoint.file.run}", {endpoint.file.address}, is not running on '

@@ -92,7 +92,12 @@ from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import JournalEntry, MessageReceived
-from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.run.journal_recovery import (
+    SupersededEntries,
+    compacted_entry,
+    is_same_run,
+    recover_run,
+)
 from gridtrain_coordinator.serving import load_authorization as access_of_journal
 from gridtrain_worker.budget import Budget as DayBudget
 from gridtrain_worker.bundle_consent import ACCEPTED, ARCHIVE, BundleOffer, require_consent

@@ -38,7 +38,7 @@ def write_journal(path: Path) -> list[StoredEntry]:
         store.append_all(
             [("generation", {"term": 1, "generation": number, "verdict": "ABORT", "note": "x" * 200})]
         )
-    entries = store.entries()
+    entries = list(store.entries())
     store.close()
     return entries
 
@@ -47,7 +47,7 @@ def read_entries(path: Path) -> list[StoredEntry]:
     store = JournalStore.open(path)
     try:
         store.identity()
-        return store.entries()
+        return list(store.entries())
     finally:
         store.close()
 
@@ -207,7 +207,7 @@ def test_a_newer_journal_is_not_touched(path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     connection.close()
     before = digest(path)
-    with pytest.raises(JournalError, match="version 9; this gridtrain supports versions up to 3") as caught:
+    with pytest.raises(JournalError, match="version 9; this gridtrain supports versions up to 4") as caught:
         JournalStore.open(path)
     assert "newer" in caught.value.remedy and digest(path) == before
 

@@ -38,7 +38,7 @@ def test_entries_are_read_as_they_were_written(path: Path) -> None:
     store.append_all([("generation", GENERATION), ("state", {"state": "training"})])
     store.close()
 
-    entries = JournalStore.open(path).entries()
+    entries = list(JournalStore.open(path).entries())
     assert [(entry.id, entry.kind, entry.body) for entry in entries] == [
         (1, "term", {"term": 1}),
         (2, "run", {"facts": {"model": "120576 parameters"}}),
@@ -100,9 +100,9 @@ def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -
     store = JournalStore.open(path)
     with pytest.raises(JournalError, match="rejected"):
         store.append_all([("state", {"state": "training"}), ("gossip", {})])
-    assert store.entries() == []
+    assert list(store.entries()) == []
     store.append_all([("state", {"state": "paused"})])  # the store is still usable
-    assert len(store.entries()) == 1
+    assert len(list(store.entries())) == 1
 
 
 def test_a_journalled_verdict_never_changes(path: Path) -> None:
@@ -127,7 +127,7 @@ def test_generations_can_be_read_as_a_table(path: Path) -> None:
 
 # -- migrations ------------------------------------------------------------------------------------
 
-FIRST, ACCESS, CHAIN = module._migrations()
+FIRST, ACCESS, CHAIN, COMPACTION = module._migrations()
 MORE = "CREATE TABLE links (a, b);"
 
 
@@ -193,10 +193,10 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
     store = JournalStore.open(path)
     store.next_term()
     store.close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, ACCESS, CHAIN, MORE])
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, ACCESS, CHAIN, COMPACTION, MORE])
     for _ in range(2):  # the second time nothing is left to do
         store = JournalStore.open(path)
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (5,)
         assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
         assert [entry.kind for entry in store.entries()] == ["term"]
         store.close()
@@ -205,13 +205,15 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     JournalStore.open(path).close()
     monkeypatch.setattr(
-        module, "_migrations", lambda: [FIRST, ACCESS, CHAIN, MORE + "CREATE TABLE links (again);"]
+        module,
+        "_migrations",
+        lambda: [FIRST, ACCESS, CHAIN, COMPACTION, MORE + "CREATE TABLE links (again);"],
     )
     with pytest.raises(JournalError):
         JournalStore.open(path)
     monkeypatch.undo()
     store = JournalStore.open(path)
-    assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
     assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
 
 
