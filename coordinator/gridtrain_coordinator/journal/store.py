@@ -232,11 +232,8 @@ class JournalStore:
             for _, sql in guards:
                 run(sql)
             yield
-        with contextlib.suppress(
-            sqlite3.Error
-        ):  # the disk is full: the file keeps its size for later entries
+        with contextlib.suppress(sqlite3.Error):  # on a full disk the file keeps its size for later entries
             run("VACUUM")
-            run("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def copy_to_memory(self) -> JournalStore:
         """Return a copy of the journal in memory, which another thread may use."""
@@ -248,8 +245,6 @@ class JournalStore:
     def copy_to(self, path: Path) -> tuple[int, int]:
         """Copy the journal to a new file, `path` (mode 0600); return the copy's term and last entry number.
 
-        Uses SQLite's online backup, which includes the contents of the WAL.
-
         Raises:
             JournalError: the copy cannot be written; an incomplete file is left behind.
         """
@@ -257,7 +252,6 @@ class JournalStore:
             self._connection.backup(copy)
             (last,) = copy.execute("SELECT max(id) FROM journal").fetchone()
             (term,) = copy.execute("SELECT max(term) FROM terms").fetchone()
-            copy.execute("PRAGMA journal_mode = DELETE")  # a single file
         return term or 0, last or 0
 
     # -- internal ------------------------------------------------------------------------------
