@@ -485,7 +485,7 @@ class Deadlines:
     ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links
     settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together
     reach_s: float = 3.0  # time for the coordinator to dial back and find out whether a worker can be reached
-    route_s: float = 8.0  # a link of the next generation that is not connected by then is relayed
+    route_s: float = 8.0  # a link of the next generation not connected by then (a lost one: half) is relayed
     probe_s: float = 2.0  # time to measure the round trips to the other workers
     generation_gap_s: float = 1.0  # shortest time between two generations
     recut_s: float = 15.0  # wait this long for a missing worker before repartitioning the model

@@ -170,6 +170,7 @@ def _open(
         log = own_log = log_to(err, settings.log_format)
         if settings.from_backup is not None:
             source = restore(settings.from_backup, folder)
+            opened.callback((folder / JOURNAL).unlink)  # so that the same command can be repeated
             own_log("info", "restored", {"from": str(source), "to": str(folder)})
         # The journal is opened before any port, so that a second start of the run says that it is in use.
         store = JournalStore.open(folder / JOURNAL)

@@ -271,6 +271,10 @@ def test_a_standby_continues_as_the_same_coordinator(
     assert "there is no backup in" in line
     line = one_sentence(gridtrain("coordinator", "--state", str(running.state), "--from-backup", backups), 2)
     assert "which a backup must not replace -> omit --from-backup" in line
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dashboard = ("--dashboard", f"127.0.0.1:{taken.getsockname()[1]}")
+        failed = gridtrain("coordinator", *options, "--from-backup", backups, *dashboard)
+    assert (failed.returncode, "the port is taken" in failed.stderr) == (1, True), "a later start can succeed"
     standby_running = start_coordinator(*options[2:], "--listen", running.address, "--from-backup", backups)
     assert standby_running.address == running.address
     shown = json.loads(gridtrain("status", "--state", str(standby), "--json").stdout)

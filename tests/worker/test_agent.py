@@ -462,17 +462,24 @@ sys.exit(5)
 
 
 @pytest.mark.parametrize(
-    ("commits", "restarts"),
+    ("commits", "steady_s", "restarts"),
     [
-        (0, ["1 of 3 in 0.01 s", "2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
-        (3, ["1 of 3 in 0.01 s"] * 3 + ["2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
+        (0, 0.0, ["1 of 3 in 0.01 s", "2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
+        (3, 0.0, ["1 of 3 in 0.01 s"] * 3 + ["2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
+        (3, WITHIN_S, ["1 of 3 in 0.01 s", "2 of 3 in 0.02 s", "3 of 3 in 0.04 s"]),
     ],
 )
-def test_failures_in_a_row_are_counted_and_a_committed_step_ends_the_row(
-    invitation: Invitation, tmp_path: Path, commits: int, restarts: list[str]
+def test_failures_in_a_row_are_counted_and_a_while_of_training_ends_the_row(
+    invitation: Invitation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commits: int,
+    steady_s: float,
+    restarts: list[str],
 ) -> None:
     """A worker that is killed once an hour is always started again, and need not wait twice as long each
-    time."""
+    time; one that fails after each step is not."""
+    monkeypatch.setattr(agent_module, "STEADY_S", steady_s)
     code = COMMITS_AND_FAILS.format(path=str(tmp_path / "starts"), commits=commits)
     lines: list[str] = []
     assert supervise(Job(python(code), invitation, restarts=3, backoff_s=0.01), lines.append) == 5

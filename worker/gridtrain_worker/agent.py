@@ -99,7 +99,10 @@ it may be caused by anyone on the network path, or by a coordinator that is rest
 
 ACCESS_RETRY_S = 0.5
 
-MAX_BACKOFF_S = 30.0
+MAX_BACKOFF_S, MAX_DOUBLINGS = 30.0, 16
+
+STEADY_S = 60.0
+"""If the script has committed a step and ran for at least this long, earlier failures no longer count."""
 
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
@@ -123,7 +126,7 @@ class Job:
             "cache_limit".
         unencrypted: whether to join a run without encryption.
         restarts: the maximum number of times in a row that a failed script is restarted.  The count starts
-            again at 0 once the script has committed a step.
+            again at 0 after a script that committed a step and ran for `STEADY_S`.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
@@ -342,7 +345,8 @@ def _run(
             capped = replace(job, settings={**job.settings, **limits})
             variables = capped.environment(entry, enforcer.path, stats.path)
             code = _run_once(job, variables, signals, enforcer, console, stats)
-            if stats.script_ended():
+            ran_s = time.monotonic() - started_s
+            if stats.script_ended() and ran_s >= STEADY_S:
                 failures = 0
             if signals.first:
                 stats.finish()  # before the message, so that the reason for stopping is the last line
@@ -357,7 +361,6 @@ def _run(
                 when = f"when training is allowed; the reason now: {why}" if why else "now"
                 tell(f"the script has ended; it is started again {when}")
                 continue
-            ran_s = time.monotonic() - started_s
             is_removed = _is_removed(entry, signals)
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
@@ -380,7 +383,7 @@ def _run(
             if is_away:
                 _await_coordinator(job, entry, enforcer, signals, tell, restart=failures if is_counted else 0)
                 continue
-            pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** (failures - 1))
+            pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** min(failures - 1, MAX_DOUBLINGS))
             tell(f"restart {failures} of {job.restarts} in {pause_s:g} s")
             if signals.wait(pause_s):
                 return 128 + signals.first
@@ -437,14 +440,12 @@ def _await_coordinator(
     what = f"restart {restart} of {job.restarts}" if restart else "the script is started again"
     until = datetime.now() + timedelta(seconds=job.paused_s)  # local time, as in the rule "hours"
     tell(f"{what} once the coordinator at {entry.coordinator} answers; waiting for it until {until:%H:%M}")
-    while not _is_answering(entry):
+    while not (enforcer.is_stopping or signals.wait(pause_s) or _is_answering(entry)):
         if _clock() >= until_s:
             raise CoordinatorUnreachable(
                 f"the coordinator at {entry.coordinator} has not answered for {format_age(job.paused_s)}",
                 remedy="ask the run's owner whether the run continues, and start this worker again",
             )
-        if enforcer.is_stopping or signals.wait(pause_s):
-            return
         pause_s = min(MAX_BACKOFF_S, 2 * pause_s)
 
 

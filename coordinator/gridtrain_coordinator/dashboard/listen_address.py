@@ -121,7 +121,12 @@ def _bind_error(address: DashboardAddress, error: OSError) -> TransportError:
     choose = "with --dashboard HOST:PORT, or omit the dashboard with --no-dashboard"
     if error.errno == errno.EADDRINUSE:
         return AddressTaken(f"{what}: the port is taken", remedy=f"choose a free port {choose}")
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+    if isinstance(error, socket.gaierror):
+        return TransportError(
+            f"{what}: the name cannot be resolved: {error.strerror}",
+            remedy=f"check the name, or choose an address of this machine {choose}",
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
         return TransportError(
             f"{what}: no interface of this machine has that address",
             remedy=f"choose an address of this machine {choose}",

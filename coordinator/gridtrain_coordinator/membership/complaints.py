@@ -27,7 +27,7 @@ from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WI
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
-MAX_REASON_BYTES = 512  # as in messages
+MAX_NAMED_REASON_BYTES = 512  # as in messages
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_REMOVING_NEWEST = 3, 6
 
 
@@ -168,7 +168,7 @@ def _with_names(reason: str, run: RunState) -> str:
         lambda found: run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0],
         reason,
     )
-    return shorten(named, MAX_REASON_BYTES)
+    return shorten(named, MAX_NAMED_REASON_BYTES)
 
 
 class StalledStep:

@@ -43,7 +43,7 @@ MAX_CAUSES_SHOWN = 3
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
-BACK_REASON = f"{MISSED_REASON}, and it takes part again"
+BACK_REASON = f"{MISSED_REASON}; it takes part again, after"
 LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names the workers that do not call it"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 EXPORT_REMEDY = "free space on its disk, or make the folder writable; its log names the folder"
@@ -183,18 +183,18 @@ class StepCounter:
         self._announced, self._event_s = total, now_s
         return new
 
-    def end_row(self, step: int) -> int:
-        """Return the number of steps in a row that has ended, of which an event announced the beginning only;
-        0 if there is none.
+    def end_row(self, step: int) -> tuple[int, int]:
+        """Return how many steps of a row that has ended no event has announced, and how many it has in all;
+        (0, 0) if there is no such row.
 
         Args:
             step: the worker's step.
         """
         if self._row_start is None or step <= self.latest_step:
-            return 0
-        count = self.total - self._row_start if self.total > (self._announced or 0) else 0
+            return 0, 0
+        new, in_all = self.total - (self._announced or 0), self.total - self._row_start
         self._announced, self._row_start = self.total, None
-        return count
+        return new, in_all
 
     def is_shown(self, now_s: float) -> bool:
         """Return whether the counter has grown within `SKIPS_SHOWN_S`."""
@@ -262,14 +262,18 @@ class WorkerProblems:
         """
         skipped = self._skips.update(_count(figures, m.OWN_SKIPPED_STEPS), step, now_s)
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)
-        is_back = not missed and (missed := self._missed.end_row(step)) > 0
+        in_all = 0
+        if not missed:
+            missed, in_all = self._missed.end_row(step)
         events = []
         if skipped:
             step, reason = self._skips.latest_step, OWN_SKIP_REASON
             fields = {"name": name, "step": step, "skipped": skipped, "reason": reason}
             events.append(LogEvent("warning", "step_skipped", fields))
         if missed:
-            step, reason = self._missed.latest_step, BACK_REASON if is_back else MISSED_REASON
+            step, reason = self._missed.latest_step, MISSED_REASON
+            if in_all:
+                reason = f"{BACK_REASON} {format_count(in_all, 'step')}"
             fields = {"name": name, "step": step, "missed": missed, "reason": reason}
             events.append(LogEvent("info", "step_missed", fields))
         if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):

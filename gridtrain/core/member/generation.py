@@ -238,7 +238,9 @@ class Generation:
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
             names = ", ".join(peer.hex()[:8] for peer in missing)
-            unreachable = required.report(missing)
+            # A peer that violated the protocol was disconnected on purpose.
+            excluded = self._context.peer_links.excluded
+            unreachable = required.report([peer for peer in missing if peer not in excluded])
             return unreachable + self._report_stall(missing, 0.0, f"no connection to {names}")
         if now_s < attempts.deadline_s:
             means = self._means.complete() if now_s >= self._mean_due_s else []

@@ -129,10 +129,12 @@ class RequiredPeers:
         It is earlier if every missing peer was connected in an earlier generation, because connecting again
         takes less time.
         """
-        if not (missing := self.missing):
-            return math.inf
-        share = RECONNECT_SHARE if self._lost_before.issuperset(missing) else 1.0
-        return self._forming_since_s + share * self._context.deadlines.route_s
+        return self._forming_since_s + self._forming_timeout_s if self.missing else math.inf
+
+    @property
+    def _forming_timeout_s(self) -> float:
+        share = RECONNECT_SHARE if self._lost_before.issuperset(self.missing) else 1.0
+        return share * self._context.deadlines.route_s
 
     def report_late(self, now_s: float) -> list[MemberEffect]:
         """Report the missing peers if the deadline has passed."""
@@ -175,6 +177,6 @@ class RequiredPeers:
 
     def extend_timeouts(self, until_s: float) -> None:
         """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
-        limits = self._context.deadlines
-        self._forming_since_s = extend_start(self._forming_since_s, limits.route_s, until_s)
-        self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * limits.regreet_s, until_s)
+        self._forming_since_s = extend_start(self._forming_since_s, self._forming_timeout_s, until_s)
+        regreet_s = self._context.deadlines.regreet_s
+        self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * regreet_s, until_s)

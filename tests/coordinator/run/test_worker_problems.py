@@ -91,13 +91,13 @@ def test_missed_steps_are_counted_apart_from_skipped_ones() -> None:
     assert problems.text(630.0) == ""
 
 
-def test_a_worker_that_takes_part_again_has_an_event_with_all_steps_that_it_missed() -> None:
-    problems, back = WorkerProblems(), "its training loop had stalled, and it takes part again"
+def test_a_worker_that_takes_part_again_has_an_event_with_the_rest_of_the_steps_that_it_missed() -> None:
+    problems, back = WorkerProblems(), "its training loop had stalled; it takes part again, after 43 steps"
     history = [(0.0, 99, 3.0), (1.0, 102, 5.0), (3.0, 120, 23.0), (70.0, 143, 45.0), (71.0, 145, 46.0)]
     seen = [events(problems, at_s, step, missed_steps=missed) for at_s, step, missed in history]
     assert seen == [[], ["step_missed anna 102 2"], [], ["step_missed anna 143 40"], []]
     (event,) = problems.update("anna", 146, {m.MISSED_STEPS: 46.0}, 71.1)
-    assert event.fields == {"name": "anna", "step": 145, "missed": 43, "reason": back}
+    assert event.fields == {"name": "anna", "step": 145, "missed": 1, "reason": back}
     assert events(problems, 72.0, 150, missed_steps=46.0) == []
     assert events(problems, 140.0, 202, missed_steps=47.0) == ["step_missed anna 202 1"]
     assert events(problems, 141.0, 210, missed_steps=47.0) == [], "the first event has said all"

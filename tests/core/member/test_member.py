@@ -503,6 +503,27 @@ def test_a_peer_that_was_lost_before_the_generation_is_reported_earlier() -> Non
     assert worker.core.deadline_s == 200.0 + LIMITS.route_s, "a was back meanwhile"
 
 
+def test_a_member_that_stalled_itself_gives_a_lost_peer_its_time() -> None:
+    """As after a suspension: connections are made only once the loop runs again."""
+    worker = Worker()
+    worker.view(1, a="tcp://a:1")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "timed out"))
+    worker.view(2, a="tcp://a:1")
+    assert worker.core.deadline_s == RECONNECT_SHARE * LIMITS.route_s
+    worker.core._view_changes.generation.extend_timeouts(100.0)
+    assert worker.core.deadline_s == 100.0
+
+
+def test_a_peer_that_was_disconnected_for_a_violation_keeps_its_route() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    worker.hear(io.ProtocolViolation(A, "sent garbage"))
+    worker.now_s = worker.core.deadline_s
+    assert [type(each) for each in sent_messages(worker.core.tick(worker.now_s))] == [m.RoundStalled]
+
+
 def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
     worker = Worker()
     worker.hear(io.PeerConnected(A))

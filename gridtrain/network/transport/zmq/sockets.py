@@ -51,8 +51,9 @@ cause this crash.  Instead, flow control limits the bulk that a peer may have in
 
 HEARTBEAT_TIMEOUT_S = 6
 """The approximate time without an acknowledgement, of data or of TCP's keep-alive probes, after which a
-connection is closed.  ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything must
-be noticed before its step stalls for the third time, when the coordinator dismisses a member."""
+connection is closed; a peer that acknowledges, but reads nothing while its buffers are full, counts as well.
+ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything must be noticed before its
+step stalls for the third time, when the coordinator dismisses a member."""
 
 _KEEPALIVE_PROBES = 3
 
