@@ -32,7 +32,7 @@ from gridtrain.errors import JoinRefused
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
-from gridtrain.training.model_state import ModelState
+from gridtrain.training.model_state import ModelState, ModelStateOptions
 from gridtrain.training.worker_residual import WorkerResidual
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
@@ -462,13 +462,16 @@ def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
     assert not seen["worker-1"].any()
 
 
-def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_worker_does_not_repeat_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*, between_steps: bool) -> None:
         raise JoinRefused("kicked", "this worker was removed from the run: too slow", remedy="ask")
 
     session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))
     state: Any = SimpleNamespace(
         _session=session,
+        _options=ModelStateOptions(tmp_path, every=0, keep=1),
         _leaves_before_first_step=lambda: False,
         _leave_residual=lambda budget_bytes: None,
         _keep_for_others=refuse,

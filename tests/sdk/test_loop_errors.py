@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable
@@ -171,7 +172,11 @@ def test_the_reason_of_a_worker_names_the_sample_that_it_cannot_read(
 ) -> None:
     def train(grid: gridtrain.Grid, number: int) -> None:
         model, optimizer = wrapped(grid)
-        list(train_steps(grid, model, optimizer, Unreadable(), epochs=1, num_workers=num_workers))
+        try:
+            list(train_steps(grid, model, optimizer, Unreadable(), epochs=1, num_workers=num_workers))
+        except OSError:  # it refers to the loader, whose processes would be killed when this thread ends
+            assert not multiprocessing.active_children()
+            raise
 
     with new_group(workers=1) as group:
         group.start_all(train)

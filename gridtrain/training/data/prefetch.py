@@ -54,7 +54,7 @@ class Prefetcher:
         self.dropped_batches = 0
         self._requests: deque[Spans] = deque()
         self._pending: deque[_BatchRequest] = deque()
-        self._batches: Iterator[Any] | None = None
+        self._batches: Any = None  # the iterator of `_loader`
         self._loader = DataLoader(
             _RequestDataset(reader),
             batch_size=None,
@@ -89,7 +89,9 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the processes."""
-        self._batches = None
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches._shutdown_workers()  # not by itself: an exception that is being raised refers to it
 
     def next_request(self) -> Spans:
         """Return the spans of the step that the loader is to read next; () if no further step is expected."""
