@@ -56,8 +56,8 @@ _MISSING = (404, 410)
 _BUSY = (408, 425, 429)
 """The HTTP statuses below 500 after which another attempt may succeed."""
 
-Copy = Callable[[str, Path, int, FetchMeter], None]
-"""A function that appends the missing bytes to a partial file, as `copy_rest` does."""
+Copy = Callable[[str, Path, int, FetchMeter], bool | None]
+"""A function that appends the missing bytes to a partial file, and returns the same, as `copy_rest` does."""
 
 
 class ServerBusy(ConnectionError):
@@ -139,8 +139,10 @@ def copy_rest(
     limit_bytes: int,
     meter: FetchMeter,
     say: Callable[[str], None] | None = None,
-) -> None:
+) -> bool:
     """Append the missing bytes of a remote file to `part`.
+
+    Returns whether the file may be longer, because the HTTP response did not say where it ends.
 
     Args:
         limit_bytes: the size of the file, or the maximum size that is accepted.
@@ -157,7 +159,7 @@ def copy_rest(
     with part.open("ab") as local:
         size = local.tell()
         if size >= limit_bytes:
-            return
+            return False
         with _opened(place, size) as (remote, start), _shown(place, say) as show:
             if start != size:  # the server does not support ranges
                 meter.check_undivided(place, limit_bytes)
@@ -165,7 +167,8 @@ def copy_rest(
             size = start
             is_http = isinstance(remote, HTTPResponse)
             read = remote.read1 if is_http else remote.read  # read1 returns what has arrived
-            end = size + remote.length if is_http and remote.length is not None else limit_bytes + 1
+            is_sized = is_http and remote.length is not None
+            end = size + remote.length if is_sized else limit_bytes + 1
             since_s, before = time.monotonic(), size
             while wanted := min(CHUNK_BYTES, limit_bytes + 1 - size, end - size):
                 asked_s = time.monotonic()
@@ -186,8 +189,9 @@ def copy_rest(
                     if size - before < MIN_BYTES:
                         raise TimeoutError(f"only {size - before} bytes arrived in {waited_s:.0f} s")
                     since_s, before = time.monotonic(), size
-            if size < end <= limit_bytes:
+            if is_sized and size < min(end, limit_bytes):
                 raise ConnectionError(f"the connection ended after {size} of {end} bytes")
+            return is_http and not is_sized and not remote.chunked
 
 
 @contextmanager

@@ -381,8 +381,9 @@ class ShardCache:
                 except DataError:
                     if is_local(place):
                         raise
+                    is_short = raw.stat().st_size < expected.bytes
                     raw.unlink()  # so that the next attempt does not resume it
-                    if is_last or not is_resumed:  # parts may be those of another file, such as a login page
+                    if is_last or not (is_resumed or is_short):  # parts of another file, or a login page
                         raise
         return raw
 
@@ -398,10 +399,11 @@ class ShardCache:
         attempts = Attempts(place, self._retry_after_s)
         while True:
             try:
-                copy(place, part, expected.bytes or self._limit_bytes, self.meter)
-                size = part.stat().st_size
-                if size < expected.bytes and place.startswith(("http://", "https://")):
-                    raise ConnectionError(f"the response ended after {size} of {expected.bytes} bytes")
+                may_be_longer = copy(place, part, expected.bytes or self._limit_bytes, self.meter)
+                if may_be_longer and (size := part.stat().st_size) < expected.bytes:
+                    raise EOFError(
+                        f"a response without a length ended after {size} of {expected.bytes} bytes"
+                    )
                 return part
             except BudgetSpent:
                 raise  # what has arrived is resumed later
