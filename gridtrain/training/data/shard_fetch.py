@@ -37,6 +37,10 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0, *(60.0,) * 9)
 """The seconds to wait before each further attempt at fetching a file, together about 10 minutes.  After
 another `CHUNK_BYTES` have arrived, attempts are counted again from the first."""
 
+BRIEF_S = 31.0
+"""The sum of the first three of these waits: an outage of up to this length is brief, and the others of a group
+wait for it."""
+
 OTHER_RETRIES = 3
 """The maximum number of further attempts after an error that is not one of the connection or the server."""
 
@@ -78,11 +82,15 @@ class Attempts:
     Args:
         place: the file's URL.
         retry_after_s: see `RETRY_AFTER_S`.
+
+    Attributes:
+        waited_s: the sum of the waits since the attempts are counted.
     """
 
     def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:
         self._place, self._retry_after_s = place, retry_after_s
         self._waits_s, self._furthest, self._failed = iter(retry_after_s), 0, 0
+        self.waited_s = 0.0
 
     def wait_after(self, error: Exception, done: int) -> float:
         """Return the seconds to wait before the next attempt, and log the first of these waits.
@@ -96,6 +104,7 @@ class Attempts:
         """
         if done >= self._furthest + CHUNK_BYTES:
             self._waits_s, self._furthest, self._failed = iter(self._retry_after_s), done, 0
+            self.waited_s = 0.0
         self._failed += 1
         cause = describe(error)
         kind = " ".join(cause.split()[:2]) if cause.startswith("HTTP ") else type(error).__name__
@@ -119,6 +128,7 @@ class Attempts:
             total_s = sum(self._retry_after_s if is_outage else self._retry_after_s[:OTHER_RETRIES])
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + total_s))
             log.warning("%s; it is requested again until about %s", failure, until)
+        self.waited_s += wait_s
         return wait_s
 
     def _next_wait(self, error: Exception) -> float | None:

@@ -33,6 +33,7 @@ from gridtrain.extras import require
 from gridtrain.quantities import format_bytes, parse_bytes, shorten
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import (
+    BRIEF_S,
     CHUNK_BYTES,
     RETRY_AFTER_S,
     Attempts,
@@ -226,9 +227,12 @@ class ShardCache:
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
+        note_outage: a function that is called with True when an outage has lasted for more than `BRIEF_S`, and
+            with False whenever bytes arrive.
     """
 
     close_idle: Callable[[], bool] = staticmethod(lambda: False)
+    note_outage: Callable[[bool], None] = staticmethod(lambda is_long: None)
 
     def __init__(
         self,
@@ -397,6 +401,7 @@ class ShardCache:
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
         attempts = Attempts(place, self._retry_after_s)
+        self.meter.bytes_arrived = partial(self.note_outage, False)
         while True:
             try:
                 may_be_longer = copy(place, part, expected.bytes or self._limit_bytes, self.meter)
@@ -417,7 +422,10 @@ class ShardCache:
                     raise
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise self._unwritable(error) from None
-                self.meter.wait(attempts.wait_after(error, done))
+                wait_s = attempts.wait_after(error, done)
+                if attempts.waited_s > BRIEF_S:
+                    self.note_outage(True)
+                self.meter.wait(wait_s)
 
     def _expand(
         self,
