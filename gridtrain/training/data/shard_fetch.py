@@ -38,8 +38,8 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0, *(60.0,) * 9)
 another `CHUNK_BYTES` have arrived, attempts are counted again from the first."""
 
 BRIEF_S = 31.0
-"""The sum of the first three of these waits: an outage of up to this length is brief, and the others of a group
-wait for it."""
+"""The sum of the first three of these waits.  A group waits for a worker until its waits exceed this sum, or
+it has the file."""
 
 OTHER_RETRIES = 3
 """The maximum number of further attempts after an error that is not one of the connection or the server."""
@@ -84,7 +84,7 @@ class Attempts:
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
-        waited_s: the sum of the waits since the attempts are counted.
+        waited_s: the sum of the waits since attempts were last counted from the first.
     """
 
     def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:
@@ -221,15 +221,25 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
         yield remote, start
 
 
-def refuse_credentials(url: str) -> None:
-    """Raise `ConfigError` if an http(s) URL contains a user name or a password."""
-    at = urlsplit(url)
-    if at.scheme in ("http", "https") and "@" in at.netloc:
-        raise ConfigError(
-            f"a URL at {at.netloc.rpartition('@')[2]} contains a user name or a password, which all members "
-            "and logs would see",
-            remedy="use a signed URL, or a protocol whose package has credentials of its own, such as s3://",
-        )
+def refuse_credentials(place: str) -> None:
+    """Raise `ConfigError` if an http(s) URL is invalid, or contains a user name or a password.  It may follow
+    other protocols of fsspec, such as `simplecache::https://`."""
+    for url in re.split(r"::(?=\w+://)", place):
+        if not re.match("https?://", url, re.IGNORECASE):
+            continue
+        try:
+            host = urlsplit(url).netloc
+        except ValueError:  # its text may contain the password
+            shown = path_of(url).rpartition("@")[2]
+            raise ConfigError(
+                f"the host in the URL {shown!r:.200} is invalid", remedy="correct the URL"
+            ) from None
+        if "@" in host:
+            raise ConfigError(
+                f"a URL at {host.rpartition('@')[2]} contains a user name or a password, which all members "
+                "and logs would see",
+                remedy="use a signed URL, or a protocol whose package has credentials of its own, as s3://",
+            )
 
 
 def _request(url: str, start: int) -> HTTPResponse:
@@ -276,7 +286,8 @@ def _parse_retry_after(text: str) -> float:
 
 def path_of(place: str) -> str:
     """Return a path or a URL without the query and fragment of an http(s) URL, such as a signature."""
-    return re.split("[?#]", place, maxsplit=1)[0] if place.startswith(("http://", "https://")) else place
+    is_http = re.match("(.*::)?https?://", place, re.IGNORECASE)
+    return re.split("[?#]", place, maxsplit=1)[0] if is_http else place
 
 
 def describe(error: Exception) -> str:
@@ -287,7 +298,8 @@ def describe(error: Exception) -> str:
 
 def file_system(place: str) -> tuple[Any, str]:
     """Return the file system of fsspec for a URL, and the path in it.  Raises `ConfigError` if the URL is not
-    of a supported kind, or needs a package that is not installed."""
+    of a supported kind, contains a password, or needs a package that is not installed."""
+    refuse_credentials(place)
     require("fsspec", f"reading {place.partition('://')[0]}://")
     import fsspec
 

@@ -116,9 +116,7 @@ def public_name(url: str) -> str:
     if is_local(url):
         path = local_path(url)
         return shorten(posixpath.basename(path) if posixpath.isabs(path) else path, 200)
-    protocol, _, rest = path_of(url).partition("://")
-    host, slash, path = rest.partition("/")
-    return shorten(f"{protocol}://{host.rpartition('@')[2]}{slash}{path}", 200)
+    return shorten(re.sub("://[^/]*@", "://", path_of(url).partition("?")[0]), 200)
 
 
 def parent(place: str) -> str:
@@ -129,8 +127,8 @@ def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
-    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed, or
-    contains a password.
+    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL is invalid, cannot be
+    listed, or contains a password.
     """
     refuse_credentials(name)
     if not is_local(name) and "*" not in name:
@@ -227,8 +225,8 @@ class ShardCache:
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
-        note_outage: a function that is called with True when an outage has lasted for more than `BRIEF_S`, and
-            with False whenever bytes arrive.
+        note_outage: a function that is called with True before a wait for a server that makes the sum of the
+            waits exceed `BRIEF_S`, and with False whenever bytes arrive.
     """
 
     close_idle: Callable[[], bool] = staticmethod(lambda: False)

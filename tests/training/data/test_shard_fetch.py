@@ -21,8 +21,8 @@ import gridtrain
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_fetch
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy
-from gridtrain.training.data.shard_files import ShardCache, ShardFile, public_name
+from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy, refuse_credentials
+from gridtrain.training.data.shard_files import ShardCache, ShardFile, expand, public_name
 from gridtrain.training.data.shard_index import ShardIndex, build_index, read_index, write_index
 
 pytestmark = pytest.mark.integration
@@ -195,12 +195,44 @@ def test_a_url_with_a_password_is_refused_without_showing_it(tmp_path: Path, cac
         assert "secret" not in str(caught.value) and "use a signed URL" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "HTTPS://me:secret@host.invalid/a.txt",
+        "simplecache::https://me:secret@host.invalid/a.txt",
+        "zip://a.txt::filecache::http://me:secret@host.invalid/a.zip",
+    ],
+)
+def test_a_password_is_found_in_every_form_of_an_http_url(url: str) -> None:
+    for attempt in (expand, read_index):
+        with pytest.raises(ConfigError, match=r"^a URL at host\.invalid contains a user name or a password"):
+            attempt(url)
+
+
+def test_an_invalid_url_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^the host in the URL '\[x/a\.txt' is invalid -> correct the URL$"
+    ):
+        expand("http://me:secret@[x/a.txt?sig=secret")
+    for name in ("//[data/x.txt", "http://[::1]/x.txt"):
+        refuse_credentials(name)
+    path = tmp_path / "[data"
+    path.mkdir()
+    (path / "x.txt").write_bytes(CONTENT)
+    assert expand(f"/{path}/x.txt") == [f"/{path}/x.txt"]
+
+
 def test_other_members_learn_which_file_cannot_be_read(
     server: Server, cache: ShardCache, expected: ShardFile, tmp_path: Path
 ) -> None:
     places = [
         (f"{server.url}/plain/b.txt?sig=secret", f"{server.url}/plain/b.txt"),
         ("ftp://me:secret@host/b.txt", "ftp://host/b.txt"),
+        ("HTTPS://host/b.txt?sig=secret", "HTTPS://host/b.txt"),
+        ("abfs://part@host/b.txt?sig=secret", "abfs://host/b.txt"),
+        ("s3://bucket/b#1.txt", "s3://bucket/b#1.txt"),
+        ("simplecache::https://me:secret@host/b.txt?sig=secret#x", "simplecache::https://host/b.txt"),
+        ("zip://b.txt::https://me:secret@host/a.zip#secret", "zip://b.txt::https://host/a.zip"),
         ("sub/b.txt", "sub/b.txt"),
         (str(tmp_path / "b.txt"), "b.txt"),
     ]
