@@ -238,7 +238,8 @@ def refuse_credentials(place: str) -> None:
             raise ConfigError(
                 f"a URL at {host.rpartition('@')[2]} contains a user name or a password, which all members "
                 "and logs would see",
-                remedy="use a signed URL, or a protocol whose package has credentials of its own, as s3://",
+                remedy="use a signed URL, or a protocol whose package has credentials of its own, such as "
+                "s3://",
             )
 
 
