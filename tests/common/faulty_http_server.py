@@ -43,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
             body = body[::-1]
         elif fault == "login" and number == 0:
             body = b"<html>Log in to this network</html>"
-        if asked and fault not in ("no-ranges", "deaf"):
+        elif fault in ("chunked", "breaks-short", "unsized-short"):
+            body = body[: len(body) // 2]
+        if asked and fault not in ("no-ranges", "deaf", "unsized-short"):
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
             self.send_response(206)
             shown = start + 1 if fault == "wrong-range" else start
@@ -58,8 +60,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
         rest = body[start:]
         declared = {"says-less": len(rest) // 2, "says-more": len(rest) + 7}.get(fault, len(rest))
-        if fault in ("endless", "unsized"):
+        if fault in ("endless", "unsized", "unsized-short"):
             self.send_header("Connection", "close")
+        elif fault == "chunked":
+            self.send_header("Transfer-Encoding", "chunked")
+            rest = b"%x\r\n%b\r\n0\r\n\r\n" % (len(rest), rest)
+            declared = len(rest)
         else:
             self.send_header("Content-Length", str(declared))
         self.end_headers()
@@ -68,7 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _send(self, fault: str, number: int, rest: bytes, declared: int) -> None:
-        if fault in ("breaks", "no-ranges", "unsized") and number < 2:
+        breaks = {"breaks": 2, "no-ranges": 2, "unsized": 2, "breaks-short": 1}
+        if number < breaks.get(fault, 0):
             rest = rest[:PIECE]  # and close the connection
         elif fault in ("often", "deaf", "wrong-range"):
             rest = rest[:PIECE]

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from checkpointed_group import run
 from group_snapshot import snapshot_of
 from sharded_data import SIZES, number_of, write_shards
@@ -19,10 +22,12 @@ from torch import nn
 from training_loop import sgd
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.core.commit.shard_leases import locate
 from gridtrain.core.messages import LedgerSpec
 from gridtrain.errors import DataError
 from gridtrain.training.checkpoint import checkpoint_store
+from gridtrain.training.data import shard_files
 
 TOTAL = sum(SIZES)
 
@@ -143,3 +148,49 @@ def test_a_loader_reads_packed_sequences_by_shards(
         return read
 
     assert sum(together(train, 2)) == sum(shard.tokens // 16 for shard in index.shards)
+
+
+def test_the_others_go_on_without_a_worker_whose_server_does_not_answer(
+    together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 cannot fetch its second file until worker 0 trains alone, and rejoins with the file."""
+    monkeypatch.setattr(shard_files, "BRIEF_S", 0.2)
+    index = write_shards(tmp_path / "data", (4,) * 8)
+    is_alone, last_step = threading.Event(), math.inf
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        nonlocal last_step
+        data = gridtrain.Shards(index, root="memory://none", decode=number_of, cache=tmp_path / f"{number}")
+        data._cache._retry_after_s = (0.1,) * int(10 * WITHIN_S)
+
+        def copy(place: str, part: Path, *_: object) -> None:
+            if number == 1 and len(data.opened) == 2 and not is_alone.is_set():
+                raise ConnectionRefusedError("refused")
+            part.write_bytes((tmp_path / "data" / Path(place).name).read_bytes())
+
+        data._copy_of = lambda shard: copy  # type: ignore[method-assign]
+        model = nn.Linear(1, 1)
+        optimizer = sgd(grid, model, lr=0.001)
+        for numbers in grid.batches(data, batch_size=2, steps=1_000_000):
+            if number == 0 and grid.world_size == 1 and grid.step > 2:
+                is_alone.set()
+            elif number == 0 and is_alone.is_set():
+                last_step = min(last_step, grid.step + 3)
+            if grid.step == last_step:
+                break
+            model(numbers[:, None].float()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return grid.step
+
+    impatient = Deadlines(
+        beat_s=0.05,
+        settle_s=0.02,
+        probe_s=0.2,
+        generation_gap_s=0.02,
+        patience_floor_s=1.5,
+        patience_factor=1.0,
+    )
+    stayed, returned = together(train, 2, deadlines=impatient)
+    assert stayed == returned == last_step
+    assert any(text.startswith("the group no longer waits for the file: ") for text in caplog.messages)

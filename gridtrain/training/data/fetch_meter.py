@@ -39,7 +39,12 @@ class FetchMeter:
         clock: a function that returns monotonic seconds.
         sleep: a function that waits for a number of seconds.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
+
+    Attributes:
+        bytes_arrived: a function that is called when bytes of a file have arrived in this process.
     """
+
+    bytes_arrived: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -58,7 +63,9 @@ class FetchMeter:
         self._free_s = -math.inf  # when a link with the limit's rate would have received all these bytes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_fields"}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_fields", "bytes_arrived")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -142,6 +149,8 @@ class FetchMeter:
         """Count bytes that have arrived."""
         self._fields[_FIRST_READER + self._reader] += nbytes
         self._charge()
+        if nbytes:
+            self.bytes_arrived()
 
     def _follow_limit(self) -> None:
         if (rate_Bps := float(self._fields[_DOWNLOAD_BPS])) != self._Bps:

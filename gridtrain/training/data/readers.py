@@ -14,7 +14,6 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -209,7 +208,6 @@ class IterableReader:
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
         self._open: list[_DatasetPass] = []  # most recently used last
-        self._has_checked_length = False
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
@@ -217,11 +215,7 @@ class IterableReader:
             samples: list[Any] = []
             for span in spans:
                 number, offset = divmod(span.start, self._spec.size)
-                at = self._pass(number, offset)
-                samples += at.take(offset, span.stop - span.start)
-                if at.offset == self._spec.size and not self._has_checked_length:
-                    self._has_checked_length = True
-                    at.warn_if_longer()
+                samples += self._pass(number, offset).take(offset, span.stop - span.start)
             self._latest = spans, samples
         return [self._collate(part) for part in split_micro_batches(self._latest[1], self._accumulate)]
 
@@ -258,13 +252,3 @@ class _DatasetPass:
             )
         self.offset = offset + count
         return taken
-
-    def warn_if_longer(self) -> None:
-        """Warn if the data set has more samples after the last one of the pass."""
-        with suppress(Exception):  # a sample that is not used must not end the run
-            if list(islice(self._samples, 1)):
-                log.warning(
-                    "the data set has more than the %s of a pass; the others are never used -> pass the "
-                    "correct length= to grid.batches, with the same value on all workers",
-                    format_count(self._size, "sample"),
-                )

@@ -37,6 +37,10 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0, *(60.0,) * 9)
 """The seconds to wait before each further attempt at fetching a file, together about 10 minutes.  After
 another `CHUNK_BYTES` have arrived, attempts are counted again from the first."""
 
+BRIEF_S = 31.0
+"""The sum of the first three of these waits.  A group waits for a worker until its waits exceed this sum, or
+it has the file."""
+
 OTHER_RETRIES = 3
 """The maximum number of further attempts after an error that is not one of the connection or the server."""
 
@@ -56,8 +60,8 @@ _MISSING = (404, 410)
 _BUSY = (408, 425, 429)
 """The HTTP statuses below 500 after which another attempt may succeed."""
 
-Copy = Callable[[str, Path, int, FetchMeter], None]
-"""A function that appends the missing bytes to a partial file, as `copy_rest` does."""
+Copy = Callable[[str, Path, int, FetchMeter], bool | None]
+"""A function that appends the missing bytes to a partial file, and returns the same, as `copy_rest` does."""
 
 
 class ServerBusy(ConnectionError):
@@ -78,11 +82,15 @@ class Attempts:
     Args:
         place: the file's URL.
         retry_after_s: see `RETRY_AFTER_S`.
+
+    Attributes:
+        waited_s: the sum of the waits since attempts were last counted from the first.
     """
 
     def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:
         self._place, self._retry_after_s = place, retry_after_s
         self._waits_s, self._furthest, self._failed = iter(retry_after_s), 0, 0
+        self.waited_s = 0.0
 
     def wait_after(self, error: Exception, done: int) -> float:
         """Return the seconds to wait before the next attempt, and log the first of these waits.
@@ -96,6 +104,7 @@ class Attempts:
         """
         if done >= self._furthest + CHUNK_BYTES:
             self._waits_s, self._furthest, self._failed = iter(self._retry_after_s), done, 0
+            self.waited_s = 0.0
         self._failed += 1
         cause = describe(error)
         kind = " ".join(cause.split()[:2]) if cause.startswith("HTTP ") else type(error).__name__
@@ -119,6 +128,7 @@ class Attempts:
             total_s = sum(self._retry_after_s if is_outage else self._retry_after_s[:OTHER_RETRIES])
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + total_s))
             log.warning("%s; it is requested again until about %s", failure, until)
+        self.waited_s += wait_s
         return wait_s
 
     def _next_wait(self, error: Exception) -> float | None:
@@ -139,8 +149,10 @@ def copy_rest(
     limit_bytes: int,
     meter: FetchMeter,
     say: Callable[[str], None] | None = None,
-) -> None:
+) -> bool:
     """Append the missing bytes of a remote file to `part`.
+
+    Returns whether the file may be longer, because the HTTP response did not say where it ends.
 
     Args:
         limit_bytes: the size of the file, or the maximum size that is accepted.
@@ -157,7 +169,7 @@ def copy_rest(
     with part.open("ab") as local:
         size = local.tell()
         if size >= limit_bytes:
-            return
+            return False
         with _opened(place, size) as (remote, start), _shown(place, say) as show:
             if start != size:  # the server does not support ranges
                 meter.check_undivided(place, limit_bytes)
@@ -165,7 +177,8 @@ def copy_rest(
             size = start
             is_http = isinstance(remote, HTTPResponse)
             read = remote.read1 if is_http else remote.read  # read1 returns what has arrived
-            end = size + remote.length if is_http and remote.length is not None else limit_bytes + 1
+            is_sized = is_http and remote.length is not None
+            end = size + remote.length if is_sized else limit_bytes + 1
             since_s, before = time.monotonic(), size
             while wanted := min(CHUNK_BYTES, limit_bytes + 1 - size, end - size):
                 asked_s = time.monotonic()
@@ -186,8 +199,9 @@ def copy_rest(
                     if size - before < MIN_BYTES:
                         raise TimeoutError(f"only {size - before} bytes arrived in {waited_s:.0f} s")
                     since_s, before = time.monotonic(), size
-            if size < end <= limit_bytes:
+            if is_sized and size < min(end, limit_bytes):
                 raise ConnectionError(f"the connection ended after {size} of {end} bytes")
+            return is_http and not is_sized and not remote.chunked
 
 
 @contextmanager
@@ -207,15 +221,26 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
         yield remote, start
 
 
-def refuse_credentials(url: str) -> None:
-    """Raise `ConfigError` if an http(s) URL contains a user name or a password."""
-    at = urlsplit(url)
-    if at.scheme in ("http", "https") and "@" in at.netloc:
-        raise ConfigError(
-            f"a URL at {at.netloc.rpartition('@')[2]} contains a user name or a password, which all members "
-            "and logs would see",
-            remedy="use a signed URL, or a protocol whose package has credentials of its own, such as s3://",
-        )
+def refuse_credentials(place: str) -> None:
+    """Raise `ConfigError` if an http(s) URL is invalid, or contains a user name or a password.  It may follow
+    other protocols of fsspec, such as `simplecache::https://`."""
+    for url in re.split(r"::(?=\w+://)", place):
+        if not re.match("https?://", url, re.IGNORECASE):
+            continue
+        try:
+            host = urlsplit(url).netloc
+        except ValueError:  # its text may contain the password
+            shown = path_of(url).rpartition("@")[2]
+            raise ConfigError(
+                f"the host in the URL {shown!r:.200} is invalid", remedy="correct the URL"
+            ) from None
+        if "@" in host:
+            raise ConfigError(
+                f"a URL at {host.rpartition('@')[2]} contains a user name or a password, which all members "
+                "and logs would see",
+                remedy="use a signed URL, or a protocol whose package has credentials of its own, such as "
+                "s3://",
+            )
 
 
 def _request(url: str, start: int) -> HTTPResponse:
@@ -262,7 +287,8 @@ def _parse_retry_after(text: str) -> float:
 
 def path_of(place: str) -> str:
     """Return a path or a URL without the query and fragment of an http(s) URL, such as a signature."""
-    return re.split("[?#]", place, maxsplit=1)[0] if place.startswith(("http://", "https://")) else place
+    is_http = re.match("(.*::)?https?://", place, re.IGNORECASE)
+    return re.split("[?#]", place, maxsplit=1)[0] if is_http else place
 
 
 def describe(error: Exception) -> str:
@@ -273,7 +299,8 @@ def describe(error: Exception) -> str:
 
 def file_system(place: str) -> tuple[Any, str]:
     """Return the file system of fsspec for a URL, and the path in it.  Raises `ConfigError` if the URL is not
-    of a supported kind, or needs a package that is not installed."""
+    of a supported kind, contains a password, or needs a package that is not installed."""
+    refuse_credentials(place)
     require("fsspec", f"reading {place.partition('://')[0]}://")
     import fsspec
 

@@ -33,6 +33,7 @@ from gridtrain.extras import require
 from gridtrain.quantities import format_bytes, parse_bytes, shorten
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import (
+    BRIEF_S,
     CHUNK_BYTES,
     RETRY_AFTER_S,
     Attempts,
@@ -115,9 +116,7 @@ def public_name(url: str) -> str:
     if is_local(url):
         path = local_path(url)
         return shorten(posixpath.basename(path) if posixpath.isabs(path) else path, 200)
-    protocol, _, rest = path_of(url).partition("://")
-    host, slash, path = rest.partition("/")
-    return shorten(f"{protocol}://{host.rpartition('@')[2]}{slash}{path}", 200)
+    return shorten(re.sub("://[^/]*@", "://", path_of(url).partition("?")[0]), 200)
 
 
 def parent(place: str) -> str:
@@ -128,8 +127,8 @@ def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
-    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL cannot be listed, or
-    contains a password.
+    Raises `ConfigError` if no file on this machine or at the URL matches, or if the URL is invalid, cannot be
+    listed, or contains a password.
     """
     refuse_credentials(name)
     if not is_local(name) and "*" not in name:
@@ -226,9 +225,12 @@ class ShardCache:
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
+        note_outage: a function that is called with True before a wait for a server that makes the sum of the
+            waits exceed `BRIEF_S`, and with False whenever bytes arrive.
     """
 
     close_idle: Callable[[], bool] = staticmethod(lambda: False)
+    note_outage: Callable[[bool], None] = staticmethod(lambda is_long: None)
 
     def __init__(
         self,
@@ -381,8 +383,9 @@ class ShardCache:
                 except DataError:
                     if is_local(place):
                         raise
+                    is_short = raw.stat().st_size < expected.bytes
                     raw.unlink()  # so that the next attempt does not resume it
-                    if is_last or not is_resumed:  # parts may be those of another file, such as a login page
+                    if is_last or not (is_resumed or is_short):  # parts of another file, or a login page
                         raise
         return raw
 
@@ -396,12 +399,14 @@ class ShardCache:
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
         attempts = Attempts(place, self._retry_after_s)
+        self.meter.bytes_arrived = partial(self.note_outage, False)
         while True:
             try:
-                copy(place, part, expected.bytes or self._limit_bytes, self.meter)
-                size = part.stat().st_size
-                if size < expected.bytes and place.startswith(("http://", "https://")):
-                    raise ConnectionError(f"the response ended after {size} of {expected.bytes} bytes")
+                may_be_longer = copy(place, part, expected.bytes or self._limit_bytes, self.meter)
+                if may_be_longer and (size := part.stat().st_size) < expected.bytes:
+                    raise EOFError(
+                        f"a response without a length ended after {size} of {expected.bytes} bytes"
+                    )
                 return part
             except BudgetSpent:
                 raise  # what has arrived is resumed later
@@ -415,7 +420,10 @@ class ShardCache:
                     raise
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise self._unwritable(error) from None
-                self.meter.wait(attempts.wait_after(error, done))
+                wait_s = attempts.wait_after(error, done)
+                if attempts.waited_s > BRIEF_S:
+                    self.note_outage(True)
+                self.meter.wait(wait_s)
 
     def _expand(
         self,

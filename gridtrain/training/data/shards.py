@@ -9,11 +9,12 @@ by shard (`core.commit.shard_leases`), and `shard_order` gives a shard's samples
 
 from __future__ import annotations
 
+import logging
 import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -41,6 +42,8 @@ from gridtrain.training.data.shard_files import (
 )
 from gridtrain.training.data.shard_formats import Ranges, format_named
 from gridtrain.training.data.shard_index import ShardIndex, read_index
+
+log = logging.getLogger("gridtrain")
 
 Order = npt.NDArray[np.int64]
 
@@ -72,7 +75,7 @@ class ShardedDataset(Dataset[Any]):
         description: a text that is equal on workers with the same data.
         failed_reads: the number of failed attempts at reading a file or a sample.
         while_opening: a function that returns a context to be active while a shard is being opened, which may
-            take a long time.
+            take a long time; `Shards` leaves it while a server does not answer for more than half a minute.
     """
 
     shard_sizes: tuple[int, ...]
@@ -144,7 +147,8 @@ class Shards(ShardedDataset):
         self._tokenize, self._text_field = tokenize, text_field
         self._pack_seed, self._decode = pack_seed, decode
         self._cache = ShardCache(None if cache is None else Path(cache), limit_bytes)
-        self._cache.close_idle = self._close_files
+        self._cache.close_idle, self._cache.note_outage = self._close_files, self._note_outage
+        self._opening, self._is_in_outage = ExitStack(), False
         self._verify, self._keep_open = verify, keep_open
         sizes = [s.tokens // self._pack if self._pack else s.samples for s in self.index.shards]
         self._files = [shard for shard, size in zip(self.index.shards, sizes, strict=True) if size]
@@ -209,7 +213,11 @@ class Shards(ShardedDataset):
         return sample if self._decode is None else self._decode(sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": OrderedDict(), "while_opening": nullcontext}
+        return self.__dict__ | {
+            "_open": OrderedDict(),
+            "_opening": ExitStack(),
+            "while_opening": nullcontext,
+        }
 
     def _opened(self, number: int) -> _OpenFile:
         found = self._open.get(number)
@@ -218,9 +226,26 @@ class Shards(ShardedDataset):
             return found
         while len(self._open) >= self._keep_open:
             self._open.popitem(last=False)[1].close()
-        with self.while_opening():
+        self._is_in_outage = False
+        with self._opening as opening:
+            opening.enter_context(self.while_opening())
             found = self._open[number] = self._open_file(self._files[number])
         return found
+
+    def _note_outage(self, is_long: bool) -> None:
+        """Leave the context of `while_opening` in a long outage, and enter it again when bytes arrive."""
+        if is_long == self._is_in_outage:
+            return
+        self._is_in_outage = is_long
+        if not is_long:
+            self._opening.enter_context(self.while_opening())
+            return
+        self._opening.close()
+        if self.while_opening is not nullcontext:
+            log.warning(
+                "the group no longer waits for the file: it may continue without this worker, which then "
+                "rejoins once the file is there"
+            )
 
     def _close_files(self) -> bool:
         """Close all open files, as their space on the disk cannot be used before; return whether there were

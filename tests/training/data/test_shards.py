@@ -6,6 +6,8 @@ import io
 import json
 import pickle
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from gridtrain.cli.main import cli
 from gridtrain.core.messages import MAX_SHARDS, LedgerSpec, Span
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import readers, sampler
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_formats import FORMATS, format_of
 from gridtrain.training.data.shard_index import build_index, read_index, write_index
 from gridtrain.training.data.shards import ShardedDataset
@@ -349,3 +352,40 @@ def test_invalid_arguments_are_refused(
 def test_packing_requires_counted_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"contains no token counts.*--tokenizer"):
         gridtrain.Shards(write_shards(tmp_path, (2,)), pack=8)
+
+
+def test_the_context_of_opening_is_left_in_a_long_outage(tmp_path: Path, caplog: Any) -> None:
+    """The waits of 1, 5 and 25 s are part of opening the file, those of 60 s are not, until bytes arrive."""
+    write_shards(tmp_path, (3,))
+    waited_s, in_context, attempts = {True: 0.0, False: 0.0}, False, []
+    now_s = lambda: sum(waited_s.values())  # noqa: E731
+
+    @contextmanager
+    def opening() -> Iterator[None]:
+        nonlocal in_context
+        in_context = True
+        yield
+        in_context = False
+
+    def sleep(duration_s: float) -> None:
+        waited_s[in_context] += duration_s
+
+    def copy(place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
+        before = in_context
+        if len(attempts) == 5:
+            part.write_bytes((tmp_path / "part-00.jsonl").read_bytes())
+            meter.count(limit_bytes)
+        attempts.append((before, in_context))
+        if len(attempts) < 6:
+            raise ConnectionRefusedError("refused")
+
+    data = gridtrain.Shards(tmp_path / "index.json", root="memory://none", cache=tmp_path / "cache")
+    data.obey(FetchMeter(now_s, sleep))
+    data.while_opening = opening
+    data._copy_of = lambda shard: copy  # type: ignore[method-assign]
+    assert number_of(data[1]) == 1 and not in_context
+    assert waited_s == {True: 31.0, False: 120.0}
+    assert attempts == [(True, True)] * 4 + [(False, False), (False, True)]
+    assert [text.partition(":")[0] for text in caplog.messages[1:]] == [
+        "the group no longer waits for the file"
+    ]
