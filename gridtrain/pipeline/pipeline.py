@@ -185,7 +185,8 @@ class Pipeline:
             ConfigError: inputs or targets are not this step's batch, or the inputs have other dtypes or
                 another structure than in the step before; in this case, nothing was sent, and `step` can be
                 called again with the right batch.  Or the optimizer settings on this worker differ from those
-                on most replicas of its stage.
+                on most replicas of its stage.  Or this worker, before its first step with this autocast,
+                receives a payload of another size than it expects.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -285,10 +286,9 @@ class Pipeline:
             self.timings = {"computing_s": result.computed_s, "pipeline_waiting_s": result.waited_s}
             return self._exchange(state, plan, layout, round_, result)
         except LineBroken as broken:
-            if isinstance(broken, OtherSizes):
+            if isinstance(broken, OtherSizes) and (error := self._autocast_error(broken)) is not None:
                 self._failed_round = round_
-                self._check_own_autocast(broken)
-                self._failed_round = None
+                raise error from broken
             link.fail_attempt(broken)
             return round_.end(), None
         except Exception as error:  # a user's code may raise anything, and then continue
@@ -296,19 +296,18 @@ class Pipeline:
             self._failed_round = round_
             raise
 
-    def _check_own_autocast(self, broken: OtherSizes) -> None:
-        """Raise `ConfigError` if this worker has not committed a step with its present autocast.
+    def _autocast_error(self, broken: OtherSizes) -> ConfigError | None:
+        """Return the error that ends this worker if it has not committed a step with its present autocast.
 
         In this case the sender, which would otherwise be accused, may be the one that is right.
         """
         device = self.held.defined.device
         dtype = autocast_dtype(device)
-        if dtype not in self._committed_autocast:
-            cast = "without autocast" if dtype is None else f"with autocast to {dtype}"
-            raise ConfigError(
-                f"{broken.reason}; this worker has committed no step {cast} on {device.type}",
-                remedy=broken.remedy,
-            ) from broken
+        if dtype in self._committed_autocast:
+            return None
+        cast = "without autocast" if dtype is None else f"with autocast to {dtype}"
+        reason = f"{broken.reason}; this worker has committed no step {cast} on {device.type}"
+        return ConfigError(reason, remedy=broken.remedy)
 
     def _share_tied(self, state: StageState, layout: RankLayout, link: RoundStageLink) -> None:
         """Replace the copies of tied parameters with the first stage's copy if their updates may differ."""
