@@ -8,8 +8,8 @@ fit into the worker's memory.
 Each spec is a `TensorTreeSpec`, the same on all workers.  Each layer runs with 2 and with 3 samples; the
 difference between its outputs shows which dimensions depend on the number of samples.
 
-Autocast has no effect on the meta device.  If it is enabled, all layers run once more on fake tensors of the
-worker's device, which have no values either.
+Autocast has no effect on the meta device.  If it is enabled, all layers run on fake tensors of the worker's
+device instead, which have no values either; once more, if only a layer enables it.
 
 The second run also shows which buffers every forward pass changes.  Layers that share such a buffer are
 refused, because each stage would change a copy of it; a table that is computed once is accepted.
@@ -63,13 +63,16 @@ def infer_boundary_specs(
             or its forward pass changes a buffer that another layer also holds.
     """
     at = torch.device(device)
-    try:
-        with _AutocastWatch(at) as autocast:
-            specs = _infer_on(torch.device("meta"), layers, example, wire)
-    except ConfigError:
-        if not autocast.was_enabled:
-            raise
-    if autocast.was_enabled:
+    is_cast = autocast_dtype(at) is not None
+    if not is_cast:
+        try:
+            with _AutocastWatch(at) as autocast:
+                specs = _infer_on(torch.device("meta"), layers, example, wire)
+        except ConfigError:
+            if not autocast.was_enabled:
+                raise
+        is_cast = autocast.was_enabled
+    if is_cast:
         with _EAGER, _without_compiled_code(), FakeTensorMode(allow_non_fake_inputs=True):
             specs = _infer_on(at, layers, example, wire)
     return specs
@@ -93,7 +96,7 @@ class _AutocastWatch(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self.was_enabled = autocast_dtype(device) is not None
+        self.was_enabled = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.was_enabled = self.was_enabled or autocast_dtype(self._device) is not None
@@ -119,7 +122,7 @@ def _infer_on(
             raise
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(
-                f"layer {i}, {type(layer).__name__}, cannot run on torch's meta device, without data: "
+                f"layer {i}, {type(layer).__name__}, cannot run {_place_text(device)}, without data: "
                 f"{type(error).__name__}: {error}",
                 remedy=f"layer {i - 1}, {type(layers[i - 1]).__name__}, returns a tuple: wrap it in a module "
                 "that returns the part that the next layer needs, such as out[0]"
@@ -132,6 +135,16 @@ def _infer_on(
         specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))
         outputs = [_detached(output) for output in outputs]
     return tuple(specs)
+
+
+def _place_text(device: torch.device) -> str:
+    if device.type == "meta":
+        return "on torch's meta device"
+    dtype = autocast_dtype(device)  # None if only a layer enables autocast
+    text = f"under autocast{f' to {dtype}' if dtype else ''} on {device}"
+    if hasattr(torch.compiler, "set_stance"):
+        return text
+    return f"{text} (compiled layers cannot before torch 2.6; this is {torch.__version__})"
 
 
 def _without_values(layer: nn.Module, device: torch.device) -> nn.Module:

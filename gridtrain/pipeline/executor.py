@@ -59,6 +59,11 @@ class StepResult:
     round_trip_s: float = 0.0
 
 
+class OtherSizes(LineBroken):
+    """Another stage sent a payload with other sizes than this worker expects, so the workers differ in their
+    model, their autocast or the type of their device, or the sender is dishonest."""
+
+
 class StageExecutor:
     """Runs the steps of one stage.
 
@@ -259,10 +264,13 @@ def _decode_payload(
     try:
         return agreed.decode(buffers, samples, device)
     except RemoteProtocolError as error:
-        raise LineBroken(
+        due_bytes = [leaf.payload_bytes(samples) for leaf in agreed.leaves]
+        has_sizes = [memoryview(buffer).nbytes for buffer in buffers] == due_bytes
+        raise (LineBroken if has_sizes else OtherSizes)(
             f"stage {source} sent a payload that does not match its spec: {error.reason}",
             source,
-            remedy="run the same model and the same version of gridtrain on all workers",
+            remedy="run the same model and the same version of gridtrain on all workers, with the same "
+            "autocast on devices of the same type",
         ) from error
 
 

@@ -157,6 +157,14 @@ class HeldStage:
         """Record that a step was dropped, after which the script may change tracked objects nevertheless."""
         self._is_in_turn, self._rates = False, None
 
+    def _record_load(self, held: StageState, step: int) -> None:
+        """Record that `held` and the tracked objects have the complete state after `step`.
+
+        The script has requested a batch before, and the state may contain other learning rates.
+        """
+        held.applied = step if step >= 0 else None
+        self.record_turn()
+
     def is_whole_after(self, step: int) -> bool:
         """Return whether the stage in memory has the complete state after `step`; the next step may be open.
 
@@ -245,6 +253,7 @@ class HeldStage:
         self.release()
         held = self.assigned()
         serialization.restore_state(blobs, held.module, held.inner, self.trackers)
+        self._record_load(held, self._session.snapshot.applied)
 
     def pack(self, place: WorkerSnapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Pack the stage of `place` for a checkpoint; see `serialization.pack_state`."""
@@ -293,3 +302,4 @@ class HeldStage:
             residual := checkpoint_merge.merged_residual(found, held.module, held.flat)
         ):
             held.residual.load(residual)
+        self._record_load(held, found[0].position.applied)

@@ -37,8 +37,8 @@ from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
-from gridtrain.pipeline.autocast import without_autocast
-from gridtrain.pipeline.executor import StepResult, share_tied_parameters
+from gridtrain.pipeline.autocast import autocast_dtype, without_autocast
+from gridtrain.pipeline.executor import OtherSizes, StepResult, share_tied_parameters
 from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
 from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
 from gridtrain.pipeline.micro_batch_count import MicroBatchCount
@@ -118,6 +118,7 @@ class Pipeline:
         if self._micro_batch_count.is_auto:
             self.held.track(**{MICRO_BATCHES_TRACKER: self._micro_batch_count})
         self._failed_round: PipelineRound | None = None
+        self._committed_autocast: set[torch.dtype | None] = set()  # as of `autocast_dtype`
         self._input_dtypes: Any = None  # of the latest committed step; None before the first one
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
@@ -184,7 +185,8 @@ class Pipeline:
             ConfigError: inputs or targets are not this step's batch, or the inputs have other dtypes or
                 another structure than in the step before; in this case, nothing was sent, and `step` can be
                 called again with the right batch.  Or the optimizer settings on this worker differ from those
-                on most replicas of its stage.
+                on most replicas of its stage.  Or this worker, before its first step with this autocast,
+                receives a payload of another size than it expects.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -216,6 +218,7 @@ class Pipeline:
                 assert mine is not None
                 if plan.samples:
                     self._input_dtypes = dtypes
+                    self._committed_autocast.add(autocast_dtype(self.held.defined.device))
                 return self._apply(state, plan, outcome, mine, began_s)
             state.residual.mark_ended()
             if mine is not None:
@@ -283,12 +286,28 @@ class Pipeline:
             self.timings = {"computing_s": result.computed_s, "pipeline_waiting_s": result.waited_s}
             return self._exchange(state, plan, layout, round_, result)
         except LineBroken as broken:
+            if isinstance(broken, OtherSizes) and (error := self._autocast_error(broken)) is not None:
+                self._failed_round = round_
+                raise error from broken
             link.fail_attempt(broken)
             return round_.end(), None
         except Exception as error:  # a user's code may raise anything, and then continue
             link.abort(f"stage {state.stage}: {type(error).__name__}: {error}")
             self._failed_round = round_
             raise
+
+    def _autocast_error(self, broken: OtherSizes) -> ConfigError | None:
+        """Return the error that ends this worker if it has not committed a step with its present autocast.
+
+        In this case the sender, which would otherwise be accused, may be the one that is right.
+        """
+        device = self.held.defined.device
+        dtype = autocast_dtype(device)
+        if dtype in self._committed_autocast:
+            return None
+        cast = "without autocast" if dtype is None else f"with autocast to {dtype}"
+        reason = f"{broken.reason}; this worker has committed no step {cast} on {device.type}"
+        return ConfigError(reason, remedy=broken.remedy)
 
     def _share_tied(self, state: StageState, layout: RankLayout, link: RoundStageLink) -> None:
         """Replace the copies of tied parameters with the first stage's copy if their updates may differ."""

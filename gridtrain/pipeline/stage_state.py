@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +30,7 @@ from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.memory_usage import SavedTensorMeter
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.stage import LossFunction, Stage
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tree
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, map_tree
 from gridtrain.pipeline.validation import check_in_flight
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.training.buffer_averaging import BufferAveraging
@@ -151,8 +151,9 @@ def parse_wire(name: str) -> WirePrecision:
         ) from None
 
 
-_ByShapes = tuple[tuple[TensorTreeSpec, ...], tuple[str, bool]]
-"""The results of `infer_boundary_specs` and `lone_sample_layer` for inputs of some shapes."""
+_ByShapes = tuple[tuple[TensorTreeSpec, ...], Callable[[], tuple[str, bool]]]
+"""For inputs of some shapes: the result of `infer_boundary_specs`, and a function that returns the result of
+`lone_sample_layer`, which few batches need."""
 
 
 class StageState:
@@ -162,8 +163,6 @@ class StageState:
         has_stepped: whether an update has been applied since the stage was built or restored.
         applied: the last committed step, whose update was applied or skipped; None if there is none, or while
             an update is being applied.
-        lone_sample_layer: a layer of the model for which a single sample is too few; "" if there is none.
-        normalizes_lone_sample: whether this layer uses running statistics instead of the sample's own.
     """
 
     def __init__(
@@ -178,10 +177,20 @@ class StageState:
         self.residual = WorkerResidual(self.exchanger, self.flat.n)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
-        self._known_shapes: dict[str, _ByShapes] = {}
-        self.lone_sample_layer, self.normalizes_lone_sample = "", True
+        self._known_shapes: dict[str, _ByShapes] = {}  # the least recently used first
+        self._lone_sample: Callable[[], tuple[str, bool]] = lambda: ("", True)
         self.has_stepped = False
         self.applied: int | None = None
+
+    @property
+    def lone_sample_layer(self) -> str:
+        """A layer of the model for which a single sample is too few; "" if there is none."""
+        return self._lone_sample()[0]
+
+    @property
+    def normalizes_lone_sample(self) -> bool:
+        """Whether `lone_sample_layer` uses running statistics instead of the sample's own."""
+        return self._lone_sample()[1]
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
         """Use the layers in memory as stage `stage` of `staging`.
@@ -201,7 +210,7 @@ class StageState:
         """
         options, is_last = self._options, self.stage == staging.stages - 1
         start, stop = staging.block_range(self.stage)
-        specs, (self.lone_sample_layer, self.normalizes_lone_sample) = self._by_shapes(staging, example)
+        specs, self._lone_sample = self._by_shapes(staging, example)
         before, after = specs[start - 1] if start else None, None if is_last else specs[stop - 1]
         if self.executor is None:
             stage = Stage(
@@ -224,7 +233,8 @@ class StageState:
         """
         shapes = map_tree(example, lambda x: (x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x))
         key = f"{shapes}, {autocast_dtype(staging.device)}"
-        if key not in self._known_shapes:
+        known = self._known_shapes.pop(key, None)
+        if known is None:
             options, blocks = self._options, staging.blueprint.blocks
             found = infer_boundary_specs(blocks, example, wire=options.wire, device=staging.device)
             if options.micro_batches is not None:
@@ -232,8 +242,10 @@ class StageState:
                 check_in_flight(order, max((len(each.leaves) for each in found[:-1]), default=1))
             while len(self._known_shapes) >= MAX_SHAPES:
                 del self._known_shapes[next(iter(self._known_shapes))]
-            self._known_shapes[key] = found, lone_sample_layer(blocks, example)
-        return self._known_shapes[key]
+            sizes = map_tensors(example, lambda x: torch.empty_like(x, device="meta"))
+            known = found, cache(partial(lone_sample_layer, blocks, sizes))
+        self._known_shapes[key] = known
+        return known
 
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector
@@ -260,8 +272,10 @@ class StageState:
         There may be fewer micro-batches than `micro_batches`, so that each has as many samples as the model
         needs for training, if possible.
         """
-        least = 2 if self.lone_sample_layer else 1
-        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // least)))
+        count = min(micro_batches, max(1, samples))
+        if 1 < samples < 2 * count and self.lone_sample_layer:
+            count = samples // 2
+        return schedule.divide_samples(samples, count)
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
         """Return the peak size in bytes of the inputs that are stored for backward passes.

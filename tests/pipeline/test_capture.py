@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 from gridtrain.config import Dense
 from gridtrain.core.group.member_events import MemberPhase
-from gridtrain.core.messages import Span
+from gridtrain.core.messages import CheckpointInfo, LedgerState, Span
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.model_state import ModelStateOptions
 
 REQUESTED, OTHER, STANDBY = (
@@ -49,6 +51,31 @@ def test_the_stage_of_the_requested_rank_is_sent_or_none() -> None:
         assert pipe.held.capture_state(REQUESTED) == before and before is not None
         assert pipe.held.capture_state(OTHER) is None, "that stage is not in memory"
         assert pipe.held.current is not None and pipe.held.current.module is module and pipe.held.stage == 0
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize("is_from_disk", [False, True])
+def test_a_loaded_stage_is_whole_until_its_next_step(is_scheduled: bool, is_from_disk: bool) -> None:
+    """The script has requested a batch, then the state is loaded: without it nothing would be saved."""
+    (_, source), (_, pipe) = worker_of_two_stages(), worker_of_two_stages()
+    schedulers = [ExponentialLR(one.optimizer, gamma=0.5) for one in (source, pipe)]
+    for one, scheduler in zip((source, pipe), schedulers, strict=True):
+        one.track(**({"scheduler": scheduler} if is_scheduled else {}))
+    state = source.held.capture_state(REQUESTED)
+    assert state is not None
+    assert pipe.module is not None
+    pipe.optimizer.apply()  # type: ignore[attr-defined]
+    schedulers[1].step()
+    pipe.record_turn()
+    if is_from_disk:
+        position = CheckpointInfo(5, b"history", LedgerState(step=6))
+        found = Checkpoint(Path(), position, (), *source.held.pack(REQUESTED), {})
+        pipe.held.load_checkpoints([found], Span(0, 1))
+    else:
+        pipe.held.restore_state(state)
+    assert pipe.held.is_whole_after(5) and not pipe.held.is_whole_after(6)
+    schedulers[1].step()
+    assert pipe.held.is_whole_after(5) is not is_scheduled
 
 
 def test_before_the_first_step_the_requested_stage_is_built() -> None:

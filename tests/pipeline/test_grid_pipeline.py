@@ -26,10 +26,10 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import stage_state
 from gridtrain.pipeline.blueprint import Blueprint
-from gridtrain.pipeline.boundary_specs import infer_boundary_specs
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
-from gridtrain.pipeline.stage_state import PipelineOptions, make_optimizer, schedule_for
+from gridtrain.pipeline.stage_state import PipelineOptions, StageState, make_optimizer, schedule_for
 from gridtrain.runtime.contribution import Contribution, ContributionReporter
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
@@ -441,6 +441,48 @@ def test_batches_may_be_padded_to_the_longest_of_their_samples(
     else:
         others = [[x.shape[1] for x, _ in seen.batches] for seen, _ in found]
         assert any(other != lengths for other in others), "replicas have batches of different lengths"
+
+
+@pytest.mark.parametrize(
+    ("samples", "number", "sizes", "is_examined"),
+    [(8, 4, [2, 2, 2, 2], False), (7, 4, [3, 2, 2], True), (2, 4, [2], True), (1, 4, [1], False)],
+)
+def test_a_layer_for_which_one_sample_is_too_few_is_found_when_it_matters(
+    monkeypatch: pytest.MonkeyPatch, samples: int, number: int, sizes: list[int], is_examined: bool
+) -> None:
+    examined: list[Any] = []
+
+    def lone(layers: Any, example: Any) -> tuple[str, bool]:
+        examined.append(example)
+        return lone_sample_layer(layers, example)
+
+    monkeypatch.setattr(stage_state, "lone_sample_layer", lone)
+    state, staging = first_of_two_stages(lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4)])
+    for _ in range(2):
+        state.prepare_executor(staging, torch.ones(samples, 4))
+        assert sorted(state.micro_batch_sizes(samples, number), reverse=True) == sizes
+    assert len(examined) == is_examined
+
+
+def test_the_shapes_that_were_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    inferred: list[int] = []
+
+    def infer(layers: Any, example: Any, **options: Any) -> Any:
+        inferred.append(example.shape[1])
+        return infer_boundary_specs(layers, example, **options)
+
+    monkeypatch.setattr(stage_state, "infer_boundary_specs", infer)
+    monkeypatch.setattr(stage_state, "MAX_SHAPES", 2)
+    state, staging = first_of_two_stages(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)])
+    for length in (1, 2, 1, 3, 1, 2):
+        state.prepare_executor(staging, torch.ones(2, length, 4))
+    assert inferred == [1, 2, 3, 2]
+
+
+def first_of_two_stages(model: Layers) -> tuple[StageState, ModelStages]:
+    staging = ModelStages(Blueprint(model), 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(stages=2, micro_batches=2, exchange=gridtrain.Dense(), loss=loss_fn)
+    return StageState(0, staging, sgd, options), staging
 
 
 # -- autocast ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from threaded_group import ThreadedGroup
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import LineBroken
+from gridtrain.errors import ConfigError, LineBroken
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.executor import StageExecutor, _StepExecution
@@ -143,6 +143,28 @@ def test_a_stage_that_violates_the_agreed_spec_is_removed(
     removed = {name: said for name, said in ended.items() if said != "finished"}
     assert list(removed) == culprit, "the sender, not the stage that voted NO"
     assert "does not match its spec" in removed[culprit[0]]
+
+
+@pytest.mark.parametrize("cast", [0, 1])
+def test_workers_with_different_autocast_accuse_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cast: int
+) -> None:
+    """Neither of them can know which one is right."""
+
+    def train(grid: gridtrain.Grid) -> None:
+        pipe = pipeline_of(grid)
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=pipe.stage == cast):
+                pipe.step(inputs, targets)
+
+    sizes, state = [
+        (r"32 bytes; expected 64 for float32 \(n, 8\)", "without autocast"),
+        (r"64 bytes; expected 32 for bfloat16 \(n, 8\)", r"with autocast to torch\.bfloat16"),
+    ][cast]
+    message = f"stage 0 sent .* {sizes} .*has committed no step {state} on cpu -> .* the same autocast"
+    with pytest.raises(ConfigError, match=message):
+        local(train, workers=2, export_dir=str(tmp_path))
+    assert "violated the protocol" not in caplog.text
 
 
 def test_the_death_of_a_stage_wakes_a_waiting_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

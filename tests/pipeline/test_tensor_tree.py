@@ -454,7 +454,22 @@ def test_code_is_never_compiled_for_tensors_without_memory() -> None:
     layer = torch.compile(nn.Linear(3, 3), backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = infer_boundary_specs([layer], torch.zeros(1, 3))
-    assert str(made[0]) == "bfloat16 (n, 3)" and set(compiled_for) == {"meta"}
+    assert str(made[0]) == "bfloat16 (n, 3)" and not compiled_for
+
+
+@pytest.mark.parametrize("can_disable", [True, False])
+def test_a_layer_that_fails_under_autocast_is_reported_with_dtype_and_device(
+    can_disable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_disable:
+        monkeypatch.delattr(torch.compiler, "set_stance", raising=False)
+    elif not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("this torch always compiles")
+    layers = [Function(lambda x: x.numpy())]
+    cause = r" \(compiled layers cannot before torch 2\.6; this is .*\)" * (not can_disable)
+    message = rf"layer 0, Function, cannot run under autocast to torch\.bfloat16 on cpu{cause}, without data"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=message):
+        infer_boundary_specs(layers, torch.ones(2, 2))
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
