@@ -207,10 +207,11 @@ def test_a_full_disk_stops_only_decisions_and_checkpoints(new_group, small_disk:
         group.wait("a checkpoint that fails", lambda: "cannot be written to" in anna.said())
         join.open()
         group.wait("no room", lambda: bool(group.events("no_room")))
+        made = len(group.events("generation"))  # an entry may have fitted into the journal's last page
         status = group.operator("status", "--json")
         assert '"phase": "paused"' in status or '"phase":"paused"' in status
         assert "the disk is full" in status
-        made = len(group.events("generation"))
+        assert len(group.events("generation")) == made <= 2, "none that cannot be recorded"
         filler.unlink()
         group.wait("room", lambda: bool(group.events("room_again")))
         group.wait(
@@ -219,7 +220,7 @@ def test_a_full_disk_stops_only_decisions_and_checkpoints(new_group, small_disk:
         for _ in range(SAMPLES):
             step.open()
         ends = group.finish()
-    assert made == 1 and len(ends) == 3 and one_digest(ends)
+    assert len(ends) == 3 and one_digest(ends)
     assert commits(group, "anna") > before
     assert_every_sample_once(group)
     assert not group.former, "one coordinator all the time"
