@@ -1,4 +1,4 @@
--- A compacted journal begins with an entry 0 of the kind 'compacted' (decision 0104).
+-- A compacted journal begins with an entry 0 of the kind 'compacted' (decision 0100).
 -- SQLite cannot change a CHECK, so the table is copied: order, times, bodies and digests stay as they are.
 
 DROP VIEW terms;
