@@ -28,7 +28,7 @@ from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, FrozenBase
-from gridtrain.training.optimizer import rates_of
+from gridtrain.training.optimizer import have_stepped, rates_by_tracker
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -145,12 +145,12 @@ class HeldStage:
 
     def record_turn(self) -> None:
         """Record that the script requests its next batch, so that it has ended the step before."""
-        self._is_in_turn, self._rates = True, self._rates_by_tracker()
+        self._is_in_turn, self._rates = True, rates_by_tracker(self.trackers)
 
     def record_step(self, step: int) -> None:
         """Record that the update of `step` is fully applied to the stage in memory, or skipped."""
         assert self.current is not None
-        self._is_in_turn, self._rates = False, self._rates_by_tracker()
+        self._is_in_turn, self._rates = False, rates_by_tracker(self.trackers)
         self.current.applied = step
 
     def record_dropped_step(self) -> None:
@@ -174,18 +174,15 @@ class HeldStage:
         - all tracked objects are schedulers that the script has stepped since the update.
         """
         own = serialization.INTERNAL_PREFIX, MICRO_BATCHES_TRACKER
-        tracked = [name for name in self.trackers if not name.startswith(own)]
+        tracked = {name: each for name, each in self.trackers.items() if not name.startswith(own)}
         if self.current is None or self.current.applied != step:
             return False
         if not tracked or self._rates is None:
             return not tracked
-        rates, before = self._rates_by_tracker(), self._rates
+        before = self._rates
         if self._is_in_turn:
-            return all(rates[name] is before.get(name) for name in tracked)
-        return all(rates[name] is not None and rates[name] is not before.get(name) for name in tracked)
-
-    def _rates_by_tracker(self) -> dict[str, object]:
-        return {name: rates_of(tracker) for name, tracker in self.trackers.items()}
+            return all(rates is before.get(name) for name, rates in rates_by_tracker(tracked).items())
+        return have_stepped(tracked, before)
 
     def release(self) -> None:
         """Free the stage's memory; keep the settings of its optimizer."""

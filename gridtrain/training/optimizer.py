@@ -445,17 +445,14 @@ class GridOptimizer(WrappingOptimizer):
     def _end_step(self) -> None:
         self._is_applied = True
         self.parameter_watch.record_step()
-        self._rates_at_step = {name: rates_of(tracker) for name, tracker in self._trackers.items()}
+        self._rates_at_step = rates_by_tracker(self._trackers)
 
     @property
     def is_settled(self) -> bool:
         """Whether the state after a committed step is certainly complete: its update is applied, and all
         tracked objects are schedulers that the script has stepped since.  With other objects, and with
         schedulers that are stepped less often, this is not known, and the result is False."""
-        return self._is_applied and all(
-            (rates := rates_of(tracker)) is not None and rates is not self._rates_at_step.get(name)
-            for name, tracker in self._trackers.items()
-        )
+        return self._is_applied and have_stepped(self._trackers, self._rates_at_step)
 
     def record_turn(self) -> None:
         """Record that the script requests its next batch."""
@@ -675,7 +672,19 @@ def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))
 
 
-def rates_of(tracker: serialization.Stateful) -> object:
+def rates_by_tracker(trackers: Mapping[str, serialization.Stateful]) -> dict[str, object]:
+    """Return the schedulers' lists of learning rates, for `have_stepped`."""
+    return {name: _rates_of(tracker) for name, tracker in trackers.items()}
+
+
+def have_stepped(trackers: Mapping[str, serialization.Stateful], before: Mapping[str, object]) -> bool:
+    """Return whether all trackers are schedulers that have stepped since `rates_by_tracker` returned
+    `before`."""
+    rates = rates_by_tracker(trackers)
+    return all(each is not None and each is not before.get(name) for name, each in rates.items())
+
+
+def _rates_of(tracker: serialization.Stateful) -> object:
     """Return a scheduler's list of learning rates, which is a new object after each of its steps; None for
     other objects."""
     return tracker.get_last_lr() if isinstance(tracker, torch.optim.lr_scheduler.LRScheduler) else None

@@ -432,12 +432,17 @@ def test_a_starting_coordinator_is_awaited(
     started.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("command", ["status", "finish", "invite"])
-def test_a_coordinator_of_this_machine_that_was_killed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+@pytest.fixture
+def brief_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands wait for 0.2 s for each answer."""
     ask = CoordinatorClient.ask
     monkeypatch.setattr(CoordinatorClient, "ask", lambda self, question, _: ask(self, question, 0.2))
+
+
+@pytest.mark.parametrize("command", ["status", "finish", "invite"])
+def test_a_coordinator_of_this_machine_that_was_killed_is_named(
+    tmp_path: Path, brief_questions: None, command: str
+) -> None:
     Identity.load_or_create(tmp_path / OPERATOR_KEY)
     contact = EndpointFile("tcp://192.0.2.7:7700", "tcp://127.0.0.1:1", b"k" * 32, "mine", True)
     contact.write(tmp_path)
@@ -452,11 +457,9 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
 
 @pytest.mark.parametrize("command", ["status", "finish", "invite"])
 def test_a_coordinator_of_this_machine_that_does_not_answer_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    tmp_path: Path, brief_questions: None, command: str
 ) -> None:
     """It listens, but its process is suspended or waits for a disk."""
-    ask = CoordinatorClient.ask
-    monkeypatch.setattr(CoordinatorClient, "ask", lambda self, question, _: ask(self, question, 0.2))
     Identity.load_or_create(tmp_path / OPERATOR_KEY)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
