@@ -31,7 +31,6 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.core.commit.attempts import Attempts, EarlyViolation
-from gridtrain.core.commit.two_phase_commit import Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -425,7 +424,7 @@ def test_only_the_roots_next_step_proves_a_commit() -> None:
     """Rank 2 may lie, and rank 1 would apply alone; the root decides, so its next step is proof."""
     mine = attempts_of(B)
     begin(mine)
-    mine.advance(Prepared(b"u"), 0.0)
+    mine.prepare(b"u", 0.0)
     mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
     assert mine.prepared_attempt is not None
     mine.receive(A, reduce(0, at=round_id(STEP + 1)), 100, 0.0)

@@ -34,18 +34,9 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.commit.two_phase_commit import (
     ROOT,
-    AnnounceDecision,
-    CastVote,
     CommitEffect,
-    CommitEvent,
     Decided,
-    DecisionReceived,
-    Failed,
-    LaterStepSeen,
-    Prepared,
-    ProgressReceived,
     TwoPhaseCommit,
-    VoteReceived,
     check_decision,
     check_vote,
 )
@@ -234,7 +225,7 @@ class Attempts:
             failure = "the messages of the ring's aborted attempt have been discarded"
         if failure:
             self._collectives |= collectives
-            effects = self.advance(Failed(failure), now_s)
+            effects = self.fail(failure, now_s)
         else:
             effects = [*self._add(collectives), *self._check_complete()]
         return effects + self._replay_all(now_s)
@@ -251,7 +242,7 @@ class Attempts:
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
         if event.failure:
-            return self.advance(Failed(event.failure), now_s)
+            return self.fail(event.failure, now_s)
         if not self._has_more:
             raise LocalProtocolError(f"round {event.round} was extended after its last collective")
         self._has_more = event.has_more
@@ -303,30 +294,39 @@ class Attempts:
         if there == here and (self.open_attempt is not None or is_begun) and not is_awaited:
             return self._deliver(rank, message, now_s)
         self._store_early(peer, message, nbytes)
-        if there.step == here.step + 1 and self.prepared_attempt is not None and _proves_commit(rank):
-            return self.advance(LaterStepSeen(), now_s)
+        prepared = self.prepared_attempt
+        if there.step == here.step + 1 and prepared is not None and _proves_commit(rank):
+            reason = "a message of the next step proves the commit"
+            decision = m.Decision(prepared.round_id, m.Verdict.COMMIT, reason)
+            return self._process_commit_effects(prepared, prepared.accept_decision(ROOT, decision))
         return []
 
     def drop_early(self, peer: m.PeerId) -> None:
         """Drop the deferred messages of a peer that has violated the protocol."""
         self._early.pop(peer, None)
 
-    def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
-        """Pass an event to the open attempt.
+    def prepare(self, digest: bytes, now_s: float) -> list[AttemptEffect]:
+        """Vote YES on the open attempt, or NO if the flags are wrong (`find_wrong_flag`).
 
-        If no attempt is open, the event is ignored, with one exception: if `begin` has started collectives, a
-        `Failed` event makes the next attempt fail.  A `Prepared` event is treated as `Failed` if the flags
-        are wrong (`find_wrong_flag`).
+        Nothing happens if no attempt is open, or if this member has already voted.
+        """
+        attempt = self.open_attempt
+        if attempt is None or attempt.vote is not None:
+            return []  # if voted: an effect before ComputeDigest failed, and the vote was NO
+        if problem := self.find_wrong_flag():
+            return self.fail(problem, now_s)
+        return self._process_commit_effects(attempt, attempt.prepare(digest, now_s))
+
+    def fail(self, reason: str, now_s: float) -> list[AttemptEffect]:
+        """Vote NO on the open attempt, unless this member has already voted.
+
+        If no attempt is open but `begin` has started collectives, the next attempt fails.
         """
         if self.open_attempt is None:
-            if self._collectives and isinstance(event, Failed):
-                self._loss_reason = event.reason
+            if self._collectives:
+                self._loss_reason = reason
             return []
-        if isinstance(event, Prepared) and self.open_attempt.vote is not None:
-            return []  # an effect before ComputeDigest failed, and the vote was NO
-        if isinstance(event, Prepared) and (problem := self.find_wrong_flag()):
-            event = Failed(problem)
-        return self._process_commit_effects(self.open_attempt, self.open_attempt.handle(event, now_s))
+        return self._process_commit_effects(self.open_attempt, self.open_attempt.fail(reason, now_s))
 
     def tick(self, now_s: float) -> list[AttemptEffect]:
         """Abort the open attempt if this member is the root and a timeout has passed."""
@@ -351,7 +351,7 @@ class Attempts:
         If no round is open, or this member has already voted, it votes NO on the next round instead.
         """
         self._loss_reason = reason if self.open_attempt is None or self.open_attempt.vote is not None else ""
-        return self.advance(Failed(reason), now_s)
+        return self.fail(reason, now_s)
 
     def record_progress(self, peer: m.PeerId, message: m.RoundProgress, now_s: float) -> None:
         """Record that a member is alive, and whether it has made progress since its previous message.
@@ -367,7 +367,7 @@ class Attempts:
         before = self._progress_of.get(peer, 0)
         self._progress_of[peer] = max(before, message.progress)
         if self.open_attempt is not None and there.step == here.step:
-            self.open_attempt.handle(ProgressReceived(rank, message.progress > before), now_s)
+            self.open_attempt.record_progress(rank, message.progress > before, now_s)
 
     # -- internal ----------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class Attempts:
             except RemoteProtocolError as error:
                 self.drop_early(peer)
                 text = f"rank {self._rank(peer)} violated the protocol: {error.reason}"
-                effects += [EarlyViolation(peer, error.reason), *self.advance(Failed(text), now_s)]
+                effects += [EarlyViolation(peer, error.reason), *self.fail(text, now_s)]
                 break
         return effects
 
@@ -447,22 +447,22 @@ class Attempts:
         return []
 
     def _deliver(self, rank: int, message: AttemptMessage, now_s: float) -> list[AttemptEffect]:
-        match message:
-            case m.Vote(_, yes, digest, reason, _):
-                return self.advance(VoteReceived(rank, yes, digest, reason), now_s)
-            case m.Decision(_, verdict, reason):
-                return self.advance(DecisionReceived(rank, verdict, reason), now_s)
-            case m.Data(_, channel):
-                if self.open_attempt is not None and self.open_attempt.vote is False:
-                    return []
-                collective = self._collectives.get(channel)
-                if collective is None:
-                    raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}, which is not a channel of round "
-                        f"{self._current_round}",
-                        remedy=NEVER_SENT,
-                    )
-                return list(self._advance_collective(collective, rank, message))
+        attempt = self.open_attempt
+        if isinstance(message, m.Data):
+            if attempt is not None and attempt.vote is False:
+                return []
+            collective = self._collectives.get(message.channel)
+            if collective is None:
+                raise RemoteProtocolError(
+                    f"rank {rank} sent data for {message.channel}, which is not a channel of round "
+                    f"{self._current_round}",
+                    remedy=NEVER_SENT,
+                )
+            return list(self._advance_collective(collective, rank, message))
+        assert attempt is not None, "only data are delivered before the attempt opens"
+        if isinstance(message, m.Vote):
+            return self._process_commit_effects(attempt, attempt.count_vote(rank, message, now_s))
+        return self._process_commit_effects(attempt, attempt.accept_decision(rank, message))
 
     def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
         effects = collective.handle(rank, data.slot, data.flags, data.payload)
@@ -505,13 +505,11 @@ class Attempts:
         out: list[AttemptEffect] = []
         for effect in effects:
             match effect:
-                case CastVote(yes, digest, reason):
-                    out.append(
-                        Send(self._peer(ROOT), m.Vote(attempt.round_id, yes, digest, reason, self.compute_s))
-                    )
-                case AnnounceDecision(verdict, reason):
-                    decision, at = m.Decision(attempt.round_id, verdict, reason), self.rank_assignment
-                    out += [Send(x.peer, decision) for x in at.members if x.peer != at.own_id]
+                case m.Vote():
+                    out.append(Send(self._peer(ROOT), replace(effect, compute_s=self.compute_s)))
+                case m.Decision():
+                    at = self.rank_assignment
+                    out += [Send(x.peer, effect) for x in at.members if x.peer != at.own_id]
                 case Decided(m.Verdict.COMMIT, reason):
                     out.append(self._commit(attempt, reason))
                 case Decided():

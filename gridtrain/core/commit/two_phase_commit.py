@@ -1,7 +1,7 @@
 """The vote on a step, after which all members apply its update or none does (two-phase commit; rules 1 to 4).
 
     member                      root (rank 0)
-      | Prepared(digest)          | Prepared(digest)
+      | prepare(digest)           | prepare(digest)
       |-------- Vote YES -------->|
       |<----- Decision -----------|   COMMIT if all members voted YES for the same digest,
       v                           v   otherwise ABORT; decided once
@@ -19,8 +19,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gridtrain.core import messages as m
 from gridtrain.core.group.loop_stalls import extend_start
-from gridtrain.core.messages import RoundId, Verdict
 from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 
 ROOT = 0
@@ -43,80 +43,6 @@ def largest_agreeing_group(values: Mapping[int, Hashable]) -> list[int]:
     return max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
 
 
-# -- events ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """This member holds the complete update, and the new residual in addition to the old residual."""
-
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The exchange cannot complete on this member, which must vote NO."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class VoteReceived:
-    rank: int
-    yes: bool
-    digest: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionReceived:
-    rank: int
-    verdict: Verdict
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LaterStepSeen:
-    """A message from the root for the next step of this generation arrived, which proves the commit of the
-    open step (commit rule 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressReceived:
-    """The member with this rank reported that it is alive: its trainer is computing, or is waiting inside
-    gridtrain for the other members.
-
-    Attributes:
-        has_moved: whether the member has also made progress, for example by receiving a payload.
-    """
-
-    rank: int
-    has_moved: bool
-
-
-CommitEvent = Prepared | Failed | VoteReceived | DecisionReceived | LaterStepSeen | ProgressReceived
-
-
-# -- effects -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CastVote:
-    """Send a Vote to the root."""
-
-    yes: bool
-    digest: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceDecision:
-    """Send the root's Decision to every other member."""
-
-    verdict: Verdict
-    reason: str
-
-
 @dataclass(frozen=True, slots=True)
 class Decided:
     """The verdict is known on this member.
@@ -126,13 +52,14 @@ class Decided:
             whose update differs from the majority's.
     """
 
-    verdict: Verdict
+    verdict: m.Verdict
     reason: str
     suspects: tuple[int, ...] = ()
     silent_s: float = 0.0
 
 
-CommitEffect = CastVote | AnnounceDecision | Decided
+CommitEffect = m.Vote | m.Decision | Decided
+"""A Vote to send to the root, the root's Decision to send to every other member, or the verdict."""
 
 
 class TwoPhaseCommit:
@@ -147,15 +74,17 @@ class TwoPhaseCommit:
         verdict: verdict on the attempt; None until it is known.
     """
 
-    def __init__(self, round_id: RoundId, rank: int, world_size: int, timeout_s: float, now_s: float) -> None:
+    def __init__(
+        self, round_id: m.RoundId, rank: int, world_size: int, timeout_s: float, now_s: float
+    ) -> None:
         self.round_id = round_id
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.vote: bool | None = None
         self.digest = b""
-        self.verdict: Verdict | None = None
-        self._votes: dict[int, VoteReceived] = {}
+        self.verdict: m.Verdict | None = None
+        self._votes: dict[int, m.Vote] = {}
         self._last_progress_s = dict.fromkeys(range(world_size), now_s)
         self._last_movement_s = now_s
 
@@ -174,27 +103,83 @@ class TwoPhaseCommit:
         last_s = [self._last_progress_s[rank] for rank in self._awaited_ranks()]
         return min(self._last_movement_s, *last_s) + self.timeout_s
 
-    def handle(self, event: CommitEvent, now_s: float) -> list[CommitEffect]:
-        match event:
-            case ProgressReceived(rank, has_moved):
-                self._last_progress_s[rank] = now_s
-                self._last_movement_s = now_s if has_moved else self._last_movement_s
-                return []
-            case Prepared(digest):
-                return self._cast_vote(VoteReceived(self.rank, True, digest, ""), now_s)
-            case Failed(reason):
-                # After a YES, only the root or the coordinator may end the attempt.
-                if self.vote is not None:
-                    return []
-                return self._cast_vote(VoteReceived(self.rank, False, b"", reason), now_s)
-            case VoteReceived():
-                return self._count_vote(event, now_s)
-            case DecisionReceived(rank, verdict, reason):
-                return self._accept_decision(rank, verdict, reason)
-            case LaterStepSeen():
-                return self._accept_decision(
-                    ROOT, Verdict.COMMIT, "a message of the next step proves the commit"
-                )
+    def prepare(self, digest: bytes, now_s: float) -> list[CommitEffect]:
+        """Vote YES: this member holds the complete update, and the new residual in addition to the old one.
+
+        Raises:
+            LocalProtocolError: this member has already voted.
+        """
+        if self.vote is not None:
+            raise LocalProtocolError(
+                f"this member voted twice in round {self.round_id}; its first vote was {self.vote}"
+            )
+        return self._cast_vote(m.Vote(self.round_id, True, digest, ""), now_s)
+
+    def fail(self, reason: str, now_s: float) -> list[CommitEffect]:
+        """Vote NO, because the exchange cannot complete on this member.
+
+        After a YES nothing happens: only the root or the coordinator may then end the attempt.
+        """
+        if self.vote is not None:
+            return []
+        return self._cast_vote(m.Vote(self.round_id, False, b"", reason), now_s)
+
+    def count_vote(self, rank: int, vote: m.Vote, now_s: float) -> list[CommitEffect]:
+        """As the root, count the vote of the member with this rank, and decide if the votes suffice.
+
+        Raises:
+            RemoteProtocolError: this member is not the root, or the vote differs from an earlier one.
+        """
+        check_vote(rank, self.rank)
+        self._last_progress_s[rank] = self._last_movement_s = now_s
+        if self.verdict is not None:
+            return []  # already decided; the caller repeats the decision to late voters
+        earlier = self._votes.get(rank)
+        if earlier is not None and not _is_same_vote(earlier, vote):
+            raise RemoteProtocolError(
+                f"rank {rank} changed its vote in round {self.round_id}", remedy=NEVER_SENT
+            )
+        self._votes[rank] = vote
+        if not vote.yes:
+            return self._decide(m.Verdict.ABORT, f"rank {rank} voted NO: {vote.reason}", (rank,))
+        if len(self._votes) < self.world_size:
+            return []
+        majority = largest_agreeing_group({rank: cast.digest for rank, cast in self._votes.items()})
+        if len(majority) == self.world_size:
+            return self._decide(m.Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
+        others = tuple(sorted(set(self._votes) - set(majority)))
+        reason = (
+            f"updates differ: ranks {_format_ranks(majority)} agree, but ranks {_format_ranks(others)} differ"
+        )
+        return self._decide(m.Verdict.ABORT, reason, others)
+
+    def accept_decision(self, rank: int, decision: m.Decision) -> list[CommitEffect]:
+        """Accept the root's decision.
+
+        Raises:
+            RemoteProtocolError: the sender with this rank is not the root, this member is the root, or the
+                decision is COMMIT although this member has not voted YES.
+        """
+        check_decision(rank, self.rank)
+        if self.verdict is not None:
+            return []
+        if decision.verdict is m.Verdict.COMMIT and self.vote is not True:
+            raise RemoteProtocolError(
+                f"rank {rank} sent COMMIT of round {self.round_id} without a YES from rank {self.rank}",
+                remedy=NEVER_SENT,
+            )
+        self.verdict = decision.verdict
+        return [Decided(decision.verdict, decision.reason)]
+
+    def record_progress(self, rank: int, has_moved: bool, now_s: float) -> None:
+        """Record that the member with this rank is alive: its trainer is computing, or is waiting inside
+        gridtrain for the other members.
+
+        Args:
+            has_moved: whether the member has also made progress, for example by receiving a payload.
+        """
+        self._last_progress_s[rank] = now_s
+        self._last_movement_s = now_s if has_moved else self._last_movement_s
 
     def tick(self, now_s: float) -> list[CommitEffect]:
         """Decide ABORT if this member is the root and a timeout has passed.
@@ -208,7 +193,7 @@ class TwoPhaseCommit:
             reason = f"no vote and no progress from rank {_format_ranks(late)} for {self.timeout_s:.1f} s"
         else:
             reason = f"no member made progress for {self.timeout_s:.1f} s"
-        return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
+        return self._decide(m.Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
     def extend_timeouts(self, until_s: float) -> None:
         """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""
@@ -222,59 +207,17 @@ class TwoPhaseCommit:
         """Return the ranks that have not voted yet."""
         return [rank for rank in range(self.world_size) if rank not in self._votes]
 
-    def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
-        if self.vote is not None:
-            raise LocalProtocolError(
-                f"this member voted twice in round {self.round_id}; its first vote was {self.vote}"
-            )
+    def _cast_vote(self, vote: m.Vote, now_s: float) -> list[CommitEffect]:
         if self.verdict is not None:
             return []
         self.vote, self.digest = vote.yes, vote.digest
-        if self.rank == ROOT:
-            return self._count_vote(vote, now_s)
-        return [CastVote(vote.yes, vote.digest, vote.reason)]
-
-    def _count_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
-        check_vote(vote.rank, self.rank)
-        self._last_progress_s[vote.rank] = self._last_movement_s = now_s
-        if self.verdict is not None:
-            return []  # already decided; the caller repeats the decision to late voters
-        earlier = self._votes.get(vote.rank)
-        if earlier is not None and not _is_same_vote(earlier, vote):
-            raise RemoteProtocolError(
-                f"rank {vote.rank} changed its vote in round {self.round_id}", remedy=NEVER_SENT
-            )
-        self._votes[vote.rank] = vote
-        if not vote.yes:
-            return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}", (vote.rank,))
-        if len(self._votes) < self.world_size:
-            return []
-        majority = largest_agreeing_group({rank: cast.digest for rank, cast in self._votes.items()})
-        if len(majority) == self.world_size:
-            return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
-        others = tuple(sorted(set(self._votes) - set(majority)))
-        reason = (
-            f"updates differ: ranks {_format_ranks(majority)} agree, but ranks {_format_ranks(others)} differ"
-        )
-        return self._decide(Verdict.ABORT, reason, others)
+        return self.count_vote(ROOT, vote, now_s) if self.rank == ROOT else [vote]
 
     def _decide(
-        self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = (), silent_s: float = 0.0
+        self, verdict: m.Verdict, reason: str, suspects: tuple[int, ...] = (), silent_s: float = 0.0
     ) -> list[CommitEffect]:
         self.verdict = verdict
-        return [AnnounceDecision(verdict, reason), Decided(verdict, reason, suspects, silent_s)]
-
-    def _accept_decision(self, rank: int, verdict: Verdict, reason: str) -> list[CommitEffect]:
-        check_decision(rank, self.rank)
-        if self.verdict is not None:
-            return []
-        if verdict is Verdict.COMMIT and self.vote is not True:
-            raise RemoteProtocolError(
-                f"rank {rank} sent COMMIT of round {self.round_id} without a YES from rank {self.rank}",
-                remedy=NEVER_SENT,
-            )
-        self.verdict = verdict
-        return [Decided(verdict, reason)]
+        return [m.Decision(self.round_id, verdict, reason), Decided(verdict, reason, suspects, silent_s)]
 
 
 def check_vote(from_rank: int, rank: int) -> None:
@@ -301,7 +244,7 @@ def _decides(from_rank: int, rank: int) -> bool:
     return from_rank == ROOT and rank != ROOT
 
 
-def _is_same_vote(earlier: VoteReceived, vote: VoteReceived) -> bool:
+def _is_same_vote(earlier: m.Vote, vote: m.Vote) -> bool:
     return (earlier.yes, earlier.digest) == (vote.yes, vote.digest)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.attempts import AttemptEffect, Attempts, EarlyViolation, StepCommitted
-from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
+from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import (
     AbandonRound,
     AddCollectives,
@@ -518,9 +518,9 @@ class Generation:
             case AddCollectives():
                 return self._update_round(lambda attempts: attempts.add_collectives(event, now_s), now_s)
             case DigestComputed(digest):
-                return self._update_round(lambda attempts: attempts.advance(Prepared(digest), now_s), now_s)
+                return self._update_round(lambda attempts: attempts.prepare(digest, now_s), now_s)
             case RoundFailed(reason):
-                return self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
+                return self._update_round(lambda attempts: attempts.fail(reason, now_s), now_s)
             case AbandonRound():
                 return self._abandon_round(now_s)
             case TransferResidual(blocks):
@@ -556,9 +556,8 @@ class Generation:
         computed = attempts.next_round.step - self._ledger_spec.delay  # with a delay, an earlier batch
         if attempts.open_attempt is not None and not attempts.is_absent and computed >= 0:
             effects += self._means.trainer_submitted(computed)
-        if attempts.rank == ROOT:
-            own = ProgressReceived(ROOT, has_moved)
-            effects += self._process_effects(attempts.advance(own, now_s), now_s)
+        if attempts.rank == ROOT and attempts.open_attempt is not None:
+            attempts.open_attempt.record_progress(ROOT, has_moved, now_s)
         receivers = members if attempts.rank == ROOT else members[ROOT : ROOT + 1]
         progress = m.RoundProgress(attempts.next_round, event.progress)
         own_id, connected = self.rank_assignment.own_id, self._context.peer_links.connected
@@ -648,7 +647,7 @@ class Generation:
         If the member has already voted YES, the round continues.
         """
         reason = "this worker is leaving"
-        effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
+        effects = self._update_round(lambda attempts: attempts.fail(reason, now_s), now_s)
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is not False:
             return effects

@@ -22,7 +22,6 @@ from gridtrain.core.collectives.collective import CollectiveComplete, SendTo, St
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.subgroup import Subgroup, neighbours_within
 from gridtrain.core.commit.attempts import Attempts, StepCommitted
-from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import (
     AddCollectives,
     CollectiveCompleted,
@@ -288,7 +287,7 @@ def test_the_digest_of_a_round_is_computed_after_its_last_collective() -> None:
         AddCollectives(ROUND, {m.Channel(kind=16): AllGather(1, 2, 0)}, has_more=False), 0.0
     )
     assert ComputeDigest(0) in last and mine.early_bytes(MEMBERS[0].peer) == 0
-    voted = mine.advance(Prepared(b"d" * 32), 0.0)
+    voted = mine.prepare(b"d" * 32, 0.0)
     assert [e.message.yes for e in voted if isinstance(e, Send)] == [True]
     with pytest.raises(RemoteProtocolError):
         mine.receive(
@@ -314,7 +313,7 @@ def test_a_member_with_a_failed_collective_votes_no_at_once() -> None:
     assert [(e.message.yes, e.message.reason) for e in effects if isinstance(e, Send)] == [
         (False, "its connection broke")
     ]
-    assert mine.advance(Failed("once more"), 0.0) == []
+    assert mine.fail("once more", 0.0) == []
 
 
 def test_a_pipeline_without_progress_times_out() -> None:

@@ -9,7 +9,6 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.core.commit import attempts as module
 from gridtrain.core.commit.attempts import Attempts, StepCommitted
-from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -80,7 +79,7 @@ def test_messages_of_past_rounds_are_dropped_up_to_a_bound(monkeypatch: pytest.M
         mine.receive(PEERS[0], data(m.RoundId(1, 0, 9, 0)), 1, 0.0)
     assert mine.receive(PEERS[1], data(m.RoundId(1, 0, 9, 0)), 1, 0.0) == []
     mine.submit(at(0), {}, 10.0, 0.0)
-    mine.advance(Prepared(DIGEST), 0.0)
+    mine.prepare(DIGEST, 0.0)
     mine.receive(PEERS[0], m.Decision(at(0), m.Verdict.COMMIT, ""), 1, 0.0)
     assert mine.next_round == at(1)
     assert mine.receive(PEERS[0], data(at(0)), 1, 0.0) == [], "the bound is for each step"
@@ -102,7 +101,7 @@ def test_a_vote_is_repeated_only_to_a_root_that_reconnects() -> None:
     assert mine.prepared_vote is None and mine.peer_connected(PEERS[0]) == []
     mine.submit(at(0), {}, 10.0, 0.0)
     assert mine.prepared_vote is None and mine.peer_connected(PEERS[0]) == []
-    assert sent(mine.advance(Prepared(DIGEST), 0.0)) == [(PEERS[0], yes(at(0)))]
+    assert sent(mine.prepare(DIGEST, 0.0)) == [(PEERS[0], yes(at(0)))]
     assert mine.prepared_vote == (at(0), DIGEST, False)
     assert sent(mine.peer_connected(PEERS[0])) == [(PEERS[0], m.Vote(at(0), True, DIGEST, "repeated"))]
     assert mine.peer_connected(PEERS[1]) == []
@@ -111,17 +110,25 @@ def test_a_vote_is_repeated_only_to_a_root_that_reconnects() -> None:
 def test_the_root_repeats_its_decision_to_a_member_that_votes_again() -> None:
     root = member(0, world_size=2)
     root.submit(at(0), {}, 10.0, 0.0)
-    root.advance(Failed("a connection broke"), 0.0)
+    root.fail("a connection broke", 0.0)
     assert root.next_round == at(0, attempt=1)
     aborted = m.Decision(at(0), m.Verdict.ABORT, "repeated")
     assert sent(root.receive(PEERS[1], yes(at(0)), 1, 0.0)) == [(PEERS[1], aborted)]
     root.submit(at(0, attempt=1), {}, 10.0, 0.0)
-    root.advance(Prepared(DIGEST), 0.0)
+    root.prepare(DIGEST, 0.0)
     effects = root.receive(PEERS[1], yes(at(0, attempt=1)), 1, 0.0)
     assert [effect.round for effect in effects if isinstance(effect, StepCommitted)] == [at(0, attempt=1)]
     committed = m.Decision(at(0, attempt=1), m.Verdict.COMMIT, "repeated")
     assert sent(root.receive(PEERS[1], yes(at(0, attempt=1)), 1, 0.0)) == [(PEERS[1], committed)]
     assert root.receive(PEERS[1], yes(at(0)), 1, 0.0) == [], "an earlier attempt of a committed step"
+
+
+def test_a_message_of_the_next_step_proves_the_commit() -> None:
+    mine = member(1)
+    mine.submit(at(0), {}, 10.0, 0.0)
+    mine.prepare(DIGEST, 0.0)
+    proof = "a message of the next step proves the commit"
+    assert mine.receive(PEERS[0], data(at(1)), 1, 0.0) == [StepCommitted(at(0), DIGEST, 0, proof)]
 
 
 def test_a_round_is_submitted_once_and_cannot_begin_afterwards() -> None:

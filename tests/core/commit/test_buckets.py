@@ -17,7 +17,6 @@ import numpy as np
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.attempts import Attempts, EarlyViolation, StepCommitted
-from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, ComputeDigest, ResolveRound, Send, SendPayload
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import encode
@@ -90,7 +89,7 @@ class Worker:
                     self.channels[channel].apply(fill)
                 case ComputeDigest():
                     digests = b"".join(w.compute_digest() for _, w in sorted(self.channels.items()))
-                    queue.extend(self.core.advance(Prepared(blake2b(digests, digest_size=32).digest()), 0.0))
+                    queue.extend(self.core.prepare(blake2b(digests, digest_size=32).digest(), 0.0))
                 case Send(peer, message):
                     self.send(peer, message)
                 case StepCommitted():
@@ -126,7 +125,7 @@ def world(seed: int, breaks: bool) -> list[Worker]:
         if not broken and rng.random() < 0.05:
             broken = True
             victim = rng.choice(workers)
-            victim.do(victim.core.advance(Failed("injected"), 0.0))
+            victim.do(victim.core.fail("injected", 0.0))
         elif movers and (not edges or rng.random() < 0.3):
             rng.choice(movers).move()
         elif edges:

@@ -20,7 +20,7 @@ from gridtrain.core.commit.attempts import (
     Attempts,
     StepCommitted,
 )
-from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
+from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
@@ -62,14 +62,16 @@ class RoundHarness:
             case 5:
                 self.receive(ROOT, m.Decision(self.current_round, source.choice(list(m.Verdict)), ""))
             case 6:
-                self.take(core.advance(Failed("local"), self.now_s), None)
+                self.take(core.fail("local", self.now_s), None)
             case 7:
                 self.take(core.peer_disconnected("broke", self.now_s), None)
                 if (rank := self.any_rank()) != self.assignment.rank:
                     self.take(core.peer_connected(self.assignment.members[rank].peer), None)
             case 8:
                 self.take(core.tick(self.now_s), None)
-                self.take(core.advance(ProgressReceived(self.any_rank(), source.one_in(2)), self.now_s), None)
+                rank, has_moved = self.any_rank(), source.one_in(2)
+                if core.open_attempt is not None:
+                    core.open_attempt.record_progress(rank, has_moved, self.now_s)
             case 9:
                 self.progress += 1
                 rank = self.any_rank()
@@ -154,7 +156,7 @@ class RoundHarness:
                     )
                 case io.ComputeDigest():
                     self.yes.setdefault(self.current_round, set()).add(self.assignment.rank)
-                    self.take(self.core.advance(Prepared(GOOD), self.now_s), None)
+                    self.take(self.core.prepare(GOOD, self.now_s), None)
                 case StepCommitted(round_id):
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
