@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -35,6 +36,7 @@ Order = m.Invite | m.RemoveWorker | m.Unban | m.EndRun
 """A command of the operator."""
 
 
+@dataclass(slots=True, eq=False)
 class AccessHandler:
     """Handles pending members, the operator's commands, and violations.
 
@@ -45,16 +47,11 @@ class AccessHandler:
             invitations remain valid when the coordinator restarts.
     """
 
-    def __init__(
-        self,
-        authorization: Authorization,
-        membership: Membership,
-        wall: Callable[[], float],
-    ) -> None:
-        self._authorization = authorization
-        self._membership = membership
-        self._wall = wall
-        self._pending_members: dict[m.PeerId, tuple[m.PeerId, str]] = {}  # -> invitation's key, host
+    _authorization: Authorization
+    _membership: Membership
+    _wall: Callable[[], float]
+    # pending member -> the invitation's key, host
+    _pending_members: dict[m.PeerId, tuple[m.PeerId, str]] = field(default_factory=dict)
 
     def on_connected(self, event: PeerUp) -> bool:
         """Record a connection; return whether it belongs to a pending member.

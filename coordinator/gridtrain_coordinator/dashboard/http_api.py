@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -54,6 +55,7 @@ Order = RemoveWorker | Unban
 SubmitOrder = Callable[[Order], "Future[OperatorReply | Refused]"]
 
 
+@dataclass(slots=True, eq=False)
 class Api:
     """The handlers of all routes.
 
@@ -62,19 +64,11 @@ class Api:
         wall: a function that returns wall-clock time in seconds.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        stream: EventStream,
-        token: str,
-        submit_order: SubmitOrder,
-        wall: Callable[[], float],
-    ) -> None:
-        self._board = board
-        self._stream = stream
-        self._token = token
-        self._submit_order = submit_order
-        self._wall = wall
+    _board: Board
+    _stream: EventStream
+    _token: str
+    _submit_order: SubmitOrder
+    _wall: Callable[[], float]
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
@@ -31,20 +31,19 @@ MAX_NAMED_REASON_BYTES = 512  # as in messages
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_REMOVING_NEWEST = 3, 6
 
 
+@dataclass(slots=True, eq=False)
 class Complaints:
     """Handles the members' reports about each other."""
 
-    def __init__(
-        self,
-        run: RunState,
-        planner: GenerationPlanner,
-        departures: Departures,
-        addresses: AddressBook,
-        divergence: DivergenceDetector,
-    ) -> None:
-        self._run, self._planner, self._departures = run, planner, departures
-        self._addresses, self._divergence = addresses, divergence
-        self._stalled_step = StalledStep(run)
+    _run: RunState
+    _planner: GenerationPlanner
+    _departures: Departures
+    _addresses: AddressBook
+    _divergence: DivergenceDetector
+    _stalled_step: StalledStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stalled_step = StalledStep(self._run)
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.

@@ -14,6 +14,8 @@ Other modules decide when to remove a worker, because of a timeout, stall, bad l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED
 from gridtrain.quantities import format_count
@@ -30,18 +32,14 @@ RESTART = "restart this worker to rejoin, or let `gridtrain worker --restarts N`
 MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, if there is one"
 
 
+@dataclass(slots=True, eq=False)
 class Departures:
     """Removes workers and requests another generation whenever a removed worker was a member."""
 
-    def __init__(
-        self,
-        run: RunState,
-        planner: GenerationPlanner,
-        addresses: AddressBook,
-        divergence: DivergenceDetector,
-    ) -> None:
-        self._run, self._planner = run, planner
-        self._addresses, self._divergence = addresses, divergence
+    _run: RunState
+    _planner: GenerationPlanner
+    _addresses: AddressBook
+    _divergence: DivergenceDetector
 
     def remove_lost(self, peer: m.PeerId, reason: str) -> list[Effect]:
         """Remove a worker that does not respond.

@@ -12,6 +12,7 @@ TRAINING --view change requested--> Freeze --all connected members have reported
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -28,6 +29,7 @@ from gridtrain_coordinator.run.run_state import END_REASON, RunState
 _NO_HOLDER = f"no worker was training; {MODEL_REMEDY}"
 
 
+@dataclass(slots=True, eq=False)
 class FreezePhase:
     """Freezes the members and collects their reports.
 
@@ -38,27 +40,21 @@ class FreezePhase:
             restart.
     """
 
-    def __init__(
-        self,
-        run: RunState,
-        planner: GenerationPlanner,
-        departures: Departures,
-        view_installer: ViewInstaller,
-        pipeline_recovery: PipelineRecovery,
-        divergence: DivergenceDetector,
-        generation_reports: GenerationReports,
-    ) -> None:
-        self._run, self._planner, self._departures = run, planner, departures
-        self._view_installer, self._pipeline_recovery = view_installer, pipeline_recovery
-        self._divergence, self._generation_reports = divergence, generation_reports
-        self.delayed_until_s: float | None = None
-        self.is_awaiting_members = False
-        # The last ledger found to be sound, stored because most members report the same one.
-        self._sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
-        self._silent = b""  # a member that had not reported when last checked
-        self._return_deadline_s = -math.inf
-        self._has_delayed = False  # absent members have had time to return
-        self._addressing_until_s = math.inf  # until when dial-backs are awaited; infinite if none is awaited
+    _run: RunState
+    _planner: GenerationPlanner
+    _departures: Departures
+    _view_installer: ViewInstaller
+    _pipeline_recovery: PipelineRecovery
+    _divergence: DivergenceDetector
+    _generation_reports: GenerationReports
+    delayed_until_s: float | None = None
+    is_awaiting_members: bool = False
+    # The last ledger found to be sound, stored because most members report the same one.
+    _sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
+    _silent: m.PeerId = b""  # a member that had not reported when last checked
+    _return_deadline_s: float = -math.inf
+    _has_delayed: bool = False  # absent members have had time to return
+    _addressing_until_s: float = math.inf  # until when dial-backs are awaited; infinite if none is awaited
 
     # -- beginning ---------------------------------------------------------------------------------
 

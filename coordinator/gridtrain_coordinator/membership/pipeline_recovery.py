@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from gridtrain.core import messages as m
@@ -43,22 +43,18 @@ from gridtrain_coordinator.stages.whole_state import (
 )
 
 
+@dataclass(slots=True, eq=False)
 class PipelineRecovery:
     """Decides how a pipeline continues, from the workers that are present and the states that they hold."""
 
-    def __init__(
-        self,
-        run: RunState,
-        departures: Departures,
-        view_installer: ViewInstaller,
-        placement: StagePlacement,
-        checkpoints: CheckpointCatalog,
-    ) -> None:
-        self._run, self._departures = run, departures
-        self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
-        self._pending_end: tuple[float, str] | None = None  # when and how an ended run ends
-        self._end_s = math.inf  # when a run that its owner has ended ends without a model
-        self._stop_reason = ""  # why the latest generation ended, if the run has paused since
+    _run: RunState
+    _departures: Departures
+    _view_installer: ViewInstaller
+    _placement: StagePlacement
+    _checkpoints: CheckpointCatalog
+    _pending_end: tuple[float, str] | None = None  # when and how an ended run ends
+    _end_s: float = math.inf  # when a run that its owner has ended ends without a model
+    _stop_reason: str = ""  # why the latest generation ended, if the run has paused since
 
     # -- the next generation -----------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -75,23 +75,22 @@ def _initial_digest(worker: Worker) -> bytes:
     return setup.initial_state_digest if setup is not None and setup.checkpoint is None else b""
 
 
+@dataclass(slots=True, eq=False)
 class ViewInstaller:
     """Makes the next generation and sends it to its members."""
 
-    def __init__(
-        self,
-        run: RunState,
-        planner: GenerationPlanner,
-        readiness: Readiness,
-        addresses: AddressBook,
-        divergence: DivergenceDetector,
-        generation_reports: GenerationReports,
-        sources: StateSources,
-    ) -> None:
-        self._run, self._planner, self._readiness, self._sources = run, planner, readiness, sources
-        self._addresses, self._divergence = addresses, divergence
-        self._generation_reports, self._initial_state = generation_reports, InitialState()
-        self._member_lists = MemberLists(run, addresses)
+    _run: RunState
+    _planner: GenerationPlanner
+    _readiness: Readiness
+    _addresses: AddressBook
+    _divergence: DivergenceDetector
+    _generation_reports: GenerationReports
+    _sources: StateSources
+    _initial_state: InitialState = field(default_factory=InitialState)
+    _member_lists: MemberLists = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._member_lists = MemberLists(self._run, self._addresses)
 
     # -- initial state -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ setup have left.  Whether a worker may connect at all depends on its key (`acces
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -49,21 +49,17 @@ def max_workers(spec: m.LedgerSpec | None) -> int:
     return min(MAX_WORKERS, room // each)
 
 
+@dataclass(slots=True, eq=False)
 class WorkerAdmission:
     """Registers workers, refuses workers that do not fit the run, and introduces admitted workers to each
     other."""
 
-    def __init__(
-        self,
-        run: RunState,
-        planner: GenerationPlanner,
-        departures: Departures,
-        checkpoints: CheckpointCatalog,
-        addresses: AddressBook,
-        worker_names: WorkerNames,
-    ) -> None:
-        self._run, self._planner, self._departures, self._checkpoints = run, planner, departures, checkpoints
-        self._addresses, self._worker_names = addresses, worker_names
+    _run: RunState
+    _planner: GenerationPlanner
+    _departures: Departures
+    _checkpoints: CheckpointCatalog
+    _addresses: AddressBook
+    _worker_names: WorkerNames
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
         """Return the effects of refusing the worker; an empty list if it may join."""
