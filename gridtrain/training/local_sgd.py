@@ -237,23 +237,16 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _local_step(self) -> None:
         self._flat.check_unchanged()
-        overflowed = self._unscale_local()
+        overflowed = self._unscale(self._multiply_gradients)
         if not overflowed and self.local_calls <= self._calls_with_samples:
             self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
 
-    def _unscale_local(self) -> bool:
-        """Divide the parameters' gradients by a GradScaler's scale, as `GridOptimizer._unscale` does with
-        the flat gradient; return whether the scaler found a gradient that is not finite."""
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
-        if scale is not None and not overflowed:
-            inverse = 1.0 / float(scale)
-            for _, parameter in self._flat.views:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse)
-        return overflowed
+    def _multiply_gradients(self, factor: float) -> None:
+        for _, parameter in self._flat.views:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def _report_local(self) -> None:
         self._stopwatch.lap("computing_s")
@@ -295,16 +288,9 @@ class LocalSGDOptimizer(GridOptimizer):
         )
         self._load_moments(copy.deepcopy(self._initial_moments))  # a copy, because training changes it
 
-    def _apply(self) -> None:
-        if not self.last_skipped:
-            self.replicated.step()
-        self._compare()
-        self._stopwatch.lap("applying_s")
-        timings = self._stopwatch.reset()
-        self.timings = timings
-        computing_s, self._computing_s = timings.get("computing_s", 0.0) + self._computing_s, 0.0
-        self._session.report_figures(timings | {"computing_s": computing_s} | self.residual.figures)
-        self._end_step()
+    def _take_turn_timings(self) -> dict[str, float]:
+        computing_s, self._computing_s = self.timings.get("computing_s", 0.0) + self._computing_s, 0.0
+        return self.timings | {"computing_s": computing_s}
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Store the update in the outer optimizer; leave the parameters' gradients unchanged."""

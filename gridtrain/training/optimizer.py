@@ -298,7 +298,7 @@ class GridOptimizer(WrappingOptimizer):
             early = self._overlapper.take_sent()
         else:
             self._flat.gather()
-        overflowed = self._unscale()
+        overflowed = self._unscale(self._flat.flat_N.mul_)
         self._run_attempts(not overflowed, early)
         self._has_exchanged = True
         return not self.last_skipped
@@ -431,7 +431,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def _apply(self) -> None:
         if not self.last_skipped:
-            self.inner.step()
+            self.replicated.step()
         self._compare()
         self._stopwatch.lap("applying_s")
         self.timings = self._stopwatch.reset()
@@ -439,8 +439,12 @@ class GridOptimizer(WrappingOptimizer):
             within_s = self._overlapper.end_step()
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
-        self._session.report_figures(self.timings | self.residual.figures)
+        self._session.report_figures(self._take_turn_timings() | self.residual.figures)
         self._end_step()
+
+    def _take_turn_timings(self) -> dict[str, float]:
+        """Return the timings of the turn that ends."""
+        return self.timings
 
     def _end_step(self) -> None:
         self._is_applied = True
@@ -484,14 +488,15 @@ class GridOptimizer(WrappingOptimizer):
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
-    def _unscale(self) -> bool:
-        """Divide flat_N by a GradScaler's scale, which `_step_supports_amp_scaling` leaves to the optimizer.
+    def _unscale(self, multiply: Callable[[float], object]) -> bool:
+        """Multiply gradients by the inverse of a GradScaler's scale, because `_step_supports_amp_scaling`
+        leaves this to the optimizer.
 
         Returns whether the scaler found a gradient that is not finite.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)  # None: already unscaled, or no scaler
         if scale is not None:
-            self._flat.flat_N.mul_(1.0 / float(scale))
+            multiply(1.0 / float(scale))
         return float(getattr(self, "found_inf", 0.0)) > 0.0
 
     # -- the replicated state -----------------------------------------------------------------------
