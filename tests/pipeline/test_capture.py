@@ -69,7 +69,7 @@ def test_a_loaded_stage_is_whole_until_its_next_step(is_scheduled: bool, is_from
     pipe.record_turn()
     if is_from_disk:
         position = CheckpointInfo(5, b"history", LedgerState(step=6))
-        found = Checkpoint(Path(), position, (), *source.held.pack(REQUESTED), {})
+        found = Checkpoint(position, (), *source.held.pack(REQUESTED), {}, path=Path())
         pipe.held.load_checkpoints([found], Span(0, 1))
     else:
         pipe.held.restore_state(state)

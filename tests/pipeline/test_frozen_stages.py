@@ -230,7 +230,7 @@ def test_another_base_is_found_in_checkpoints_and_stages(base: Path, tmp_path: P
     document["order"] = checkpoint_merge.parameter_order(module, inner)
     held.mark(module)
     held.check_unchanged(module)
-    old = Checkpoint(tmp_path, CheckpointInfo(9, b"h", LedgerState(step=10)), (), document, tensors, {})
+    old = Checkpoint(CheckpointInfo(9, b"h", LedgerState(step=10)), (), document, tensors, {}, path=tmp_path)
     checkpoint_merge.load_merged([old], module, inner, {}, [])
     with torch.no_grad():
         module.blocks[3].base.bias += 0.5

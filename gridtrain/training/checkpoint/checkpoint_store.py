@@ -26,7 +26,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ _PARTIAL = ".step-*.partial"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was read from disk.
+class CheckpointContent:
+    """The content of a checkpoint; of one to write: copies, so that training does not change it.
 
     Attributes:
         facts: the training settings, as in `Setup.facts`.
@@ -65,30 +65,24 @@ class Checkpoint:
         pretrained: a `PretrainedLayout` as JSON; None for other models, and in older checkpoints.
     """
 
-    path: Path
-    position: CheckpointInfo
-    facts: Facts
-    document: dict[str, Any]
-    tensors: dict[str, Tensor]
-    residual: dict[str, Tensor]
-    pretrained: Any = None
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were committed before the checkpoint."""
-        return self.position.applied + 1
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointContent:
-    """The content of a checkpoint to write: copies, so that training does not change it."""
-
     position: CheckpointInfo
     facts: Facts
     document: dict[str, Any]
     tensors: Mapping[str, Tensor]
     residual: Mapping[str, Tensor]
     pretrained: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(CheckpointContent):
+    """A checkpoint that was read from disk."""
+
+    path: Path = field(kw_only=True)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were committed before the checkpoint."""
+        return self.position.applied + 1
 
 
 ReportFigures = Callable[[Mapping[str, float]], None]
@@ -488,7 +482,7 @@ def read(path: Path) -> Checkpoint:
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
             raise ValueError("its tensors differ from those that were written")
         state = dict(body["state"])
-        return Checkpoint(path, held, facts, state, tensors, residual, body.get("pretrained"))
+        return Checkpoint(held, facts, state, tensors, residual, body.get("pretrained"), path=path)
     except RemoteProtocolError as error:
         raise _unreadable_error(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

@@ -66,7 +66,7 @@ class Trained:
         )
         document[checkpoint_merge.FROZEN_KEY] = []
         info = CheckpointInfo(9, b"h", LedgerState(step=10))
-        return Checkpoint(Path("nowhere"), info, (), document, tensors, residual or {})
+        return Checkpoint(info, (), document, tensors, residual or {}, path=Path("nowhere"))
 
     def facts(self) -> dict[str, Tensor]:
         """All values of the stage, by name."""
