@@ -45,7 +45,7 @@ from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer
-from gridtrain.training.turn_start_state import TurnStartState
+from gridtrain.training.turn_start_state import capture_turn_start
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 log = logging.getLogger("gridtrain")
@@ -301,7 +301,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def _save_turn_start(self) -> None:
         """Save the optimizer settings and the trackers at the start of a turn.  Weight averages are copied,
         too, because the script may update them after each local step."""
-        self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
+        self._turn_start = capture_turn_start(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 

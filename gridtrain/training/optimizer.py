@@ -49,7 +49,7 @@ from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlap
 from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.running_statistics import RunningStatistics
 from gridtrain.training.skip_report import SkipReport
-from gridtrain.training.turn_start_state import TurnStartState
+from gridtrain.training.turn_start_state import capture_turn_start
 from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -171,7 +171,8 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
         self.backwards_per_step = self.requested_batches = 1
-        self._turn_start: TurnStartState | None = None  # of the latest turn, until its round is over
+        # Of the latest turn, until its round is over.
+        self._turn_start: serialization.TurnStartState | None = None
         self._statistics = RunningStatistics(model)
         self.parameter_watch = ParameterWatch(model, self._flat.parameters)
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
@@ -254,7 +255,7 @@ class GridOptimizer(WrappingOptimizer):
         self.weights.begin_turn()
         self._statistics.save()
         if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
-            self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
+            self._turn_start = capture_turn_start(self.inner, self._trackers, averages=False)
 
     @property
     def weigh_by(self) -> str:
@@ -511,17 +512,18 @@ class GridOptimizer(WrappingOptimizer):
         """Return the replicated state; see `serialization.capture_state`."""
         if whole:
             self.base.check_unchanged()
-        return serialization.capture_state(self.model, *self._turn_start_view(), whole=whole)
+        state, start = (self.model, self.replicated, self._trackers), self._start_of_turn
+        return serialization.capture_state(*state, whole=whole, start=start)
 
     def initial_digest(self) -> bytes:
         """Return a digest of the state before the first step; see `serialization.initial_digest`."""
         return serialization.initial_digest(self.model, self.replicated, self._trackers)
 
-    def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
-        """Return the optimizer and the trackers as they were when the turn in progress began."""
-        if self._turn_start is None or not self._session.is_in_turn:
-            return self.replicated, self._trackers
-        return self._turn_start.apply_to(self.replicated, self._trackers)
+    @property
+    def _start_of_turn(self) -> serialization.TurnStartState | None:
+        """The settings and trackers from the start of the turn in progress; None if they are the current
+        ones."""
+        return self._turn_start if self._session.is_in_turn else None
 
     def replay_update(self, step: StepUpdate) -> None:
         """Apply a step in which this worker did not take part.
@@ -589,7 +591,8 @@ class GridOptimizer(WrappingOptimizer):
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Copy the state for a checkpoint; see `serialization.pack_state`."""
         self.base.check_unchanged()
-        return serialization.pack_state(self.model, *self._turn_start_view())
+        state, start = (self.model, self.replicated, self._trackers), self._start_of_turn
+        return serialization.pack_state(*state, start=start)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the

@@ -12,77 +12,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gridtrain.training.checkpoint.serialization import Trackers
+from gridtrain.training.checkpoint.serialization import Trackers, TurnStartState
 
 
-@dataclass(frozen=True, slots=True)
-class TurnStartState:
-    """Optimizer settings and trackers at the start of a turn.
+def capture_turn_start(inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
+    """Copy the current settings and trackers.
 
-    Attributes:
-        param_groups: the optimizer's groups as in a state_dict, where parameters are numbers.
-        trackers: the trackers' state_dicts by name.
+    Args:
+        averages: whether the trackers' tensors with more than one element, such as weight averages, are also
+            copied.  This is not necessary if the script changes them only after the step of the run.
     """
-
-    param_groups: list[dict[str, Any]]
-    trackers: Mapping[str, Any]
-
-    @classmethod
-    def capture(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
-        """Copy the current settings and trackers.
-
-        Args:
-            averages: whether the trackers' tensors with more than one element, such as weight averages, are
-                also copied.  This is not necessary if the script changes them only after the step of the run.
-        """
-        groups = copy.deepcopy(inner.state_dict()["param_groups"])
-        return cls(
-            groups, {name: _copy_value(item.state_dict(), averages) for name, item in trackers.items()}
-        )
-
-    def apply_to(
-        self, replicated: torch.optim.Optimizer, trackers: Trackers
-    ) -> tuple[torch.optim.Optimizer, Trackers]:
-        """Return replacements for `replicated` and `trackers` whose state_dicts have the settings and
-        trackers from the start of the turn.  They are used only to send a state during the turn."""
-        theirs = {
-            name: _TrackerView(self.trackers[name]) if name in self.trackers else item
-            for name, item in trackers.items()
-        }
-        return cast(torch.optim.Optimizer, _OptimizerView(replicated, self.param_groups)), theirs
-
-
-@dataclass(frozen=True, slots=True)
-class _OptimizerView:
-    """A stand-in for an optimizer, with the settings at the start of the turn.
-
-    The rest of its state does not change during a turn, so the current values are used.
-    """
-
-    replicated: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self.replicated.state_dict()["state"], "param_groups": self.param_groups}
-
-
-@dataclass(frozen=True, slots=True)
-class _TrackerView:
-    """A tracker with its state at the start of the turn."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("the state at a turn's start is only sent, never loaded")
+    groups = copy.deepcopy(inner.state_dict()["param_groups"])
+    return TurnStartState(
+        groups, {name: _copy_value(item.state_dict(), averages) for name, item in trackers.items()}
+    )
 
 
 def _copy_value(value: Any, averages: bool) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
 
 def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
     """Return the optimizer's class and all plain fields of its groups, as JSON."""
-    return json.dumps([type(optimizer).__name__, plain_groups(optimizer)], sort_keys=True).encode()
+    groups = plain_groups(optimizer.param_groups)
+    return json.dumps([type(optimizer).__name__, groups], sort_keys=True).encode()
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
@@ -56,7 +58,7 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
 def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the hyperparameters of all groups as "name=value" lines; those that schedulers usually change
     come first."""
-    groups = plain_groups(optimizer)
+    groups = plain_groups(optimizer.param_groups)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
     pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
     several = len(groups) > 1
@@ -65,10 +67,10 @@ def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the plain fields of each group: numbers, strings, None and lists of these."""
     groups = []
-    for group in optimizer.param_groups:
+    for group in param_groups:
         fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
         groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
     return groups

@@ -23,6 +23,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -66,6 +67,19 @@ class Stateful(Protocol):
 Trackers = Mapping[str, Stateful]
 
 
+@dataclass(frozen=True, slots=True)
+class TurnStartState:
+    """Optimizer settings and trackers at the start of a turn; see `turn_start_state`.
+
+    Attributes:
+        param_groups: the optimizer's groups as in a state_dict, where parameters are numbers.
+        trackers: the trackers' state_dicts by name.
+    """
+
+    param_groups: list[dict[str, Any]]
+    trackers: Mapping[str, Any]
+
+
 def check_stateful(trackers: Trackers) -> None:
     """Raise `ConfigError` for an object without `state_dict` or `load_state_dict`."""
     for name, each in trackers.items():
@@ -99,9 +113,17 @@ def _reading() -> Iterator[None]:
 
 
 def capture_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+    *,
+    whole: bool = True,
+    start: TurnStartState | None = None,
 ) -> list[memoryview]:
     """Copy and serialize the state: the private part and, if `whole`, the shared part.
+
+    Args:
+        start: the settings and trackers to use instead of the current ones.
 
     Raises:
         ConfigError: a state_dict contains a value that is neither a tensor nor plain data.
@@ -109,16 +131,30 @@ def capture_state(
     own, common = Packer(copies=False), Packer(copies=False)
     private = {
         "buffers": own.pack(dict(buffers_of(model)), "model"),
-        "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
-        "settings": own.pack(plain_groups(optimizer), "optimizer"),
+        "trackers": {name: own.pack(state, name) for name, state in _states_of(trackers, start)},
+        "settings": own.pack(plain_groups((start or optimizer).param_groups), "optimizer"),
     }
     if not whole:
         return [_frame(private, own.tensors)]
     shared = {
         "parameters": common.pack(dict(state_parameters(model)), "model"),
-        "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
+        "optimizer": common.pack(_state_of(optimizer, start), "optimizer"),
     }
     return [_frame(private, own.tensors), _frame(shared, common.tensors)]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, start: TurnStartState | None) -> dict[str, Any]:
+    """Return the optimizer's state_dict with the settings of `start`.  The rest of it does not change during
+    a turn."""
+    state = optimizer.state_dict()
+    return state if start is None else {"state": state["state"], "param_groups": start.param_groups}
+
+
+def _states_of(trackers: Trackers, start: TurnStartState | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each tracker's name and its state_dict, that of `start` if it has one."""
+    earlier = start.trackers if start is not None else {}
+    for name, item in trackers.items():
+        yield name, earlier[name] if name in earlier else item.state_dict()
 
 
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
@@ -147,16 +183,20 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memory
 
 
 def pack_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+    *,
+    start: TurnStartState | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Copy the state; return a JSON document and the tensors that it names.  Raises the errors of
-    `capture_state`."""
+    """Copy the state; return a JSON document and the tensors that it names.  The arguments and the errors are
+    those of `capture_state`."""
     packer = Packer()
     document = {
         "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "buffers": packer.pack(dict(buffers_of(model)), "model"),
-        "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
-        "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
+        "optimizer": packer.pack(_state_of(optimizer, start), "optimizer"),
+        "trackers": {name: packer.pack(state, name) for name, state in _states_of(trackers, start)},
         "aliases": _aliases(model),
     }
     if base := [name for name, parameter in canonical_parameters(model) if is_base(parameter)]:
