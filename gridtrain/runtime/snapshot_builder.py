@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
@@ -22,24 +24,18 @@ from gridtrain.runtime.state_transfer.state_sender import StateSender
 from gridtrain.runtime.step_rounds import StepRounds
 
 
+@dataclass(slots=True, eq=False)
 class SnapshotBuilder:
     """Builds snapshots.  Only the I/O thread uses it."""
 
-    def __init__(
-        self,
-        state_sender: StateSender,
-        state_receiver: StateReceiver,
-        catch_up_source: CatchUpSource,
-        catch_up: CatchUpSession,
-        residuals: ResidualMailbox,
-        checkpoint_requests: CheckpointRequests,
-        step_rounds: StepRounds,
-    ) -> None:
-        self._step_rounds = step_rounds
-        self._state_sender, self._state_receiver = state_sender, state_receiver
-        self._catch_up_source, self._catch_up = catch_up_source, catch_up
-        self._residuals, self._checkpoint_requests = residuals, checkpoint_requests
-        self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int] = (None, (), 0, 0)
+    _state_sender: StateSender
+    _state_receiver: StateReceiver
+    _catch_up_source: CatchUpSource
+    _catch_up: CatchUpSession
+    _residuals: ResidualMailbox
+    _checkpoint_requests: CheckpointRequests
+    _step_rounds: StepRounds
+    _assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int] = (None, (), 0, 0)
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
         """Return a snapshot of the current state."""
