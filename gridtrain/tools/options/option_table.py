@@ -367,40 +367,25 @@ PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker":
 JOIN_OPTIONS: dict[str, Option] = {one.name: one for one in WORKER if one.name in _JOIN}
 """The options that are fields of `gridtrain.config.JoinConfig`, by name."""
 
+_INTERNAL_VARIABLES = (
+    # set by the worker's agent for its script
+    "GRIDTRAIN_COORDINATOR GRIDTRAIN_COORDINATOR_KEY GRIDTRAIN_IDENTITY GRIDTRAIN_CONTRIBUTION "
+    "GRIDTRAIN_CONTROL GRIDTRAIN_PROGRESS "
+    # read by docker/compose*.yaml
+    "GRIDTRAIN_INVITATION_FILE GRIDTRAIN_ACCEPT_FILE GRIDTRAIN_COORDINATOR_IMAGE GRIDTRAIN_JOB "
+    "GRIDTRAIN_SCRIPT GRIDTRAIN_IMAGE GRIDTRAIN_TAG GRIDTRAIN_CPUS GRIDTRAIN_MEMORY GRIDTRAIN_BIND "
+    "GRIDTRAIN_PORT GRIDTRAIN_PROMETHEUS_PORT GRIDTRAIN_DASHBOARD_PORT GRIDTRAIN_LOCAL_USES "
+    "GRIDTRAIN_LOCAL_EXPIRES "
+    # read by tests and benchmarks
+    "GRIDTRAIN_SEED GRIDTRAIN_SEEDS GRIDTRAIN_HOSTILE GRIDTRAIN_RIVALS GRIDTRAIN_AXE "
+)
+
 OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working directory",
     "GRIDTRAIN_DEBUG": "1: show tracebacks",
     "GRIDTRAIN_FAULTS": "faults to inject; see docs/reliability.md",
     "GRIDTRAIN_UPDATE_LOG_MIB": "size of the update log, 128 by default; see docs/planning.md",
-    # set by the worker's agent for its script
-    "GRIDTRAIN_COORDINATOR": "",
-    "GRIDTRAIN_COORDINATOR_KEY": "",
-    "GRIDTRAIN_IDENTITY": "",
-    "GRIDTRAIN_CONTRIBUTION": "",
-    "GRIDTRAIN_CONTROL": "",
-    "GRIDTRAIN_PROGRESS": "",
-    # read by docker/compose*.yaml
-    "GRIDTRAIN_INVITATION_FILE": "",
-    "GRIDTRAIN_ACCEPT_FILE": "",
-    "GRIDTRAIN_COORDINATOR_IMAGE": "",
-    "GRIDTRAIN_JOB": "",
-    "GRIDTRAIN_SCRIPT": "",
-    "GRIDTRAIN_IMAGE": "",
-    "GRIDTRAIN_TAG": "",
-    "GRIDTRAIN_CPUS": "",
-    "GRIDTRAIN_MEMORY": "",
-    "GRIDTRAIN_BIND": "",
-    "GRIDTRAIN_PORT": "",
-    "GRIDTRAIN_PROMETHEUS_PORT": "",
-    "GRIDTRAIN_DASHBOARD_PORT": "",
-    "GRIDTRAIN_LOCAL_USES": "",
-    "GRIDTRAIN_LOCAL_EXPIRES": "",
-    # read by tests and benchmarks
-    "GRIDTRAIN_SEED": "",
-    "GRIDTRAIN_SEEDS": "",
-    "GRIDTRAIN_HOSTILE": "",
-    "GRIDTRAIN_RIVALS": "",
-    "GRIDTRAIN_AXE": "",
+    **dict.fromkeys(_INTERNAL_VARIABLES.split(), ""),
 }
 """Other variables: name -> description; "" for a variable that users do not set."""
 
