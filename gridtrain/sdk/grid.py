@@ -641,7 +641,11 @@ class Grid:
 
     def scaler(self, **kwargs: Any) -> GridScaler:
         """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including
-        newcomers; not available for a pipeline."""
+        newcomers; not available for a pipeline.
+
+        If a gradient overflows, all workers skip the step and reduce the scale.  The log and `gridtrain
+        status` name this as a problem of a worker only from the tenth skipped step in a row on.
+        """
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
         made = GridScaler(**kwargs)

@@ -380,7 +380,7 @@ class GridOptimizer(WrappingOptimizer):
         self._step, self._compare_next = plan.step, plan.compare_after
         if outcome.is_skipped:
             self.residual.mark_ended()
-            self._skips.record_skipped(plan.step, is_own=attempt.skip)
+            self._skips.record_skipped(plan.step, is_own=attempt.skip, is_scaled=self._is_scaled)
             if attempt.skip:
                 self._statistics.restore()
             return
@@ -483,6 +483,12 @@ class GridOptimizer(WrappingOptimizer):
         """
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether a scaler of `Grid.scaler` reduces the group's scale after a skipped step."""
+        scalers = (each for each in self._trackers.values() if isinstance(each, torch.amp.GradScaler))
+        return self.shares_scale and any(each.is_enabled() for each in scalers)
 
     def _unscale(self) -> bool:
         """Divide flat_N by a GradScaler's scale, which `_step_supports_amp_scaling` leaves to the optimizer.
