@@ -256,9 +256,12 @@ class Grid:
                 `clip_norm=`).
             wait: "all" waits for all workers in every step, so that a run of the same workers is reproducible
                 from its seeds if shares and exchange do not depend on measurements: with `batch_size=`, and
-                an exchange with a fixed topology (a dense star adds in order of arrival); "auto" continues
-                without workers whose loops have stalled (see docs/stragglers.md).  It must be the same on all
-                workers.  The default is the option `wait` of `gridtrain worker`, or "all" if that is not set.
+                an exchange with a fixed topology (a dense star adds in order of arrival), and if each worker
+                has the same rank, which determines its samples: use `--order joined` and start the workers in
+                the same order.  The same applies to a run that is resumed, because a residual stays with its
+                worker.  "auto" continues without workers whose loops have stalled (see docs/stragglers.md).
+                It must be the same on all workers.  The default is the option `wait` of `gridtrain worker`,
+                or "all" if that is not set.
             base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
