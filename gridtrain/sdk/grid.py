@@ -602,7 +602,8 @@ class Grid:
 
             grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
 
-        If all weights are 0, the average is NaN.  A weighted average takes two exchanges; if a worker is lost
+        If all weights are 0, the average is NaN.  A weighted average is the quotient of two averages, so its
+        last digit can be rounded even if all numbers are equal.  It takes two exchanges; if a worker is lost
         between them, it counts in only one of them, and the average is inexact, but equal on all workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
