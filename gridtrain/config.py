@@ -377,8 +377,10 @@ class LocalSteps:
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
-            the parameters is exchanged; the result is applied after them (Streaming DiLoCo, arXiv
-            2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
+            the parameters is exchanged; until then a worker continues from (1 + 1 / P) / 2 of its own
+            change, where P is the number of workers, and then the group's change replaces that share
+            (Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`;
+            False disables overlap.
     """
 
     every: int
