@@ -408,6 +408,12 @@ class GridOptimizer(WrappingOptimizer):
         """An optimizer with the settings that the members vote on in this step."""
         return self.inner
 
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether a scaler of `Grid.scaler` reduces the group's scale after a skipped step."""
+        scalers = (each for each in self._trackers.values() if isinstance(each, torch.amp.GradScaler))
+        return self.shares_scale and any(each.is_enabled() for each in scalers)
+
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:
             hyperparameter_check.check_hyperparameters(plan, compared)
@@ -483,12 +489,6 @@ class GridOptimizer(WrappingOptimizer):
         """
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
-
-    @property
-    def _is_scaled(self) -> bool:
-        """Whether a scaler of `Grid.scaler` reduces the group's scale after a skipped step."""
-        scalers = (each for each in self._trackers.values() if isinstance(each, torch.amp.GradScaler))
-        return self.shares_scale and any(each.is_enabled() for each in scalers)
 
     def _unscale(self) -> bool:
         """Divide flat_N by a GradScaler's scale, which `_step_supports_amp_scaling` leaves to the optimizer.
