@@ -74,8 +74,11 @@ class _Sparse:
     """The options that both sparse exchanges share.
 
     Attributes:
-        density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.
-        momentum: the factor of DGC momentum correction (arXiv 1712.01887, section 3.1); 0 disables it.
+        density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.  With 0.01
+            small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
+        momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
+            sections 3.1 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
+            has less effect at a higher density.  0 disables both.
         values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
             added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order of
@@ -85,7 +88,8 @@ class _Sparse:
             arXiv 2508.15706); 0 to select the largest overall.  Merges of `GTopK` keep the largest overall.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
             whose beta is 1 - residual_decay; 0 drops nothing.  Dropped values are lost; `gridtrain status`
-            shows the sum of their magnitudes as decayed_mass.
+            shows the sum of their magnitudes as decayed_mass.  The residual of a worker that is absent from a
+            step does not decay.
     """
 
     density: float = 0.01
@@ -377,8 +381,10 @@ class LocalSteps:
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
-            the parameters is exchanged; the result is applied after them (Streaming DiLoCo, arXiv
-            2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
+            the parameters is exchanged; until then a worker continues from (1 + 1 / P) / 2 of its own
+            change, where P is the number of workers, and then the group's change replaces that share
+            (Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`;
+            False disables overlap.
     """
 
     every: int

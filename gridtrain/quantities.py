@@ -16,6 +16,12 @@ MAX_NAMES = 3
 SKIP_REASON = "because a gradient was not finite"
 """The reason for skipping a step, as messages to people state it."""
 
+ALERT_SKIPS = 10
+"""The number of consecutive skipped steps from which the status says that nothing is being learned.
+
+A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
+divide the scale by 1,024.  With a higher number, noticing would take minutes over slow links."""
+
 
 def parse_duration_s(text: str) -> float | None:
     """Convert "200us", "10ms", "90s", "15m", "12h" or "7d" to seconds; return None for any other string."""

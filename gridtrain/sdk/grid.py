@@ -256,9 +256,12 @@ class Grid:
                 `clip_norm=`).
             wait: "all" waits for all workers in every step, so that a run of the same workers is reproducible
                 from its seeds if shares and exchange do not depend on measurements: with `batch_size=`, and
-                an exchange with a fixed topology (a dense star adds in order of arrival); "auto" continues
-                without workers whose loops have stalled (see docs/stragglers.md).  It must be the same on all
-                workers.  The default is the option `wait` of `gridtrain worker`, or "all" if that is not set.
+                an exchange with a fixed topology (a dense star adds in order of arrival), and if each worker
+                has the same rank, which determines its samples: use `--order joined` and start the workers in
+                the same order.  The same applies to a run that is resumed, because a residual stays with its
+                worker.  "auto" continues without workers whose loops have stalled (see docs/stragglers.md).
+                It must be the same on all workers.  The default is the option `wait` of `gridtrain worker`,
+                or "all" if that is not set.
             base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
@@ -599,7 +602,8 @@ class Grid:
 
             grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
 
-        If all weights are 0, the average is NaN.  A weighted average takes two exchanges; if a worker is lost
+        If all weights are 0, the average is NaN.  A weighted average is the quotient of two averages, so its
+        last digit can be rounded even if all numbers are equal.  It takes two exchanges; if a worker is lost
         between them, it counts in only one of them, and the average is inexact, but equal on all workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
@@ -641,7 +645,11 @@ class Grid:
 
     def scaler(self, **kwargs: Any) -> GridScaler:
         """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including
-        newcomers; not available for a pipeline."""
+        newcomers; not available for a pipeline.
+
+        If a gradient overflows, all workers skip the step and reduce the scale.  The log and `gridtrain
+        status` name this as a problem of a worker only from the tenth skipped step in a row on.
+        """
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
         made = GridScaler(**kwargs)

@@ -381,7 +381,7 @@ class GridOptimizer(WrappingOptimizer):
         self._step, self._compare_next = plan.step, plan.compare_after
         if outcome.is_skipped:
             self.residual.mark_ended()
-            self._skips.record_skipped(plan.step, is_own=attempt.skip)
+            self._skips.record_skipped(plan.step, is_own=attempt.skip, is_scaled=self._is_scaled)
             if attempt.skip:
                 self._statistics.restore()
             return
@@ -408,6 +408,12 @@ class GridOptimizer(WrappingOptimizer):
     def _settings_of_step(self) -> torch.optim.Optimizer:
         """An optimizer with the settings that the members vote on in this step."""
         return self.inner
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether a scaler of `Grid.scaler` reduces the group's scale after a skipped step."""
+        scalers = (each for each in self._trackers.values() if isinstance(each, torch.amp.GradScaler))
+        return self.shares_scale and any(each.is_enabled() for each in scalers)
 
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:

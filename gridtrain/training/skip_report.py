@@ -3,21 +3,26 @@
 this worker's gradient      a warning, and a counter in the heartbeats, from which `gridtrain status` and
                             the dashboard show which worker causes skipped steps
 another worker's gradient   a message at level INFO
+either, with a GradScaler   a message at level INFO, because the scaler reduces its scale; from the 10th step
+                            in a row on, as without a scaler
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from gridtrain.core.messages import OWN_SKIPPED_STEPS
+from gridtrain.quantities import ALERT_SKIPS
 
 log = logging.getLogger("gridtrain")
 
 
 class SkipReport:
     """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ..., separately for steps
-    skipped because of this worker's gradient and because of another worker's.
+    skipped because of this worker's gradient and because of another worker's, and for those that a scaler
+    handles.
 
     Args:
         report_figures: a function that is called with the number of steps that were skipped because of this
@@ -26,30 +31,40 @@ class SkipReport:
 
     def __init__(self, report_figures: Callable[[Mapping[str, float]], None]) -> None:
         self._report_figures = report_figures
-        self._counts = {True: 0, False: 0}
+        self._counts: Counter[tuple[bool, bool]] = Counter()
+        self._latest_step = -1
+        self._in_a_row = 0
 
     @property
     def total(self) -> int:
-        return sum(self._counts.values())
+        return self._counts.total()
 
-    def record_skipped(self, step: int, *, is_own: bool) -> None:
+    def record_skipped(self, step: int, *, is_own: bool, is_scaled: bool = False) -> None:
         """Record a skipped step.
 
         Args:
             is_own: whether this worker's gradient caused it.
+            is_scaled: whether a GradScaler scales the loss, and reduces its scale after this step.
         """
-        self._counts[is_own] += 1
-        count = self._counts[is_own]
-        if is_own:
+        self._in_a_row = self._in_a_row + 1 if step == self._latest_step + 1 else 1
+        self._latest_step = step
+        is_routine = is_scaled and self._in_a_row < ALERT_SKIPS
+        self._counts[is_own, is_routine] += 1
+        count = self._counts[is_own, is_routine]
+        if is_own and not is_routine:
             self._report_figures({OWN_SKIPPED_STEPS: float(count)})
         if count & (count - 1):
             return
         whose = "this worker's" if is_own else "another worker's"
         again = f" ({count} steps so far)" if count > 1 else ""
-        own_remedy = "; check this worker's loss, learning rate and data"
-        remedy = own_remedy if is_own else "; gridtrain status names that worker"
+        if is_routine:
+            remedy = "; the GradScaler reduces the scale of the loss, and nothing needs to be done"
+        elif is_own:
+            remedy = "; check this worker's loss, learning rate and data"
+        else:
+            remedy = "; gridtrain status names that worker"
         log.log(
-            logging.WARNING if is_own else logging.INFO,
+            logging.WARNING if is_own and not is_routine else logging.INFO,
             "all workers skipped step %d because %s gradient is not finite or is too large to be summed%s%s",
             step + 1,
             whose,

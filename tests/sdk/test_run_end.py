@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -103,6 +104,31 @@ def test_a_worker_logs_at_the_end_how_much_was_skipped(
         f"{learned}{4 * skips} of 16 samples were in skipped steps, because a gradient was not finite; "
         "check the run's loss, learning rate and data"
     ] * (2 if skips else 0)
+
+
+@pytest.mark.parametrize("exchanges", [False, True], ids=["step", "exchange, step"])
+def test_a_scaler_that_reduces_its_scale_causes_no_warning(
+    together: Any, caplog: pytest.LogCaptureFixture, exchanges: bool
+) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> float:
+        model = nn.Linear(2, 1)
+        optimizer = sgd(grid, model, lr=0.1)
+        scaler = grid.scaler(device="cpu", init_scale=2.0**127)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            scaler.scale(4.0 * model(batch).mean()).backward()
+            if exchanges:
+                scaler.unscale_(optimizer)
+                optimizer.exchange()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale()
+
+    with caplog.at_level(logging.INFO, "gridtrain"):
+        scale, other = together(train, 2)
+    assert scale == other < 2.0**127
+    skipped = [record for record in caplog.records if "all workers skipped step 1 " in record.message]
+    assert len(skipped) == 2 and all(record.levelno == logging.INFO for record in skipped), caplog.text
 
 
 def test_the_owner_is_told_that_the_final_model_was_not_written(

@@ -40,3 +40,29 @@ def test_the_first_skipped_step_of_a_worker_is_logged_after_many_of_others(
         report.record_skipped(step, is_own=step == 9)
     (record,) = caplog.records
     assert record.message.startswith("all workers skipped step 10 because this worker's gradient")
+
+
+def test_an_overflow_that_a_scaler_handles_is_neither_a_warning_nor_a_figure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    figures: dict[str, float] = {}
+    report = SkipReport(figures.update)
+    with caplog.at_level(logging.INFO, "gridtrain"):
+        for step in (0, 1, 2, 500):
+            report.record_skipped(step, is_own=step != 1, is_scaled=True)
+    assert [(record.levelname, record.args[0]) for record in caplog.records] == [  # type: ignore[index]
+        ("INFO", 1),
+        ("INFO", 2),
+        ("INFO", 3),
+    ]
+    assert all("GradScaler" in message and "check" not in message for message in caplog.messages)
+    assert "status" not in caplog.text and report.total == 4 and figures == {}
+
+
+def test_with_a_scaler_the_tenth_skipped_step_in_a_row_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    figures: dict[str, float] = {}
+    report = SkipReport(figures.update)
+    for step in (*range(9), *range(20, 31)):
+        report.record_skipped(step, is_own=True, is_scaled=True)
+    assert [record.args[0] for record in caplog.records] == [30, 31]  # type: ignore[index]
+    assert "check this worker's loss" in caplog.messages[0] and figures == {"own_skipped_steps": 2.0}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median_high
 
 from gridtrain.core import messages as m
-from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count, list_first
+from gridtrain.quantities import ALERT_SKIPS, SKIP_REASON, describe_skipped, format_count, list_first
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
@@ -28,12 +28,6 @@ SKIPS_SHOWN_S = 600.0
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
 """The shortest time to the next event about checkpoints: after an event that reports a failure, and after one
 that reports that checkpoints are being written again.  The same times apply to uploads."""
-
-ALERT_SKIPS = 10
-"""The number of consecutive skipped steps from which the status says that nothing is being learned.
-
-A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
-divide the scale by 1,024.  With a higher number, noticing would take minutes over slow links."""
 
 ALERT_CHECK_INTERVAL_S = 2.0
 """The shortest time between two checks of whether the alert begins or ends, which read all members' reports;

@@ -58,7 +58,7 @@ class SparseDirectBuffer(ButterflyBuffer):
 
         own entries  --by owner--> a part for each owner
         one part from each rank, with the elements that this rank owns
-            --> sum --k / P largest--> result --> all ranks
+            --> sum --ceil(k / P) largest--> result --> all ranks
                  |
                  +--> truncated: the entries that the result leaves out
 

@@ -222,7 +222,7 @@ COORDINATOR: tuple[Option, ...] = (
     Option(
         "order",
         TEXT,
-        "Rank order: from measured links, or in join order.",
+        '"planned": ranks by measured links; "joined": in join order.',
         default="planned",
         choices=("planned", "joined"),
     ),

@@ -8,7 +8,8 @@ from itertools import permutations
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.worker_problems import ALERT_SKIPS, SkipAlert, SkippedSteps, WorkerProblems
+from gridtrain.quantities import ALERT_SKIPS
+from gridtrain_coordinator.run.worker_problems import SkipAlert, SkippedSteps, WorkerProblems
 
 
 def events(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
