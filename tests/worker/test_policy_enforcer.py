@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -152,6 +155,45 @@ def test_without_a_worker_the_error_says_how_to_start_one() -> None:
         match=r"none of your workers is running .* -> start one with gridtrain worker INVITATION$",
     ):
         find_worker("")
+
+
+LISTENS = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
+def test_a_suspended_worker_is_named_as_such(make: Callable[..., PolicyEnforcer], folder: Path) -> None:
+    """Ctrl-Z suspends the agent with its script; it accepts connections, but answers none."""
+    (other := folder.parent / "worker-1").mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as short:
+        (other / SOCKET).symlink_to(Path(short) / SOCKET)
+        command = [sys.executable, "-c", LISTENS, str(Path(short) / SOCKET)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == "listening\n"
+            agent.send_signal(signal.SIGSTOP)
+            os.waitpid(agent.pid, os.WUNTRACED)
+            try:
+                remedy = f"-> continue it with fg in its terminal, or with kill -CONT {agent.pid}"
+                for words in ("show", "stop", "pause --worker bob"):
+                    done = CliRunner().invoke(cli, ["worker", *words.split()])
+                    assert f"the worker is suspended (process {agent.pid}) {remedy}" in str(done.exception)
+                make()
+                with pytest.raises(
+                    ConfigError, match=r"2 workers are running: anna .*, a suspended worker \(run d"
+                ):
+                    find_worker("")
+                assert find_worker("anna") == folder / SOCKET
+                done = CliRunner().invoke(cli, ["worker", "pause", "--all"])
+                assert '"state": "paused"' in done.output and remedy in str(done.exception)
+            finally:
+                agent.kill()
 
 
 def test_a_long_path_has_a_short_alternative(tmp_path: Path, sensors: FakeSensors) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ If the path would be longer, the socket is created at a shorter path, and a link
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
+SUSPENDED = "a suspended worker"
 MIN_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
@@ -192,7 +194,7 @@ def ask_agent(path: Path, question: Body) -> Body:
     """Send one request to the agent whose socket is `path`; return its answer.
 
     Raises:
-        ConfigError: the agent refuses the request.
+        ConfigError: the agent refuses the request, or is suspended (Ctrl-Z).
         OSError: no agent is listening at `path`, or it does not answer in time.
         StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
@@ -200,6 +202,11 @@ def ask_agent(path: Path, question: Body) -> Body:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
         talk.settimeout(ASK_S)
         talk.connect(target)
+        if pid := _suspended_peer(talk):
+            raise ConfigError(
+                f"the worker is suspended (process {pid})",
+                remedy=f"continue it with fg in its terminal, or with kill -CONT {pid}, and try again",
+            )
         talk.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(next(_lines(talk)))
     if not answer.pop("ok"):
@@ -208,13 +215,33 @@ def ask_agent(path: Path, question: Body) -> Body:
     return answer
 
 
+def _suspended_peer(talk: socket.socket) -> int:
+    """Return the id of the process that listens at the other end if it is suspended; 0 if it is not, or if
+    this is not Linux."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    pid = int.from_bytes(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return pid
+    return 0
+
+
 def running_workers() -> list[tuple[Path, Body]]:
-    """Return the socket path and the answer to `show` for each of this user's workers on this machine."""
+    """Return the socket path and the answer to `show` for each of this user's workers on this machine.
+
+    A suspended worker does not answer; only its run is known.
+    """
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
-        with contextlib.suppress(OSError, ValueError, StopIteration, ConfigError):
+        try:
             found.append((path, ask_agent(path, {"ask": "show"})))
+        except ConfigError:
+            run = path.parents[3].name
+            found.append((path, {"name": SUSPENDED, "run": run, "key": "unknown"}))
+        except (OSError, ValueError, StopIteration):
+            pass  # it has ended
     return found
 
 
@@ -230,6 +257,7 @@ def find_worker(who: str) -> Path:
     """
     found = _found_workers()
     meant = [path for path, shown in found if not who or _matches(who, shown)]
+    meant = meant or [path for path, shown in found if shown["name"] == SUSPENDED]  # it may have this name
     if len(meant) == 1:
         return meant[0]
     listed = [_display_name(shown) for path, shown in found if not meant or path in meant]
