@@ -25,7 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 from gridtrain.cli.main import cli
-from gridtrain.cli.worker_commands import sensor_lines, state_lines, worker_commands
+from gridtrain.cli.worker_commands import SLOW_UPLOAD, sensor_lines, state_lines, worker_commands
 from gridtrain.core.group.sensor_readings import NOT_NEEDED
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
@@ -260,6 +260,12 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     make(battery="pause")
     answer = ask_agent(folder / SOCKET, {"ask": "show"})
     assert "  rules: battery=pause" in state_lines(answer), "of the rules those that restrict something"
+    slow, fast = (state_lines({**answer, "rules": {"upload": upload}}) for upload in ("1kB", SLOW_UPLOAD))
+    assert [line for line in slow if line not in fast] == [
+        "  rules: upload=1kB",
+        "  with upload=1kB one message of 131 kB takes 2 min, and the group waits for it; set upload=200kbit "
+        "or more, or pause this worker",
+    ]
     assert sensor_lines(answer) == [
         "  battery: plugged in",
         "  gpu: not used by other programs",
