@@ -44,6 +44,7 @@ from gridtrain_worker.control_socket import (
 )
 from gridtrain_worker.policy_enforcer import AgentMeter, PolicyEnforcer
 from gridtrain_worker.saved_settings import RULES_FILE
+from gridtrain_worker.script_processes import is_from_script
 
 WITHIN_S = 60.0
 SAVED_RULES_APPLY = "saved rules of this worker's key apply"
@@ -155,6 +156,32 @@ def test_without_a_worker_the_error_says_how_to_start_one() -> None:
         match=r"none of your workers is running .* -> start one with gridtrain worker INVITATION$",
     ):
         find_worker("")
+
+
+ASKS = """
+import sys
+from pathlib import Path
+from gridtrain_worker.control_socket import ask_agent
+print(ask_agent(Path(sys.argv[1]), {"ask": sys.argv[2], "settings": {"hours": "off"}})["state"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
+def test_a_script_may_pause_its_worker_but_not_lift_its_rules(
+    make: Callable[..., PolicyEnforcer], folder: Path
+) -> None:
+    """It and its children descend from the agent; the scripts of other agents have its variable."""
+    make(hours="12:00-13:00")
+    said = {}
+    for ask in ("set", "resume", "pause", "show"):
+        command = [sys.executable, "-c", ASKS, str(folder / SOCKET), ask]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+        said[ask] = (
+            (done.stdout or done.stderr).splitlines()[-1].removeprefix("gridtrain.errors.ConfigError: ")
+        )
+    refusal = "a training script may not change the rules of its volunteer -> run the command in a terminal"
+    assert said == {"set": refusal, "resume": refusal, "pause": "paused", "show": "paused"}
+    assert is_from_script(os.getpid(), "PATH=") and not is_from_script(os.getpid(), "GRIDTRAIN_CONTROL=")
 
 
 LISTENS = """

@@ -23,8 +23,9 @@ from typing import Any
 
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import make_private_folder
-from gridtrain.runtime.client.agent_link import MAX_LINE_BYTES
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, MAX_LINE_BYTES
 from gridtrain.runtime.client.worker_defaults import state_directory
+from gridtrain_worker.script_processes import is_from_script
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
@@ -36,6 +37,10 @@ If the path would be longer, the socket is created at a shorter path, and a link
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
 SUSPENDED = "a suspended worker"
+LIFTS_RULES = ("set", "resume")
+"""Requests that are refused if they come from a training script.  This prevents no malicious script from
+changing the rules: it has the permissions of the same account."""
+
 MIN_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
@@ -128,7 +133,7 @@ class ControlSocket:
                 if first.get("role") == "script":
                     self._serve_script(talk, lines, first)
                 else:
-                    talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
+                    talk.sendall(json.dumps(self._answer_or_refuse(talk, first)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
             pass  # the client has disconnected, or did not send JSON
         finally:
@@ -147,8 +152,13 @@ class ControlSocket:
             if isinstance(said, dict):
                 self._hear(first["pid"], said)
 
-    def _answer_or_refuse(self, question: Body) -> Body:
+    def _answer_or_refuse(self, talk: socket.socket, question: Body) -> Body:
         try:
+            if question.get("ask") in LIFTS_RULES and is_from_script(_peer_pid(talk), f"{CONTROL_VARIABLE}="):
+                raise ConfigError(
+                    "a training script may not change the rules of its volunteer",
+                    remedy="run the command in a terminal",
+                )
             return {"ok": True, **self._answer(question)}
         except GridtrainError as error:
             return {"ok": False, "reason": getattr(error, "reason", str(error)), "remedy": error.remedy}
@@ -215,12 +225,16 @@ def ask_agent(path: Path, question: Body) -> Body:
     return answer
 
 
-def _suspended_peer(talk: socket.socket) -> int:
-    """Return the id of the process that listens at the other end if it is suspended; 0 if it is not, or if
-    this is not Linux."""
+def _peer_pid(talk: socket.socket) -> int:
+    """Return the id of the process at the other end; 0 if this is not Linux."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0
-    pid = int.from_bytes(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+    return int.from_bytes(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+
+
+def _suspended_peer(talk: socket.socket) -> int:
+    """Return the id of the process that listens at the other end if it is suspended; otherwise 0."""
+    pid = _peer_pid(talk)
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return pid
