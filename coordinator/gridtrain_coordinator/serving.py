@@ -220,7 +220,7 @@ def _open_transport(
         gate=connection_gate(authorization, time.time),
         encrypted=not settings.unencrypted,
         plain_anywhere=settings.benchmark,
-        advertise_host=_outward_host(),
+        advertise_host=_outward_host(settings.listen),
     )
     may_relay = relay_policy(authorization, operator)
     return build_stack(sockets, identity, may_relay=may_relay, software=SOFTWARE)
@@ -263,15 +263,16 @@ def _make(folder: Path) -> None:
         ) from None
 
 
-def _outward_host() -> str:
+def _outward_host(listen: str) -> str:
     """Return the address of the interface with the default route, preferably IPv4.
 
-    Returns the loopback address if there is no default route.  Sends no packets.
+    Returns the loopback address if there is no default route, or only one of IPv6 while `listen` is an
+    address of IPv4.  Sends no packets.
     """
-    for family, address, template in (  # documentation addresses of RFC 5737 and RFC 3849
-        (socket.AF_INET, "192.0.2.1", "{}"),
-        (socket.AF_INET6, "2001:db8::1", "[{}]"),
-    ):
+    probes = [(socket.AF_INET, "192.0.2.1", "{}")]  # documentation addresses of RFC 5737 and RFC 3849
+    if "[" in listen:
+        probes.append((socket.AF_INET6, "2001:db8::1", "[{}]"))
+    for family, address, template in probes:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             return template.format(probe.getsockname()[0])

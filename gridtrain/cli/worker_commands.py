@@ -15,9 +15,14 @@ from typing import Any, TypeVar
 import click
 
 from gridtrain.cli.operator_arguments import format_duration
+from gridtrain.quantities import format_age, format_bytes
 
 NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""
+
+SLOW_UPLOAD = "200kbit"
+"""An upload limit below this one gets a warning: the smallest slice of a large vector then takes longer than
+`Deadlines.patience_floor_s`."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -153,8 +158,22 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
         f"{answer['name']} ({answer['run']}) is {answer['state']}{reason}{ending}",
         *waits,
         f"  rules: {'  '.join(rules) or 'none'}",
+        *_slow_upload_lines(answer["rules"].get("upload", "off")),
         f"  local time: {answer['clock']}",
         f"  sent and received today: {answer['moved_today_bytes'] / 1e6:,.1f} MB",
+    ]
+
+
+def _slow_upload_lines(upload: str) -> list[str]:
+    from gridtrain.core.collectives.ring import MIN_SLICE_BYTES
+    from gridtrain.network.transport.rate_limiter import parse_rate
+
+    if upload in NO_RULE or (rate_Bps := parse_rate(upload)) >= parse_rate(SLOW_UPLOAD):
+        return []
+    return [
+        f"  with upload={upload} one message of {format_bytes(MIN_SLICE_BYTES)} takes "
+        f"{format_age(MIN_SLICE_BYTES / rate_Bps)}, and the group waits for it; set upload={SLOW_UPLOAD} "
+        "or more, or pause this worker"
     ]
 
 

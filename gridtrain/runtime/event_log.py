@@ -20,8 +20,10 @@ EVENT_TEXTS = {
     "dismissed": "the group continues without this worker: it %(reason)s",
     "left_out": "the group continues without this worker, which %(reason)s; it will rejoin when its training "
     "loop continues",
-    "left_behind": "the group continued without this worker after step %(step)s; this worker has rejoined "
-    "and is receiving the group's state",
+    "left_behind": "the group continued without this worker, which had completed step %(step)s; this worker "
+    "has rejoined and is receiving the group's state",
+    "set_back": "the group returned to step %(to)s without this worker, which had completed step %(step)s; "
+    "this worker has rejoined and is receiving the group's state",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "not_learning": "%(reason)s",

@@ -278,6 +278,14 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     importlib.import_module(module.name)
 """
 
+AN_AGENT_THAT_FETCHES = """
+import gridtrain.cli.worker
+from types import SimpleNamespace
+from gridtrain_worker import agent
+job = SimpleNamespace(cache_limit_bytes=lambda: 1 << 30)
+assert agent._fetch_data(job, None, SimpleNamespace(is_stopping=True), None, None, None) == (0, None)
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "unloaded"),
@@ -286,8 +294,9 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         ("import gridtrain; gridtrain.pipeline, gridtrain.testing.Faults", {"torch"}),
         ("import gridtrain.cli", {"torch", "zmq", "numpy"}),
         (ALL_OF_THE_COORDINATOR, {"torch"}),
+        (AN_AGENT_THAT_FETCHES, {"torch"}),
     ],
-    ids=["facade", "subpackages", "cli", "coordinator"],
+    ids=["facade", "subpackages", "cli", "coordinator", "agent"],
 )
 def test_importing_stays_light(code: str, unloaded: set[str]) -> None:
     code += "\nimport sys; print(*sys.modules)"

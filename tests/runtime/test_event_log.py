@@ -49,9 +49,15 @@ def test_a_removed_worker_gets_a_complete_sentence() -> None:
 def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     log_event("stalled", {"reason": "no vote from rank 2"})
     log_event("drifted", {"step": 500})
+    log_event("left_behind", {"step": 993})
+    log_event("set_back", {"step": 993, "to": 806})
     assert caplog.messages == [
         "the step is making no progress (no vote from rank 2); a new generation is being requested",
         "this worker's model differs from the other members' models at step 500; this worker is receiving "
         "their model (possible cause: a script changed the weights of one worker only, for example with "
         "load_state_dict)",
+        "the group continued without this worker, which had completed step 993; this worker has rejoined and "
+        "is receiving the group's state",
+        "the group returned to step 806 without this worker, which had completed step 993; this worker has "
+        "rejoined and is receiving the group's state",
     ]

@@ -282,6 +282,30 @@ def test_contributions_of_scripts_and_stays_add_up(tmp_path: Path) -> None:
     assert (fields["samples"], fields["total"]["samples"], fields["total"]["share"]) == (30, 100, 0.25)
 
 
+def test_the_live_line_includes_earlier_starts_without_the_steps_that_a_run_repeats(tmp_path: Path) -> None:
+    """The first start is in steps 1 to 8.  Then all end; the run returns from step 8 to step 5."""
+    identity, shown = tmp_path / "worker-0.key", []
+    for number, given in enumerate(
+        [
+            Contribution(step=9, steps=8, samples=80, run_samples=125),
+            Contribution(step=6, steps=1, samples=20, run_samples=120),
+            Contribution(step=7, steps=1, samples=20, run_samples=140),
+        ]
+    ):
+        out = io.StringIO()
+        stats = ContributionStats(identity, TerminalConsole(out))
+        given.write(stats.path)
+        stats.update(number * LOOK_EVERY_S)
+        shown.append(out.getvalue().partition(" | ")[2].partition("run)")[0])
+        stats.script_ended()
+        stats.finish()
+    assert shown == [
+        "here: 8 steps, 80 samples (64.0 % of the ",
+        "here: 5 steps, 60 samples (50.0 % of the ",
+        "here: 6 steps, 80 samples (57.1 % of the ",
+    ]
+
+
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,7 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 from gridtrain.cli.main import cli
-from gridtrain.cli.worker_commands import sensor_lines, state_lines, worker_commands
+from gridtrain.cli.worker_commands import SLOW_UPLOAD, sensor_lines, state_lines, worker_commands
 from gridtrain.core.group.sensor_readings import NOT_NEEDED
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
@@ -41,6 +44,7 @@ from gridtrain_worker.control_socket import (
 )
 from gridtrain_worker.policy_enforcer import AgentMeter, PolicyEnforcer
 from gridtrain_worker.saved_settings import RULES_FILE
+from gridtrain_worker.script_processes import is_from_script
 
 WITHIN_S = 60.0
 SAVED_RULES_APPLY = "saved rules of this worker's key apply"
@@ -154,6 +158,71 @@ def test_without_a_worker_the_error_says_how_to_start_one() -> None:
         find_worker("")
 
 
+ASKS = """
+import sys
+from pathlib import Path
+from gridtrain_worker.control_socket import ask_agent
+print(ask_agent(Path(sys.argv[1]), {"ask": sys.argv[2], "settings": {"hours": "off"}})["state"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
+def test_a_script_may_pause_its_worker_but_not_lift_its_rules(
+    make: Callable[..., PolicyEnforcer], folder: Path
+) -> None:
+    """It and its children descend from the agent; the scripts of other agents have its variable."""
+    make(hours="12:00-13:00")
+    said = {}
+    for ask in ("set", "resume", "pause", "show"):
+        command = [sys.executable, "-c", ASKS, str(folder / SOCKET), ask]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+        said[ask] = (
+            (done.stdout or done.stderr).splitlines()[-1].removeprefix("gridtrain.errors.ConfigError: ")
+        )
+    refusal = "a training script may not change the rules of its volunteer -> run the command in a terminal"
+    assert said == {"set": refusal, "resume": refusal, "pause": "paused", "show": "paused"}
+    assert is_from_script(os.getpid(), "PATH=") and not is_from_script(os.getpid(), "GRIDTRAIN_CONTROL=")
+
+
+LISTENS = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
+def test_a_suspended_worker_is_named_as_such(make: Callable[..., PolicyEnforcer], folder: Path) -> None:
+    """Ctrl-Z suspends the agent with its script; it accepts connections, but answers none."""
+    (other := folder.parent / "worker-1").mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as short:
+        (other / SOCKET).symlink_to(Path(short) / SOCKET)
+        command = [sys.executable, "-c", LISTENS, str(Path(short) / SOCKET)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == "listening\n"
+            agent.send_signal(signal.SIGSTOP)
+            os.waitpid(agent.pid, os.WUNTRACED)
+            try:
+                remedy = f"-> continue it with fg in its terminal, or with kill -CONT {agent.pid}"
+                for words in ("show", "stop", "pause --worker bob"):
+                    done = CliRunner().invoke(cli, ["worker", *words.split()])
+                    assert f"the worker is suspended (process {agent.pid}) {remedy}" in str(done.exception)
+                make()
+                with pytest.raises(
+                    ConfigError, match=r"2 workers are running: anna .*, a suspended worker \(run d"
+                ):
+                    find_worker("")
+                assert find_worker("anna") == folder / SOCKET
+                done = CliRunner().invoke(cli, ["worker", "pause", "--all"])
+                assert '"state": "paused"' in done.output and remedy in str(done.exception)
+            finally:
+                agent.kill()
+
+
 def test_a_long_path_has_a_short_alternative(tmp_path: Path, sensors: FakeSensors) -> None:
     folder = tmp_path / ("x" * 90) / ("y" * 90)
     with PolicyEnforcer(folder, "anna", {}, lambda link: None, sensors=sensors) as enforcer:
@@ -218,6 +287,12 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     make(battery="pause")
     answer = ask_agent(folder / SOCKET, {"ask": "show"})
     assert "  rules: battery=pause" in state_lines(answer), "of the rules those that restrict something"
+    slow, fast = (state_lines({**answer, "rules": {"upload": upload}}) for upload in ("1kB", SLOW_UPLOAD))
+    assert [line for line in slow if line not in fast] == [
+        "  rules: upload=1kB",
+        "  with upload=1kB one message of 131 kB takes 2 min, and the group waits for it; set upload=200kbit "
+        "or more, or pause this worker",
+    ]
     assert sensor_lines(answer) == [
         "  battery: plugged in",
         "  gpu: not used by other programs",

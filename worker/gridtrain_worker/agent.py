@@ -264,8 +264,7 @@ def _fetch_data(
 ) -> tuple[int, BundleOffer | None]:
     """Fetch the data set's file while the rules allow it; return (0, the offer with its path), or (exit code,
     None) if the worker is stopped first."""
-    cache = ShardCache(limit_bytes=job.cache_limit_bytes())
-    cache.meter = AgentMeter(enforcer)
+    cache = ShardCache(limit_bytes=job.cache_limit_bytes(), meter=AgentMeter(enforcer))
     while True:
         with SignalWatcher() as signals:
             if not _await_permission(enforcer, signals):

@@ -1,4 +1,4 @@
-"""Adds up one worker's contributions since its agent started, and in all sessions on this machine.
+"""Adds up one worker's contributions since its agent started, and over all starts on this machine.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
 shown only to the volunteer, and never sent.
@@ -28,6 +28,7 @@ class ContributionStats:
         self._total_file = identity.with_suffix(".given.json")
         self._console = voice
         self._next_read_s = float("-inf")
+        self._before = Contribution.read(self._total_file) or Contribution()  # that of earlier starts
         self._finished = Contribution()  # that of earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
@@ -44,7 +45,7 @@ class ContributionStats:
         return self._finished.step
 
     def update(self, now_s: float, untrained: str = "") -> None:
-        """Read and show the figures, at most once a second.
+        """Read and show the figures of all starts on this machine, at most once a second.
 
         Args:
             untrained: what the script is doing instead of training, and why; "" if it is training.
@@ -57,7 +58,7 @@ class ContributionStats:
             self._current = found
         shown = self._finished if self._current is None else add_contributions(self._finished, self._current)
         if shown.steps:
-            self._console.show_progress(shown, now_s, untrained)
+            self._console.show_progress(add_contributions(self._before, shown), now_s, untrained)
 
     def script_ended(self) -> bool:
         """Add the script's last figures to those of earlier scripts; the next script counts from 0.
@@ -75,18 +76,23 @@ class ContributionStats:
         if self._is_reported or self.is_empty:
             return
         self._is_reported = True
-        before = Contribution.read(self._total_file)
-        total = add_contributions(before, self._finished) if before is not None else self._finished
+        total = add_contributions(self._before, self._finished)
         total.write(self._total_file)
         self._console.show_summary(self._finished, total)
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """Return the sum of the two contributions; step, run and world size are taken from `now`."""
+    """Return the sum of the two contributions; step, run and world size are taken from `now`.
+
+    If the run has been set back meanwhile, the steps of `before` that `now` may have repeated do not count;
+    of their samples only the mean is known.
+    """
+    repeated = before.step - (now.step - now.steps) if now.steps else 0
+    kept = max(0, before.steps - max(0, repeated))
     return replace(
         now,
-        steps=before.steps + now.steps,
-        samples=before.samples + now.samples,
+        steps=kept + now.steps,
+        samples=before.samples * kept // max(1, before.steps) + now.samples,
         sent_bytes=before.sent_bytes + now.sent_bytes,
         received_bytes=before.received_bytes + now.received_bytes,
     )

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +23,9 @@ from typing import Any
 
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import make_private_folder
-from gridtrain.runtime.client.agent_link import MAX_LINE_BYTES
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, MAX_LINE_BYTES
 from gridtrain.runtime.client.worker_defaults import state_directory
+from gridtrain_worker.script_processes import is_from_script
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
@@ -34,6 +36,11 @@ If the path would be longer, the socket is created at a shorter path, and a link
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
+SUSPENDED = "a suspended worker"
+LIFTS_RULES = ("set", "resume")
+"""Requests that are refused if they come from a training script.  This prevents no malicious script from
+changing the rules: it has the permissions of the same account."""
+
 MIN_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
@@ -126,7 +133,7 @@ class ControlSocket:
                 if first.get("role") == "script":
                     self._serve_script(talk, lines, first)
                 else:
-                    talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
+                    talk.sendall(json.dumps(self._answer_or_refuse(talk, first)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
             pass  # the client has disconnected, or did not send JSON
         finally:
@@ -145,8 +152,13 @@ class ControlSocket:
             if isinstance(said, dict):
                 self._hear(first["pid"], said)
 
-    def _answer_or_refuse(self, question: Body) -> Body:
+    def _answer_or_refuse(self, talk: socket.socket, question: Body) -> Body:
         try:
+            if question.get("ask") in LIFTS_RULES and is_from_script(_peer_pid(talk), f"{CONTROL_VARIABLE}="):
+                raise ConfigError(
+                    "a training script may not change the rules of its volunteer",
+                    remedy="run the command in a terminal",
+                )
             return {"ok": True, **self._answer(question)}
         except GridtrainError as error:
             return {"ok": False, "reason": getattr(error, "reason", str(error)), "remedy": error.remedy}
@@ -192,7 +204,7 @@ def ask_agent(path: Path, question: Body) -> Body:
     """Send one request to the agent whose socket is `path`; return its answer.
 
     Raises:
-        ConfigError: the agent refuses the request.
+        ConfigError: the agent refuses the request, or is suspended (Ctrl-Z).
         OSError: no agent is listening at `path`, or it does not answer in time.
         StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
@@ -200,6 +212,11 @@ def ask_agent(path: Path, question: Body) -> Body:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
         talk.settimeout(ASK_S)
         talk.connect(target)
+        if pid := _suspended_peer(talk):
+            raise ConfigError(
+                f"the worker is suspended (process {pid})",
+                remedy=f"continue it with fg in its terminal, or with kill -CONT {pid}, and try again",
+            )
         talk.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(next(_lines(talk)))
     if not answer.pop("ok"):
@@ -208,13 +225,37 @@ def ask_agent(path: Path, question: Body) -> Body:
     return answer
 
 
+def _peer_pid(talk: socket.socket) -> int:
+    """Return the id of the process at the other end; 0 if this is not Linux."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    return int.from_bytes(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+
+
+def _suspended_peer(talk: socket.socket) -> int:
+    """Return the id of the process that listens at the other end if it is suspended; otherwise 0."""
+    pid = _peer_pid(talk)
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return pid
+    return 0
+
+
 def running_workers() -> list[tuple[Path, Body]]:
-    """Return the socket path and the answer to `show` for each of this user's workers on this machine."""
+    """Return the socket path and the answer to `show` for each of this user's workers on this machine.
+
+    A suspended worker does not answer; only its run is known.
+    """
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
-        with contextlib.suppress(OSError, ValueError, StopIteration, ConfigError):
+        try:
             found.append((path, ask_agent(path, {"ask": "show"})))
+        except ConfigError:
+            run = path.parents[3].name
+            found.append((path, {"name": SUSPENDED, "run": run, "key": "unknown"}))
+        except (OSError, ValueError, StopIteration):
+            pass  # it has ended
     return found
 
 
@@ -230,6 +271,7 @@ def find_worker(who: str) -> Path:
     """
     found = _found_workers()
     meant = [path for path, shown in found if not who or _matches(who, shown)]
+    meant = meant or [path for path, shown in found if shown["name"] == SUSPENDED]  # it may have this name
     if len(meant) == 1:
         return meant[0]
     listed = [_display_name(shown) for path, shown in found if not meant or path in meant]

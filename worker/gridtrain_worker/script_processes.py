@@ -141,6 +141,17 @@ def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
         return None
 
 
+def is_from_script(pid: int, mark: str) -> bool:
+    """Return whether a process, or one of its ancestors, was started with an environment variable that begins
+    with `mark`, or is a descendant of this process."""
+    child = 0
+    while pid and (process := _read_process(pid)) is not None:
+        if (child and pid == os.getpid()) or any(x.startswith(mark.encode()) for x in _environment(pid)):
+            return True
+        child, pid = pid, process[1][0]
+    return False
+
+
 def _environment(pid: int) -> list[bytes]:
     """Return the environment variables, NAME=VALUE, with which a process was started."""
     try:

@@ -29,7 +29,7 @@ from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.planning.topology_choice import is_direct_size
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain.quantities import format_count
-from gridtrain_coordinator.run.addressing import AddressBook
+from gridtrain_coordinator.run.addressing import MAX_LISTED, AddressBook
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.link_failures import LinkFailures
 from gridtrain_coordinator.run.registry import (
@@ -215,12 +215,15 @@ class GenerationPlanner:
     def _measure_round_trips(
         self, peers: Sequence[m.PeerId], now_s: float
     ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
-        """Adopt the latest round trips between `peers`; return the pairs with broken links.
+        """Adopt the latest routes and round trips between `peers`; return the pairs with broken links.
 
         Called after `_choose_exchange`, which measures them without these pairs.
         """
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
+        routes = self._addresses.relayed_pairs(peers) if len(peers) <= MAX_LISTED else ()
+        pairs = [(peers[a], peers[b]) for a, b, _ in routes]
+        self.measured_links.relayed = frozenset([*pairs, *((b, a) for a, b in pairs)])
         return avoided
 
     def _basis(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> PlanBasis:

@@ -135,7 +135,8 @@ def enter_generation(
     fields = {"generation": view.generation, "rank": rank, "of": world_size, "reason": view.reason}
     effects.append(LogEvent("view", fields))
     if is_left_behind:
-        effects.append(LogEvent("left_behind", {"step": position[0] + 1}))
+        event = "set_back" if first_step <= position[0] else "left_behind"
+        effects.append(LogEvent(event, {"step": position[0] + 1, "to": first_step}))
     links.begin_generation(assignment)
     if state.is_synced:
         catch_up.already_synced()

@@ -12,7 +12,7 @@ by the slowest rate; messages on the same link wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -47,6 +47,8 @@ class NetworkModel:
             > 0 and <= 1; empty if each rank contributes all k entries.
         burst_bytes: the number of bytes that a rank's upload or download transfers without delay after a
             pause, as with a token bucket.
+        relayed_pairs: the pairs (src, dst) whose messages a relay forwards.  The model does not include the
+            relay's own link, whose rate is not measured.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
@@ -59,6 +61,7 @@ class NetworkModel:
     shared_Bps: Mapping[str, float] = field(default_factory=dict)
     entry_shares: Sequence[float] = ()
     burst_bytes: float = 0.0
+    relayed_pairs: Collection[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         rates = [*self.up_Bps, *self.down_Bps, *self.shared_Bps.values()]
@@ -91,6 +94,7 @@ class NetworkModel:
             self.shared_Bps,
             [self.entry_shares[member] for member in order] if self.entry_shares else (),
             self.burst_bytes,
+            {(order.index(a), order.index(b)) for a, b in self.relayed_pairs if a in order and b in order},
         )
 
 

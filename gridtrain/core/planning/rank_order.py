@@ -81,11 +81,13 @@ class LinkMeasurements:
         rtt_s: round trips in seconds, by (peer that measured, other peer).
         sent_Bps: bytes per second by (sender, receiver), as the sender reports them.
         received_Bps: bytes per second by (sender, receiver), as the receiver reports them.
+        relayed: the pairs, in both orders, whose messages a relay forwards.
     """
 
     rtt_s: Mapping[PeerPair, float] = field(default_factory=dict)
     sent_Bps: dict[PeerPair, float] = field(default_factory=dict)
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
+    relayed: Collection[PeerPair] = ()
 
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
         """Record a report from `peer`; return whether the report has changed any rate.
@@ -175,7 +177,10 @@ class LinkMeasurements:
             return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
 
         return NetworkModel(
-            link, [rate or usual_Bps for rate in up_Bps], [rate or usual_Bps for rate in down_Bps]
+            link,
+            [rate or usual_Bps for rate in up_Bps],
+            [rate or usual_Bps for rate in down_Bps],
+            relayed_pairs={(at[a], at[b]) for a, b in self.relayed if a in at and b in at},
         )
 
     def _round_trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
@@ -324,7 +329,9 @@ def compare_rank_orders(
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
         return ""
     peers = peers or current
+    relayed = measured.relayed
     measured = LinkMeasurements(*measured.between(frozenset(peers)))  # reports may arrive between two pieces
+    measured.relayed = relayed
     network = measured.build_network(peers)
     if network is None:
         return ""

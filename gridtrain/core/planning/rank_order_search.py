@@ -72,6 +72,10 @@ URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
 """Takes up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; above 16 members, no new
 order is searched."""
 
+RELAY_WEIGHT = 0.2
+"""An order counts as slower by this factor times the fraction of its messages that are relayed, so that one
+that takes almost as long relieves the relay, often the coordinator, and its link."""
+
 SIMULATED_MESSAGES = 400  # the maximum for one exchange, so a ring is simulated with few slices
 
 P = ParamSpec("P")
@@ -163,9 +167,10 @@ def search_order(
     roots = list(dict.fromkeys([*roots, *(order[0] for order in current)]))
     starts = [(first, *(member for member in members if member != first)) for first in roots]
     estimate: OrderEstimator | None = None
+    weight = _relay_weight(load, network)
     finalists = [*starts, *current]
     if is_searched:
-        estimate = order_estimator(load, network, cpu)
+        estimate = _weighted(order_estimator(load, network, cpu), weight)
         yield
         if exact_roots >= min(MAX_ROOTS, len(roots)):
             found = _all_orders([*starts, *current], estimate, simulated)
@@ -179,7 +184,9 @@ def search_order(
         timed[order] = simulated_exchange_s(load, network, cpu, order)
         yield
     # Ties go to the order with the smaller estimate, then to the first order.
-    best = min(timed, key=lambda order: timed[order] + (1e-3 * estimate(order) if estimate else 0.0))
+    best = min(
+        timed, key=lambda order: timed[order] * weight(order) + (1e-3 * estimate(order) if estimate else 0.0)
+    )
     return RankOrderEstimate(best, timed[best], timed[starts[0]])
 
 
@@ -199,6 +206,24 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 
 
 # -- a quick estimate of an order ------------------------------------------------------------------
+
+
+def _relay_weight(load: Workload, network: NetworkModel) -> OrderEstimator:
+    """Return a function that returns the factor by which an order counts as slower; see `RELAY_WEIGHT`."""
+    if not network.relayed_pairs:
+        return lambda order: 1.0
+    counts, relayed_pairs = messages_by_pair(load, network.size), network.relayed_pairs
+    each = RELAY_WEIGHT / max(1, sum(counts.values()))
+
+    def weight(order: Sequence[int]) -> float:
+        members = ((order[src], order[dst], count) for (src, dst), count in counts.items())
+        return 1 + each * sum(count for a, b, count in members if (a, b) in relayed_pairs)
+
+    return weight
+
+
+def _weighted(estimate: OrderEstimator, weight: OrderEstimator) -> OrderEstimator:
+    return lambda order: estimate(order) * weight(order)
 
 
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:

@@ -53,14 +53,32 @@ class UploadLimiter:
     subject to the cap, and their bytes delay later bulk messages, so that the cap holds for both together.
 
     Args:
-        rate_Bps: the cap in bytes per second; None for no cap.
+        rate_Bps: the cap in bytes per second; None for no cap.  It may be changed from any thread;
+            `apply_rate` applies the change.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
-        self.rate_Bps = rate_Bps
+        self.rate_Bps = self._applied_Bps = rate_Bps
         self._bulk_free_s = float("-inf")
         self.control_free_s = float("-inf")
         """The time from which the next control message may be sent."""
+
+    def apply_rate(self, release_s: float, now_s: float) -> float:
+        """Apply a change of `rate_Bps` to the bytes that have not yet left the virtual link.
+
+        Returns when the message that leaves the link at `release_s` leaves it now.
+        """
+        before_Bps, after_Bps = self._applied_Bps, self.rate_Bps
+        if after_Bps == before_Bps:
+            return release_s
+        self._applied_Bps = after_Bps
+        factor = before_Bps / after_Bps if before_Bps and after_Bps else 0.0  # no cap: all has left
+
+        def moved_s(free_s: float) -> float:
+            return min(free_s, now_s) + max(0.0, free_s - now_s) * factor
+
+        self._bulk_free_s, self.control_free_s = moved_s(self._bulk_free_s), moved_s(self.control_free_s)
+        return moved_s(release_s)
 
     def schedule_bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
         """Schedule the next bulk message; return the time at which its last byte leaves the virtual link.
@@ -68,16 +86,16 @@ class UploadLimiter:
         The message starts when it was queued or when the link became free, whichever is later, but at most
         `MAX_LATENESS_S` before `now_s`.
         """
-        if self.rate_Bps is None:
+        if self._applied_Bps is None:
             return now_s
         start_s = max(queued_s, self._bulk_free_s, now_s - MAX_LATENESS_S)
-        self._bulk_free_s = start_s + nbytes / self.rate_Bps
+        self._bulk_free_s = start_s + nbytes / self._applied_Bps
         return self._bulk_free_s
 
     def charge_control(self, nbytes: int, now_s: float) -> None:
         """Account for a control message that is sent now."""
-        if self.rate_Bps is not None:
-            cost_s = nbytes / self.rate_Bps
+        if self._applied_Bps is not None:
+            cost_s = nbytes / self._applied_Bps
             self.control_free_s = max(now_s, self.control_free_s) + cost_s
             self._bulk_free_s = max(now_s, self._bulk_free_s) + cost_s
 

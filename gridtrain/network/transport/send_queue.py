@@ -129,6 +129,7 @@ class SendQueue(Generic[T]):
 
         The caller must write the message to the socket or return it with `put_back`.
         """
+        self._release_s = self.limiter.apply_rate(self._release_s, now_s)
         message = self._take_refused() or self._take_control(now_s) or self._take_bulk(now_s)
         if message is not None:
             self._subtract_bytes(message)

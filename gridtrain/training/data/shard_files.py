@@ -219,9 +219,9 @@ class ShardCache:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
         limit_bytes: the size above which files are removed from the cache; a file that is opened must fit.
         retry_after_s: see `RETRY_AFTER_S`.
+        meter: counts and limits the bytes that are fetched; by default a `FetchMeter`, which imports torch.
 
     Attributes:
-        meter: counts and limits the bytes that are fetched.
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
@@ -237,11 +237,12 @@ class ShardCache:
         folder: Path | None = None,
         limit_bytes: int = DEFAULT_LIMIT_BYTES,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
+        meter: FetchMeter | None = None,
     ) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         self.folder = folder or Path(home) / "gridtrain" / "shards"
         self._limit_bytes, self._retry_after_s = limit_bytes, tuple(retry_after_s)
-        self.meter = FetchMeter()
+        self.meter = FetchMeter() if meter is None else meter
         self.failed_reads = 0
 
     def open(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.core.planning.rank_order_search import Pieces, RankOrderEstimate
 from gridtrain_coordinator.run import generation_plan, reorder_limits
-from gridtrain_coordinator.run.events import Effect, Send
+from gridtrain_coordinator.run.events import Effect, PeerConnected, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
@@ -32,14 +33,22 @@ FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
 
 class Run(ScriptedCoordinator):
-    """Four cooperating workers; each event takes one virtual second."""
+    """Four cooperating workers; each event takes one virtual second.
 
-    def __init__(self, *, plans: bool = True, setup: m.Setup = SETUP) -> None:
+    Args:
+        hosts: the source addresses of workers that cannot be dialled from outside.
+    """
+
+    def __init__(
+        self, *, plans: bool = True, setup: m.Setup = SETUP, hosts: Mapping[m.PeerId, str] | None = None
+    ) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
         super().__init__(limits=limits, min_workers=4, plans=plans)
         for peer in PEERS:
             links = m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer))
-            self.join(peer, setup=None)
+            if hosts is not None:
+                self.hear(PeerConnected(peer, hosts[peer]))
+            self.join(peer, setup=None, reachable=hosts is None)
             self.say(peer, setup, links)
         self.start(*PEERS)
 
@@ -98,6 +107,16 @@ def test_changed_links_lead_to_another_order_but_not_at_once(
     assert run.order.index("b") ^ run.order.index("c") in (1, 2)
     assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
     assert run.heartbeat_until_frozen(100.0) == "", "the same links do not lead to a further one"
+
+
+def test_in_a_ring_workers_that_need_no_relay_are_neighbours() -> None:
+    """No worker can be dialled from outside; a and c are behind the same router."""
+    ring = replace(SETUP, facts=(FACTS[0], ("exchange", "Dense(topology=ring)")))
+    hosts = {A: "198.51.100.1", B: "198.51.100.2", C: "198.51.100.1", D: "198.51.100.4"}
+    run = Run(setup=ring, hosts=hosts)
+    assert run.order == "abdc", "in join order a and c are opposite"
+    relayed = [tuple(row[:2]) for row in run.core.snapshot(run.now_s)["relayed"]]
+    assert relayed == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)], "all pairs but that of a and c"
 
 
 def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generation_on() -> None:

@@ -639,3 +639,21 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     effects = worker.install(3, members, applied=0, history=committed)
     assert any(isinstance(e, io.ResolveRound) and e.committed for e in effects) is prepared
     assert worker.core.is_synced is prepared
+
+
+@pytest.mark.parametrize(
+    ("applied", "told"),
+    [
+        (0, io.LogEvent("set_back", {"step": 2, "to": 1})),
+        (1, io.LogEvent("left_behind", {"step": 2, "to": 2})),
+        (7, io.LogEvent("left_behind", {"step": 2, "to": 8})),
+    ],
+)
+def test_a_member_that_was_away_is_told_whether_the_group_went_on_or_back(
+    applied: int, told: io.LogEvent
+) -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.core.replica_state.commit_step(1, b"d" * 32, m.LedgerState(step=2))
+    members = [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, True)]
+    assert told in worker.install(5, members, applied=applied, history=b"h" * 32)

@@ -18,7 +18,7 @@ from gridtrain.core.planning.rank_order import (
     join_order,
 )
 from gridtrain.core.planning.rank_order_search import simulated_exchange_s
-from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
 
 A, B, C, D = PEERS = [name.encode() * 32 for name in "abcd"]
 LOAD = Workload(ExchangeKind.GTOPK, 25_600_000)
@@ -177,6 +177,35 @@ def test_one_liar_cannot_change_the_order() -> None:
     measured.record(liar, [(peer, rate, rate) for peer, rate in lies])
     assert plan_rank_order(load, measured, SIX, SIX).order != order, "it would affect a new plan"
     assert reorder_reason(load, measured, order, SIX) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "slower", "are_neighbours"),
+    [
+        (ExchangeKind.DENSE, 1.0, True),
+        (ExchangeKind.DENSE, 0.97, True),
+        (ExchangeKind.DENSE, 0.5, False),
+        (ExchangeKind.GTOPK, 1.0, True),
+    ],
+)
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_of_orders_that_take_about_as_long_one_with_fewer_relayed_pairs_is_chosen(
+    kind: ExchangeKind, slower: float, are_neighbours: bool, is_urgent: bool
+) -> None:
+    """All pairs but one use a relay.  In join order this one does not exchange; if it does, the pair of the
+    other two does, too, whose rate is `slower` times the others' rate."""
+    one = {A, C} if kind is ExchangeKind.DENSE else {A, D}
+    measured = LinkMeasurements({(a, b): 0.04 for a in PEERS for b in PEERS if a != b})
+    for a in PEERS:
+        rates = [(b, SLOW * (1.0 if {a, b} & one else slower)) for b in PEERS if b != a]
+        measured.record(a, [(b, rate, rate) for b, rate in rates])
+    found = []
+    for relayed in ((), [(a, b) for a in PEERS for b in PEERS if a != b and {a, b} != one]):
+        measured.relayed = frozenset(relayed)
+        made = plan_rank_order(Workload(kind, 1_000_000), measured, PEERS, [A], is_urgent=is_urgent)
+        pairs = messages_by_pair(Workload(kind, 1_000_000), len(PEERS))
+        found.append(any({made.order[src], made.order[dst]} == one for src, dst in pairs))
+    assert found == [False, are_neighbours]
 
 
 def test_a_rate_reported_by_one_end_only_is_at_most_the_median() -> None:

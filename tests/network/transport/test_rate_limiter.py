@@ -119,6 +119,33 @@ def test_the_cap_is_shared_and_tells_when_the_next_one_leaves():
     assert drain(outbox, 1.0) == ["b1"] and outbox.due_s() == float("inf")
 
 
+@pytest.mark.parametrize(("rate_Bps", "a1_s", "vote_s"), [(4000.0, 21.0, 13.0), (500.0, 98.0, 34.0)])
+def test_a_changed_cap_holds_for_what_already_waits(rate_Bps, a1_s, vote_s):
+    """At 1 kB/s, a1 would leave at 54, the second vote at 22; at 10 the cap changes."""
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
+    outbox.put(packet("a", "a1", 32_000))
+    assert drain(outbox, 0.0) == []
+    outbox.put(packet("a", "vote 1", 22_000, bulk=False))
+    assert drain(outbox, 0.0) == ["vote 1"]
+    outbox.put(packet("a", "vote 2", 1, bulk=False))
+    outbox.limiter.rate_Bps = rate_Bps
+    assert drain(outbox, 10.0) == [] and outbox.due_s() == vote_s
+    assert drain(outbox, a1_s)[-1:] == ["a1"]
+
+
+def test_a_lifted_cap_lets_everything_go_at_once_and_a_new_one_begins_afresh():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0))
+    for item in (packet("a", "a1", 1000), packet("b", "b1", 1000), packet("b", "vote", 500, bulk=False)):
+        outbox.put(item)
+    assert drain(outbox, 0.0) == ["vote"]
+    outbox.put(packet("b", "vote 2", 500, bulk=False))
+    outbox.limiter.rate_Bps = None
+    assert drain(outbox, 1.0) == ["vote 2", "a1", "b1"]
+    outbox.limiter.rate_Bps = 100.0
+    outbox.put(packet("a", "a2", 1000, queued_s=2.0))
+    assert drain(outbox, 2.0) == [] and outbox.due_s() == 12.0
+
+
 def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
     for item in (packet("a", "a1"), packet("a", "a2"), packet("b", "b1")):
