@@ -201,7 +201,10 @@ Exchange = Dense | TopK | GTopK
 AUTO_TEXT = re.compile(r"auto\(([^()]*)\)")
 """Matches the text that `Auto.describe` returns; the group captures the options in parentheses."""
 
-_LOCAL_DENSITIES = (0.1, 0.03, 0.01)
+LOCAL_STEPS_DENSITY = 0.03
+"""The density of sparse exchanges in proposed local steps; docs/local-steps.md has measurements."""
+
+_LOCAL_DENSITIES = (0.1, LOCAL_STEPS_DENSITY, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 

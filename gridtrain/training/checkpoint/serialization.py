@@ -19,7 +19,6 @@ worker has its own, and a newcomer starts without a residual.  Nothing is ever u
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -152,14 +150,14 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memory
     pieces = safetensors_pieces(tensors)
     header = next(pieces)
     tensors_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    head = b"".join((_LENGTHS.pack(len(text), tensors_bytes), text))
-    frame: npt.NDArray[np.uint8] = np.empty(len(head) + tensors_bytes, np.uint8)
-    start = 0
-    for piece in itertools.chain((head, header), pieces):
-        end = start + len(piece)
-        frame[start:end] = np.frombuffer(piece, np.uint8)
-        start = end
-    return frame.data.toreadonly()
+    head = b"".join((_LENGTHS.pack(len(text), tensors_bytes), text, header))
+    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8).data  # not filled with zeros first
+    frame[: len(head)] = head
+    at = len(head)
+    for piece in pieces:
+        frame[at : at + len(piece)] = piece
+        at += len(piece)
+    return frame.toreadonly()
 
 
 def pack_state(
