@@ -205,7 +205,10 @@ Exchange = Dense | TopK | GTopK
 AUTO_TEXT = re.compile(r"auto\(([^()]*)\)")
 """Matches the text that `Auto.describe` returns; the group captures the options in parentheses."""
 
-_LOCAL_DENSITIES = (0.1, 0.03, 0.01)
+LOCAL_STEPS_DENSITY = 0.03
+"""The density of sparse exchanges in proposed local steps; docs/local-steps.md has measurements."""
+
+_LOCAL_DENSITIES = (0.1, LOCAL_STEPS_DENSITY, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 
@@ -515,6 +518,9 @@ class Deadlines:
 MAX_UPDATE_LOG_MIB = 1 << 14
 
 
+DEFAULT_DONATE_LIMIT = "25Mbit"
+
+
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
     """The settings of `gridtrain.join`.  `from_environment` also reads those that the agent, which is the
@@ -531,7 +537,8 @@ class JoinConfig:
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
             state directory.  None: the same folder, but nothing is saved when the worker leaves.
-        donate_limit: the upload limit for sending the state to newcomers while this worker trains.
+        donate_limit: the upload limit for sending the state to newcomers while this worker trains.  The
+            default is also limited to a quarter of `upload_limit`; see `catch_up_source.donated_Bps`.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""
@@ -554,7 +561,7 @@ class JoinConfig:
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""
-    donate_limit: str = "25Mbit"
+    donate_limit: str = DEFAULT_DONATE_LIMIT
     export_dir: str | None = ""  # None: the final model is not written
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ import click
 from gridtrain.cli.option_flags import brief_option
 from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
-from gridtrain.config import DENSE_VALUES, VALUES
+from gridtrain.config import DENSE_VALUES, LOCAL_STEPS_DENSITY, VALUES
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes
 
@@ -185,7 +186,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
 @brief_option(
     "--density",
     0.001,
-    "Share of elements sent.",
+    "Share of elements sent; in local steps 0.03.",
     metavar="SHARE",
     type=click.FloatRange(0.0, 1.0, min_open=True),
 )
@@ -268,11 +269,13 @@ def plan(
         raise click.UsageError(
             f"--{extra[0].replace('_', '-')} applies only to a model in stages; also specify --stages"
         )
+    has_density = given("density")
     if live is not None:
         if live.workload is not None:
             parameters = parameters or live.workload.parameters
             if live.workload.kind.is_sparse:
                 density = density if given("density") else live.workload.density
+                has_density = True
                 values = values if given("values") else live.workload.values
         compute_s = compute_s if given("compute_s") else live.compute_s or compute_s
         local_steps = local_steps if given("local_steps") else live.local_steps
@@ -281,18 +284,21 @@ def plan(
         raise click.UsageError("--parameters is missing; specify the model's number of parameters")
     counts = counts if given("counts") or not (network or live) else [described.workers]
     _check_counts(counts, picture)
+    density = density if has_density or local_steps == 1 else LOCAL_STEPS_DENSITY
     loads = [
         Workload(ExchangeKind(name), parameters, density, values, not plain, dense_values)
         for name, dense_values in exchanges
     ]
     rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
+    local_rows = rows if has_density else [[_in_local_steps(each, described) for each in row] for row in rows]
     if picture:
         picture.write_text(_chart(rows, _subtitle(parameters, described, link, latency, compute_s)))
     memory_of = partial(_memory, optimizer=optimizer, momentum=momentum)
     if as_json:
-        click.echo(json.dumps([_figures(each, computing, memory_of(each)) for row in rows for each in row]))
+        pairs = zip(chain(*rows), chain(*local_rows), strict=True)
+        click.echo(json.dumps([_figures(*pair, computing, memory_of(pair[0])) for pair in pairs]))
     else:
-        _print(rows, described, computing, optimizer, memory_of)
+        _print(rows, local_rows, described, computing, optimizer, memory_of)
         if not (given("compute_s") or (live is not None and live.compute_s)):
             click.echo(wrap_text(ASSUMED_COMPUTE.format(compute_s)))
         if picture:
@@ -335,11 +341,20 @@ def _estimate(
     return replace(found, load=load)
 
 
+def _in_local_steps(each: ExchangeEstimate, described: DescribedNetwork | LiveNetwork) -> ExchangeEstimate:
+    """Estimate a sparse exchange with the density for local steps."""
+    if not each.load.kind.is_sparse:
+        return each
+    load = replace(each.load, density=LOCAL_STEPS_DENSITY)
+    return _estimate(load, described, each.world_size, each.compute_s, each.local_steps)
+
+
 # -- output -------------------------------------------------------------------------------------------
 
 
 def _print(
     rows: Sequence[Sequence[ExchangeEstimate]],
+    local_rows: Sequence[Sequence[ExchangeEstimate]],
     described: DescribedNetwork | LiveNetwork,
     computing: float,
     optimizer: str,
@@ -361,10 +376,10 @@ def _print(
             markup=False,
             highlight=False,
         )
-    for row in (rows[0], rows[-1]) if len(rows) > 1 else rows:
-        click.echo(wrap_text(recommend_exchange(row).reason))
+    for at in (0, -1) if len(rows) > 1 else (0,):
+        click.echo(wrap_text(recommend_exchange(rows[at]).reason))
         if not optimizer.startswith("sgd"):  # proposals apply to AdamW and similar optimizers
-            click.echo(wrap_text(recommend_local_steps(row, computing)))
+            click.echo(wrap_text(recommend_local_steps(local_rows[at], computing)))
     named = optimizer or f"{DEFAULT_OPTIMIZER} (assumed)"
     text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {named}:"
     click.echo(wrap_text(text))
@@ -440,7 +455,9 @@ def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMem
     )
 
 
-def _figures(each: ExchangeEstimate, computing: float, memory: WorkerMemory) -> dict[str, Any]:
+def _figures(
+    each: ExchangeEstimate, in_local_steps: ExchangeEstimate, computing: float, memory: WorkerMemory
+) -> dict[str, Any]:
     from gridtrain.core.planning.exchange_comparison import propose_for
 
     return {
@@ -454,8 +471,8 @@ def _figures(each: ExchangeEstimate, computing: float, memory: WorkerMemory) -> 
         "memory_bytes_per_parameter": asdict(memory),
         "efficiency": each.efficiency,
         "speedup": each.speedup,
-        "proposed_local_steps": propose_for(each, computing, overlap=False).every,
-        "proposed_overlapped_local_steps": propose_for(each, computing, overlap=True).every,
+        "proposed_local_steps": propose_for(in_local_steps, computing, overlap=False).every,
+        "proposed_overlapped_local_steps": propose_for(in_local_steps, computing, overlap=True).every,
     }
 
 

@@ -136,7 +136,7 @@ def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
         parameter_bytes=sum(p.numel() * p.element_size() for p in trained) / count or 1.0,
         logged_steps=0,  # a stage keeps no log
     )
-    return (held.total - held.parameter - held.state) / held.parameter
+    return (held.always + held.exchange - held.parameter) / held.parameter
 
 
 def _trainable(block: nn.Module) -> int:

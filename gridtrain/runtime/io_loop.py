@@ -53,7 +53,6 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
-from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq import tcp_options
 from gridtrain.runtime.client.worker_defaults import default_listen_address, interface_address
 from gridtrain.runtime.event_log import log_event
@@ -63,7 +62,7 @@ from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.reconnect_policy import ReconnectPolicy
 from gridtrain.runtime.snapshot_builder import SnapshotBuilder
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
-from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
+from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource, donated_Bps
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
 from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
@@ -128,7 +127,7 @@ class IoLoop:
         self._core: MemberCore  # from `start` on
         # By interface: the address that peers can dial.  Earlier ones stay, because an address may return.
         self._addresses: dict[str, str] = {}
-        donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
+        donate_Bps = donated_Bps(config)
         deadlines = config.deadlines
         self.mailbox = Mailbox(transport.wake, should_interrupt)
         self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.submit, config.update_log_bytes)

@@ -131,6 +131,7 @@ class Grid:
         )
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
+        self._is_repeated_later = False  # the sample of the current micro-batch
         self._is_closed = False
         atexit.register(self._close_at_exit)
         install_sigterm_handler()
@@ -197,8 +198,12 @@ class Grid:
     @property
     def has_samples(self) -> bool:
         """Whether this worker's batch consists of samples that count in this step; False for a stand-in
-        batch, whose gradient is ignored (see `batches`), and before the first batch."""
-        return self._turns is not None and not self._turns.is_stand_in
+        batch, whose gradient is ignored (see `batches`), and before the first batch.
+
+        If a step has fewer samples than micro-batches (`accumulate`), samples are repeated, each with a part
+        of its weight; then only the last micro-batch with a sample has it.
+        """
+        return self._turns is not None and not self._turns.is_stand_in and not self._is_repeated_later
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -796,13 +801,15 @@ class Grid:
     def _counted(self, batches: Sequence[Any], spans: Sequence[Span], *, weigh: bool) -> Iterator[Any]:
         """Yield a step's micro-batches and count them; with `weigh`, set the weight of each.  The weights of
         a stand-in batch have no effect."""
-        weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
+        samples = data_ledger.count_samples(spans)
+        weights = readers.micro_batch_weights(samples, len(batches))
+        repeated = readers.is_repeated_later(samples, len(batches))
         wrapped = self._wrapped()
         assert isinstance(wrapped, GridOptimizer)
         for number, batch in enumerate(batches):
             if weigh:
                 wrapped.weights.begin_micro_batch(number, weights)
-            wrapped.requested_batches = number + 1
+            wrapped.requested_batches, self._is_repeated_later = number + 1, repeated[number]
             yield batch
 
 

@@ -36,6 +36,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
     publish_folder,
     sync_files,
 )
+from gridtrain.training.checkpoint.serialization import safetensors_pieces
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -173,7 +174,8 @@ def save_left_residual(folder: Path, facts: Facts, left: LeftResidual) -> None:
         partial.mkdir(parents=True)
         note = {"applied": left.applied, "history": left.history.hex(), "facts": [list(f) for f in facts]}
         tensors = {"residual": torch.from_numpy(left.residual_N)}
-        (partial / RESIDUAL_FILE).write_bytes(safetensors.torch.save(tensors))
+        with (partial / RESIDUAL_FILE).open("wb") as file:
+            file.writelines(safetensors_pieces(tensors))
         (partial / "note.json").write_text(json.dumps(note))
         sync_files(partial)
         publish_folder(partial, path)

@@ -81,16 +81,17 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")
     shown = run(*usual).output.splitlines()
     start = next(n for n, line in enumerate(shown) if line.endswith("with --optimizer adamw (assumed):"))
-    dense = "parameter 4, gradient 4, optimizer 8, flat gradient 4, exchange 4, state 12"
-    assert shown[start + 1] == f"  dense 36 (36 MB): {dense}"
+    dense = "parameter 4, gradient 4, optimizer 8, flat gradient 4, exchange 4, state 12, checkpoint 12"
+    assert shown[start + 1] == f"  dense 48 (48 MB): {dense}"
     assert shown[start + 2].startswith(
-        "  topk 175 (175 MB): parameter 4, gradient 4, optimizer 8, flat gradient 4, "
+        "  topk 191 (191 MB): parameter 4, gradient 4, optimizer 8, flat gradient 4, "
     )
-    assert "residual 8, update log 134, exchange 0.96, state 12" in shown[start + 2], (
+    assert "residual 8, update log 134, exchange 0.96, state 12, checkpoint 16" in shown[start + 2], (
         "512 steps of 40,000 entries"
     )
     found = figures(*usual, "--local-steps", "5")["dense", 4]["memory_bytes_per_parameter"]
-    assert found["local_steps"] == 4 and found["state"] == 4 and sum(found.values()) == 32
+    assert found["local_steps"] == 4 and found["state"] == 4 and found["checkpoint"] == 12
+    assert sum(found.values()) == 44
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_link_density_values_and_local_steps_change_the_figures() -> None:
     assert all(least[each]["sent_bytes"] < less[each]["sent_bytes"] for each in less)
     refused = run(*base, "--values", "int2")
     assert refused.exit_code != 0 and "gtopk does not support" in f"{refused.output}{refused.exception}"
-    tenth = figures(*base, "--local-steps", "10")["gtopk", 8]
+    tenth = figures(*base, "--local-steps", "10", "--density", "0.001")["gtopk", 8]
     assert tenth["step_s"] - 0.5 == pytest.approx((usual["step_s"] - 0.5) / 10)
 
 
@@ -231,7 +232,14 @@ def test_a_dense_exchange_is_recommended_up_to_some_local_steps() -> None:
     assert (
         f"LocalSteps(every={dense}, exchange=Dense(), overlap=True)" in run(*home, "--link", "20Mbit").output
     )
-    assert "exchange=GTopK(density=0.001" in run(*home, "--link", "5Mbit").output
+    slow = (*home, "--link", "5Mbit")
+    proposed = 'exchange=GTopK(density={}, values="fp16"), overlap=True'
+    assert proposed.format(0.03) in run(*slow).output, "the measured density"
+    assert proposed.format(0.001) in run(*slow, "--density", "0.001").output
+    assert "density 0.03 every 8 steps" in run(*slow, "--local-steps", "8").output
+    more, less = (figures(*slow, *given)["gtopk", 4] for given in ((), ("--density", "0.001")))
+    assert more["exchange_s"] == less["exchange_s"] and more["sent_bytes"] == less["sent_bytes"]
+    assert more["proposed_local_steps"] > 3 * less["proposed_local_steps"]
 
 
 def test_a_run_with_local_steps_is_planned_in_its_own_steps() -> None:

@@ -91,12 +91,15 @@ def test_each_sample_counts_equally_in_micro_batches_of_any_size(
         with torch.no_grad():
             model.weight.zero_()
         optimizer = sgd(grid, model, exchange, lr=1.0, average_buffers_every=0)
+        counted = 0.0
         for micro, inputs in enumerate(grid.batches(powers, epochs=1, accumulate=count, **sizes)):
+            counted += inputs.sum().item() if grid.has_samples else 0.0
             (model(inputs).mean() / count).backward()
             if micro % count == count - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert grid.step == 1
+        assert grid.step == 1 and grid.has_samples, "a mean over the last micro-batch is a number"
+        assert counted == sum(10.0**number for number in range(samples))
         return -model.weight.item() * samples
 
     assert together(train, 1) == [pytest.approx(sum(10.0**number for number in range(samples)), rel=1e-5)]

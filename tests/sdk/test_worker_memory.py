@@ -96,6 +96,9 @@ def counts_of(together: Any, case: str, width: int, meter: Meter, *, traced: boo
         state = optimizer.capture_state()
         meter.count("state")
         del state
+        copies = optimizer.pack(), (exchanger := optimizer._exchanger).feedback and exchanger.feedback.state()
+        meter.count("checkpoint")
+        del copies
 
     meter.models.clear()
     before = allocated_bytes([])
@@ -131,6 +134,7 @@ def test_workers_use_as_much_memory_as_the_table_says(
     documented = worker_memory(wire, **size, local=local, logged_steps=STEPS)
     assert found["always"] == pytest.approx(documented.always, abs=0.3)
     assert found["state"] - found["always"] == pytest.approx(documented.state, abs=0.05)
+    assert found["checkpoint"] - found["always"] == pytest.approx(documented.checkpoint, abs=0.05)
     if local is None or not local.overlap:  # otherwise the next turn computes meanwhile
         in_flight = 1.0  # a payload of a quarter of the elements
         assert found["exchange"] == pytest.approx(

@@ -4,6 +4,7 @@
                           update log
     during an exchange    the buffers of the exchange
     for a newcomer        a copy of the state, until the newcomer has received it
+    for a checkpoint      a copy of the state and the residual, until they are written
 
 Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
 included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
@@ -42,6 +43,8 @@ class WorkerMemory:
         update_log: the updates of the latest steps.
         exchange: the buffers of an exchange, while it runs.
         state: a copy of the state, kept until a newcomer has received it.
+        checkpoint: a copy of the parameters, the optimizer's state, the outer velocity and the residual, kept
+            until a checkpoint is written.
     """
 
     parameter: float
@@ -53,11 +56,12 @@ class WorkerMemory:
     update_log: float
     exchange: float
     state: float
+    checkpoint: float
 
     @property
     def always(self) -> float:
         """Bytes per trainable parameter that a worker holds between two exchanges."""
-        return self.total - self.exchange - self.state
+        return self.total - self.exchange - self.state - self.checkpoint
 
     def __str__(self) -> str:
         values = [(each.name.replace("_", " "), getattr(self, each.name)) for each in fields(self)]
@@ -118,4 +122,5 @@ def worker_memory(
         update_log=log,
         exchange=buffers,
         state=parameter_bytes + (velocity if local is not None else moments),
+        checkpoint=parameter_bytes + velocity + moments + residual / 2,
     )

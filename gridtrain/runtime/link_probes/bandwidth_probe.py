@@ -6,16 +6,18 @@ one after the other, so that the bursts do not share the worker's link.
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver
                                <------ BurstReceived
 
-    receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15
+    receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15,
+                             or of the last 8 messages, if that rate is higher
     sender    sent_Bps = bytes of 16 messages / (time until BurstReceived arrives - round-trip time)
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
 measurement of the other peers by at most its own share of the time.
 
-A new connection has not reached its full rate yet, so the rate measured for a fast link with a long
-round-trip time is too low; an exchange of so few bytes would be equally slow.  The coordinator uses the
-smaller of the rates that the two ends have measured, because a receiver whose loop was busy reads many
+A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
+too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
+now faster; the burst of a slow link, for which this matters little, is not repeated.  The coordinator uses
+the smaller of the rates that the two ends have measured, because a receiver whose loop was busy reads many
 buffered messages at once and measures a rate that is much too high.
 """
 
@@ -32,11 +34,14 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
-MAX_TARGETS = 8  # 2 MiB in total
+MAX_TARGETS = 8  # 2 MiB in total, and 4 MiB if all bursts are repeated
+SLOW_START_ROUND_TRIPS = 8.0
+"""A burst that took less than this number of round trips is repeated once.  With TCP's usual initial window
+of 15 kB, a new connection needs 5 round trips for a burst."""
 MAX_BURSTS, BURST_WINDOW_S = 64, 60.0
-"""Maximum number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
-burst whenever it is admitted, and a script that keeps crashing and being restarted may be admitted every two
-seconds."""
+"""Maximum number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends one
+or two bursts whenever it is admitted, and a script that keeps crashing and being restarted may be admitted
+every two seconds."""
 
 MAX_REQUESTS = 4
 """Maximum number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
@@ -66,6 +71,7 @@ class _IncomingBurst:
 
     nonce: int
     began_s: float
+    middle_s: float = math.inf  # when its first `BURST_MESSAGES` / 2 messages had arrived
     next_index: int = 1  # the index of the message that has to arrive next
 
 
@@ -84,6 +90,7 @@ class BandwidthProbe:
         self._current_burst: _OutgoingBurst | None = None
         self._until_s = math.inf
         self._measured_rates: dict[PeerId, tuple[float, float]] = {}  # rate, time of measurement
+        self._repeated: set[PeerId] = set()  # peers to which a burst has been repeated
         self._sent_Bps: dict[PeerId, float] = {}
         self._received_Bps: dict[PeerId, float] = {}
         self._incoming: dict[PeerId, _IncomingBurst] = {}
@@ -114,6 +121,7 @@ class BandwidthProbe:
         drawn = set(self._rng.sample(targets, min(MAX_TARGETS, len(targets))))
         self._pending_targets = [peer for peer in reversed(targets) if peer in drawn]
         self._until_s, self._current_burst = until_s, None
+        self._repeated.clear()
 
     def advance(self, transport: Transport, now_s: float) -> bool:
         """Send the next burst if none is in progress; return whether a burst is still unanswered."""
@@ -151,9 +159,15 @@ class BandwidthProbe:
         sent = self._current_burst
         if sent is None or (sent.peer, sent.expected_answer) != (peer, answer):
             return
-        self._sent_Bps[peer] = estimate_rate_Bps(now_s - sent.sent_at_s, self._rtt_s[peer])
+        whole_s, rtt_s = now_s - sent.sent_at_s, self._rtt_s[peer]
+        # The higher rate, because the rate of the first burst is too low, and the second may be disturbed.
+        first_Bps = self._sent_Bps.get(peer, 0.0) if peer in self._repeated else 0.0
+        self._sent_Bps[peer] = max(first_Bps, estimate_rate_Bps(whole_s, rtt_s))
         self._measured_rates[peer] = self._sent_Bps[peer], now_s
         self._current_burst, self._has_new_rates = None, True
+        if peer not in self._repeated and whole_s < SLOW_START_ROUND_TRIPS * rtt_s:
+            self._repeated.add(peer)
+            self._pending_targets.append(peer)  # the next to be measured
 
     def handle_burst(self, peer: PeerId, burst: Burst, now_s: float) -> BurstReceived | str | None:
         """Handle a message of a peer's burst.
@@ -175,11 +189,17 @@ class BandwidthProbe:
             self._incoming.pop(peer, None)  # a message is missing, so this burst cannot be measured
             return None
         incoming.next_index += 1
+        if incoming.next_index == BURST_MESSAGES // 2:
+            incoming.middle_s = now_s
         if burst.index < BURST_MESSAGES - 1:
             return None
         del self._incoming[peer]
-        self._received_Bps[peer] = (
-            (BURST_MESSAGES - 1) * BURST_MESSAGE_BYTES / max(MIN_BURST_S, now_s - incoming.began_s)
+        self._received_Bps[peer] = max(
+            messages * BURST_MESSAGE_BYTES / max(MIN_BURST_S, now_s - since_s)
+            for messages, since_s in (
+                (BURST_MESSAGES - 1, incoming.began_s),
+                (BURST_MESSAGES // 2, incoming.middle_s),
+            )
         )
         self._has_new_rates = True
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))

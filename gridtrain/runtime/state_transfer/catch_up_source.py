@@ -17,9 +17,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from gridtrain.config import DEFAULT_DONATE_LIMIT, JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.interface import Transport
+from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
 from gridtrain.runtime.mailbox.worker_task import CopySnapshot
 from gridtrain.runtime.state_transfer import update_log
@@ -38,6 +40,23 @@ MAX_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 BACKLOG_BYTES = 2 << 20
 """While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
 it."""
+
+DEFAULT_UPLOAD_SHARE = 0.25
+"""The share of an upload limit that the state may take unless `donate_limit` is set."""
+
+
+def donated_Bps(config: JoinConfig) -> float | None:
+    """Return the rate, in bytes per second, at which a worker sends its state to newcomers; None: no limit.
+
+    Exchanges of the members wait for the slowest upload, so the default leaves most of a limited upload to
+    them.
+    """
+    if not config.donate_limit:
+        return None
+    rate_Bps = parse_rate(config.donate_limit)
+    if config.donate_limit != DEFAULT_DONATE_LIMIT or not config.upload_limit:
+        return rate_Bps
+    return min(rate_Bps, DEFAULT_UPLOAD_SHARE * parse_rate(config.upload_limit))
 
 
 class CatchUpSource:

@@ -302,7 +302,7 @@ WORKER: tuple[Option, ...] = (
     _optional(
         "donate_limit",
         TEXT,
-        "Upload limit for sending the model.",
+        "Upload limit for sending the model; unset, at most a quarter of --upload-limit.",
         "",
         unset_value=_JOIN["donate_limit"],
         metavar="RATE",

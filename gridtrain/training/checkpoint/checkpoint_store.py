@@ -25,8 +25,13 @@ import re
 import shutil
 import threading
 import time
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+=======
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+>>>>>>> big
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +43,13 @@ from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain.core.messages import FAILED_CHECKPOINTS, LATER_FACTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
-from gridtrain.training.checkpoint.serialization import content_digest
+from gridtrain.training.checkpoint.serialization import content_digest, safetensors_pieces
 
 log = logging.getLogger("gridtrain")
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
+_DIGEST_BYTES = 32
 WARNING_INTERVAL_S = 600.0
 """The interval at which a worker repeats the message that it cannot write or upload checkpoints."""
 
@@ -433,7 +439,10 @@ def save(content: CheckpointContent, path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        residual = safetensors.torch.save(dict(content.residual)) if content.residual else b""
+        _write_file(partial / "tensors.safetensors", safetensors_pieces(content.tensors))
+        residual = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        if content.residual:
+            _write_file(partial / RESIDUAL_FILE, _hashed(safetensors_pieces(content.residual), residual))
         body = {
             "format": FORMAT,
             "applied": content.position.applied,
@@ -441,15 +450,12 @@ def save(content: CheckpointContent, path: Path) -> None:
             "ledger": ledger_entry(content.position.ledger),
             "facts": [list(fact) for fact in content.facts],
             "content": content_digest(content.document, content.tensors).hex(),
-            "residual": _digest(residual),
+            "residual": residual.hexdigest(),
             "state": content.document,
         }
         if content.pretrained is not None:
             body["pretrained"] = content.pretrained
-        _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(content.tensors)))
-        if content.residual:
-            _write_file(partial / RESIDUAL_FILE, residual)
-        _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
+        _write_file(partial / "state.json", [json.dumps(body, separators=(",", ":")).encode()])
         publish_folder(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -494,7 +500,7 @@ def replace_pretrained(path: Path, pretrained: Any) -> None:
     the checkpoint cannot be read or written."""
     body = json.loads(_read_text(path / "state.json"))
     body["pretrained"] = pretrained
-    _write_file(path / "state.json", json.dumps(body, separators=(",", ":")).encode())
+    _write_file(path / "state.json", [json.dumps(body, separators=(",", ":")).encode()])
 
 
 def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
@@ -516,7 +522,14 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _hashed(pieces: Iterable[memoryview], total: hashlib.blake2b) -> Iterator[memoryview]:
+    """Yield the pieces, and add each to the digest `total`."""
+    for piece in pieces:
+        total.update(piece)
+        yield piece
 
 
 def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
@@ -584,9 +597,9 @@ def sync_files(folder: Path) -> None:
         sync_folder(path)
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     with path.open("wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

@@ -142,11 +142,16 @@ def open_url(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it.
 
     Raises:
-        ConfigError: `url` is not a URL, or a package for its protocol is not installed.
+        ConfigError: `url` is not a URL, is one for HTTP, or a package for its protocol is not installed.
     """
     if not is_url(url):
         raise ConfigError(
             f"{url!r} is not a URL", remedy="write a URL, such as s3://bucket/run or file:///mnt/nas/run"
+        )
+    if url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{shown_url(url)} cannot be used: files can neither be written nor removed over HTTP",
+            remedy="write the URL of an object store or a folder, such as s3://bucket/run or file:///mnt/nas/run",
         )
     require("fsspec", shown_url(url))
     import fsspec

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -143,6 +142,7 @@ def capture_state(
     return [_frame(private, own.tensors), _frame(shared, common.tensors)]
 
 
+<<<<<<< HEAD
 def _state_of(optimizer: torch.optim.Optimizer, start: TurnStartState | None) -> dict[str, Any]:
     """Return the optimizer's state_dict with the settings of `start`.  The rest of it does not change during
     a turn."""
@@ -159,8 +159,13 @@ def _states_of(trackers: Trackers, start: TurnStartState | None) -> Iterator[tup
 
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
     """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
+=======
+def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield what `safetensors.torch.save` returns: the header, then the bytes of each tensor, uncopied if the
+    tensor is contiguous and in host memory.
+>>>>>>> big
 
-    Each tensor is copied once, into the result, because the state may need most of the memory.
+    `safetensors.torch.save` needs memory for two copies of all tensors.
     """
     kinds = list(DTYPES)
     order = sorted(tensors, key=lambda name: (-kinds.index(tensors[name].dtype), name))
@@ -170,16 +175,30 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memory
         start, end = end, end + tensors[name].nbytes
         shape, dtype = list(tensors[name].shape), DTYPES[tensors[name].dtype]
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text, header = (json.dumps(each, separators=(",", ":")).encode() for each in (document, table))
+    header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % _WORD.size)
-    lengths = _LENGTHS.pack(len(text), _WORD.size + len(header) + end)
-    head = b"".join((lengths, text, _WORD.pack(len(header)), header))
-    frame: npt.NDArray[np.uint8] = np.empty(len(head) + end, np.uint8)
-    frame[: len(head)] = np.frombuffer(head, np.uint8)
+    yield memoryview(_WORD.pack(len(header)) + header)
     for name in order:
-        at = len(head) + table[name]["data_offsets"][0]
-        frame[at : at + tensors[name].nbytes] = tensor_bytes(tensors[name])
-    return frame.data.toreadonly()
+        yield tensor_bytes(tensors[name]).data
+
+
+def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
+    """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
+
+    Each tensor is copied once, into the result, because the state may need most of the memory.
+    """
+    text = json.dumps(document, separators=(",", ":")).encode()
+    pieces = safetensors_pieces(tensors)
+    header = next(pieces)
+    tensors_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    head = b"".join((_LENGTHS.pack(len(text), tensors_bytes), text, header))
+    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8).data  # not filled with zeros first
+    frame[: len(head)] = head
+    at = len(head)
+    for piece in pieces:
+        frame[at : at + len(piece)] = piece
+        at += len(piece)
+    return frame.toreadonly()
 
 
 def pack_state(

@@ -182,6 +182,13 @@ def micro_batch_weights(samples: int, count: int) -> list[float]:
     return [1.0 / often for often in times for _ in range(often)]
 
 
+def is_repeated_later(samples: int, count: int) -> list[bool]:
+    """Return for each micro-batch whether a later one has the same sample."""
+    if not 0 < samples < count:
+        return [False] * count
+    return [left > 0 for often in reversed(_split_sizes(count, samples)) for left in reversed(range(often))]
+
+
 def _split_sizes(whole: int, count: int) -> list[int]:
     """Split `whole` into `count` nearly equal numbers in descending order."""
     size, more = divmod(whole, count)

@@ -63,6 +63,64 @@ def test_both_ends_measure_the_rate_of_the_link() -> None:
     assert sender.take_new_rates() is None and receiver.take_new_rates() is None
 
 
+class TcpConnection:
+    """Arrivals over a link with TCP's slow start: each acknowledged segment permits two more."""
+
+    SEGMENT_BYTES = 1460
+
+    def __init__(self, link_Bps: float, rtt_s: float) -> None:
+        self.link_Bps, self.rtt_s, self.window = link_Bps, rtt_s, 10
+
+    def arrivals_s(self, now_s: float) -> list[float]:
+        """When each message of a burst that is sent now has arrived."""
+        count = -(-BURST_MESSAGES * BURST_MESSAGE_BYTES // self.SEGMENT_BYTES)
+        sent_s: list[float] = []
+        for segment in range(count):
+            awaited = -(-(segment + 1 - self.window) // 2)  # acknowledgements
+            permitted_s = sent_s[awaited - 1] + self.rtt_s if awaited > 0 else now_s
+            begins_s = max(permitted_s, sent_s[-1] if sent_s else now_s)
+            sent_s.append(begins_s + self.SEGMENT_BYTES / self.link_Bps)
+        self.window += count
+        ends = ((index + 1) * BURST_MESSAGE_BYTES for index in range(BURST_MESSAGES))
+        return [sent_s[-(-end // self.SEGMENT_BYTES) - 1] + self.rtt_s / 2 for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("rate_Mbit", "rtt_s", "bursts"),
+    [(50, 0.020, 2), (20, 0.050, 2), (100, 0.010, 2), (5, 0.020, 1), (1, 0.100, 1)],
+)
+def test_slow_start_does_not_make_a_link_seem_slow(rate_Mbit: float, rtt_s: float, bursts: int) -> None:
+    """A slow link, on which a burst takes long, gets only one."""
+    tcp = TcpConnection(rate_Mbit * 1e6 / 8, rtt_s)
+    sender, receiver, transport = BandwidthProbe(Random(1)), BandwidthProbe(Random(2)), RecordingTransport()
+    now_s, received = 0.0, None
+    sender.begin({BERT: rtt_s}, until_s=100.0, now_s=now_s)
+    while sender.advance(transport, now_s):  # type: ignore[arg-type]
+        assert sender.take_new_rates() is None, "only the first report of a rate counts"
+        messages = [burst for _, burst in transport.messages[-BURST_MESSAGES:]]
+        for burst, arrival_s in zip(messages, tcp.arrivals_s(now_s), strict=True):
+            answer = receiver.handle_burst(ANNA, burst, arrival_s)
+        received = received or receiver.take_new_rates()
+        now_s = arrival_s + rtt_s / 2
+        assert isinstance(answer, BurstReceived)
+        sender.handle_acknowledgement(BERT, answer, now_s)
+    assert len(transport.messages) == bursts * BURST_MESSAGES
+    ((_, sent_Bps, _),) = sender.take_new_rates() or ()
+    ((_, _, received_Bps),) = received or ()
+    assert 0.8 * tcp.link_Bps < min(sent_Bps, received_Bps) <= 1.1 * tcp.link_Bps
+
+
+def test_a_repeated_burst_that_is_not_answered_leaves_the_first_rate() -> None:
+    sender, transport = BandwidthProbe(Random(1)), RecordingTransport()
+    sender.begin({BERT: 0.020}, until_s=1.0, now_s=0.0)
+    sender.advance(transport, 0.0)  # type: ignore[arg-type]
+    sender.handle_acknowledgement(BERT, answer_to(transport), 0.120)
+    assert sender.advance(transport, 0.120) and len(transport.messages) == 2 * BURST_MESSAGES  # type: ignore[arg-type]
+    assert not sender.advance(transport, 1.0)  # type: ignore[arg-type]
+    ((_, sent_Bps, _),) = sender.take_new_rates() or ()
+    assert sent_Bps == pytest.approx(BURST_MESSAGES * BURST_MESSAGE_BYTES / 0.100)
+
+
 def test_a_round_trip_lengthened_by_a_busy_loop_does_not_exaggerate_the_rate() -> None:
     """Pings took 20 ms because loops were busy; the burst of 100 Mbit/s is answered after 19 ms."""
     sender, transport = BandwidthProbe(Random(1)), RecordingTransport()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.group import member_events as io
@@ -25,7 +26,7 @@ from gridtrain.runtime.state_transfer.catch_up_receiver import (
     progress_line,
 )
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
-from gridtrain.runtime.state_transfer.catch_up_source import MAX_REQUESTS, CatchUpSource
+from gridtrain.runtime.state_transfer.catch_up_source import MAX_REQUESTS, CatchUpSource, donated_Bps
 from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
@@ -320,3 +321,20 @@ def test_progress_is_shown_as_text() -> None:
     assert progress_line((0, 0, -1, -1)) == "waiting for a snapshot of the state"
     assert progress_line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
     assert progress_line((10, 10, 6, 9)) == "at step 7; the other workers are at step 10"
+
+
+@pytest.mark.parametrize(
+    ("limits", "rate_Mbit"),
+    [
+        ({}, 25),
+        ({"upload_limit": "1Gbit"}, 25),
+        ({"upload_limit": "20Mbit"}, 5),  # the exchanges of the members keep the rest
+        ({"upload_limit": "20Mbit", "donate_limit": "15Mbit"}, 15),
+        ({"donate_limit": "40Mbit"}, 40),
+    ],
+)
+def test_the_state_takes_a_quarter_of_a_limited_upload_unless_its_limit_is_set(
+    limits: dict[str, str], rate_Mbit: int
+) -> None:
+    assert donated_Bps(JoinConfig("", "", **limits)) == rate_Mbit * 1e6 / 8
+    assert donated_Bps(JoinConfig("", "", donate_limit="")) is None

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from gridtrain.core.messages import CheckpointInfo, Facts, LedgerState
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
+from gridtrain.training.checkpoint.nested_values import DTYPES
 
 
 def test_only_the_owner_may_read_a_new_folder(tmp_path: Path) -> None:
@@ -56,6 +61,27 @@ def test_facts_that_a_version_did_not_record_may_be_missing(written: str, facts:
     there, here = (tuple((name, "as it is") for name in names.split()) for names in (written, facts))
     assert checkpoint_store.matches_facts(there, here) is fits
     assert not checkpoint_store.matches_facts(there, (("model", "another"), *here[1:]))
+
+
+def test_a_checkpoint_is_written_without_another_copy_of_its_tensors(tmp_path: Path) -> None:
+    """Its files are those of `safetensors.torch.save`, which would make two copies."""
+    kinds = (*DTYPES, torch.float32)
+    tensors = {str(i): torch.arange(300_000).to(kind) for i, kind in enumerate(kinds)}
+    tensors |= {"ö": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
+    residual = {"residual": torch.ones(500_000), "u": torch.zeros(500_000)}
+    info = CheckpointInfo(4, b"h" * 32, LedgerState(step=5))
+    path = checkpoint_store.step_folder(tmp_path, 5)
+    tracemalloc.start()
+    try:
+        checkpoint_store.save(CheckpointContent(info, (), {}, tensors, residual), path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 0.05 * (path / "residual.safetensors").stat().st_size
+    for name, written in (("tensors", tensors), ("residual", residual)):
+        assert (path / f"{name}.safetensors").read_bytes() == safetensors.torch.save(written)
+    digest = hashlib.blake2b((path / "residual.safetensors").read_bytes(), digest_size=32)
+    assert json.loads((path / "state.json").read_text())["residual"] == digest.hexdigest()
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["a flipped bit", "torn"])

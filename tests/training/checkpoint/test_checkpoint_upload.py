@@ -210,6 +210,15 @@ def test_an_unusable_url_is_named_without_secrets() -> None:
     assert "nonsense://host/run" in str(refused.value) and "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_http_is_refused_because_it_stores_nothing(scheme: str) -> None:
+    refusal = (
+        rf"^{scheme}://host/run cannot be used: files can neither be written nor removed over HTTP -> .*s3://"
+    )
+    with pytest.raises(ConfigError, match=refusal):
+        RemoteStore(f"{scheme}://anna:secret@host/run?sig=1")
+
+
 def test_a_part_on_the_disk_is_not_replaced_because_of_its_residual(
     store: RemoteStore, tmp_path: Path
 ) -> None:
