@@ -25,13 +25,8 @@ import re
 import shutil
 import threading
 import time
-<<<<<<< HEAD
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-=======
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
->>>>>>> big
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 

@@ -142,7 +142,6 @@ def capture_state(
     return [_frame(private, own.tensors), _frame(shared, common.tensors)]
 
 
-<<<<<<< HEAD
 def _state_of(optimizer: torch.optim.Optimizer, start: TurnStartState | None) -> dict[str, Any]:
     """Return the optimizer's state_dict with the settings of `start`.  The rest of it does not change during
     a turn."""
@@ -157,13 +156,9 @@ def _states_of(trackers: Trackers, start: TurnStartState | None) -> Iterator[tup
         yield name, earlier[name] if name in earlier else item.state_dict()
 
 
-def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
-    """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
-=======
 def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """Yield what `safetensors.torch.save` returns: the header, then the bytes of each tensor, uncopied if the
     tensor is contiguous and in host memory.
->>>>>>> big
 
     `safetensors.torch.save` needs memory for two copies of all tensors.
     """
