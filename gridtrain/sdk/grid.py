@@ -76,6 +76,7 @@ from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.data.fetch_meter import FetchMeter
@@ -220,7 +221,7 @@ class Grid:
 
     def optimizer(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         model: nn.Module,
         *,
         exchange: Exchange | LocalSteps | Auto | str | None = None,
@@ -235,6 +236,10 @@ class Grid:
         exchange_device: torch.device | str | None = None,
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
+
+        A list or tuple of optimizers without common parameters, such as `[muon, adamw]`, is used as one; each
+        of them is stepped in every step.  Several models, such as a generator and a discriminator, are one
+        model in an `nn.ModuleList`.
 
         The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
         share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, also
@@ -283,18 +288,19 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
-        check_kinds(optimizer, model)
+        inner = as_one(optimizer)
+        check_kinds(inner, model)
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
-            chosen = _fit_auto(chosen, optimizer, overlap)
+            chosen = _fit_auto(chosen, inner, overlap)
         kind: Callable[..., GridOptimizer] = GridOptimizer
         if isinstance(chosen, LocalSteps):
             kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
         wrapped = kind(
-            optimizer,
+            inner,
             model,
             chosen,
             self._session,
@@ -347,8 +353,9 @@ class Grid:
         Args:
             model: a chain of blocks (`nn.Sequential`, a list, `gridtrain.pipeline.Sequence`) on the meta
                 device, a function that creates it and is called on the meta device, or a `Blueprint`.
-            optimizer: a function that makes the optimizer of a stage from its parameters: `torch.optim.SGD`
-                with bound arguments, or `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+            optimizer: a function that makes the optimizer of a stage, or a list of optimizers, from its
+                parameters: `torch.optim.SGD` with bound arguments, or
+                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.

@@ -44,6 +44,7 @@ from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
 from gridtrain.training.parameter_watch import ParameterWatch
@@ -647,11 +648,11 @@ def check_compatible(
     The warning names the line that called `grid.optimizer`.  For this, there must be exactly two frames
     between this function and that line.
     """
-    name = type(inner).__name__
-    if isinstance(inner, GridOptimizer):
-        raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
-    if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
+    for part in parts_of(inner):
+        if isinstance(part, GridOptimizer):
+            raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
+        if isinstance(part, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise ConfigError(f"{type(part).__name__} cannot be used in a run", remedy="use SGD or AdamW")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")
@@ -664,18 +665,21 @@ def check_compatible(
         )
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return
-    momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
-    if momentum and exchange.momentum:
-        raise ConfigError(
-            f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
-            remedy=f"keep the exchange's momentum and build {name} with momentum=0",
-        )
-    if "betas" in inner.defaults:
-        warnings.warn(
-            f"{name} converges poorly with a sparse exchange, because most elements of an update are zero -> "
-            "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
-            stacklevel=4,  # the line that called grid.optimizer(...)
-        )
+    for part in parts_of(inner):
+        name = type(part).__name__
+        momentum = max(float(group.get("momentum", 0.0)) for group in part.param_groups)
+        if momentum and exchange.momentum:
+            raise ConfigError(
+                f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
+                remedy=f"keep the exchange's momentum and build {name} with momentum=0",
+            )
+        if "betas" in part.defaults:
+            warnings.warn(
+                f"{name} converges poorly with a sparse exchange, because most elements of an update are "
+                "zero -> use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, "
+                "exchange=GTopK())",
+                stacklevel=4,  # the line that called grid.optimizer(...)
+            )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
