@@ -169,7 +169,7 @@ class Site:
             )
         _refuse_wrapped(model)
         inner: torch.optim.Optimizer = as_one(optimizer)
-        flat = FlatGradient(model, inner)
+        flat = FlatGradient(model, inner, has_used=options.get("unused") == "skip")
         if self.grid is not None:
             inner = wrapped = self.grid.optimizer(inner, model, **options)
             self._compare_bases(wrapped.base)

@@ -234,6 +234,7 @@ class Grid:
         send_frozen: Sequence[str] = (),
         weigh_by: str = "samples",
         exchange_device: torch.device | str | None = None,
+        unused: str = "zero",
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -243,8 +244,7 @@ class Grid:
 
         The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
         share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, also
-        those of float64 parameters.  A parameter that has no gradient on any worker receives zeros, so that
-        weight decay and momentum continue to change it.
+        those of float64 parameters.
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
@@ -279,6 +279,11 @@ class Grid:
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
+            unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
+                weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
+                optimizer skips it, as torch does in one process: for alternating updates, as in a GAN, and
+                for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  It must be the
+                same on all workers.
 
         Raises:
             ConfigError: an argument is invalid, or the method was already called.
@@ -312,6 +317,7 @@ class Grid:
             base=FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
             weigh_by=weigh_by,
             exchange_device=exchange_device,
+            unused=unused,
         )
         self._optimizer = wrapped
         self._track_scalers()

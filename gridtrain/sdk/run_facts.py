@@ -34,6 +34,7 @@ def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
         ("data", data_text),
         *((("wait", trainer.wait),) if trainer.wait != "all" else ()),
         *((("weigh_by", "tokens"),) if trainer.weigh_by != "samples" else ()),
+        *((("unused", trainer.unused),) if trainer.unused != "zero" else ()),
         *trainer.base.facts(),
         *adapter_facts(trainer.model),
     )

@@ -97,6 +97,8 @@ class GridOptimizer(WrappingOptimizer):
             that the script passes to `weigh`.
         exchange_device: the device of the flat gradient, the residual and the tensors that local steps keep:
             "cpu" for host memory; by default the device of the parameters.
+        unused: "zero" to treat a parameter without a gradient on any worker like one with a gradient of zero;
+            "skip" to leave its `grad` None, so that `inner` skips it.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -134,7 +136,9 @@ class GridOptimizer(WrappingOptimizer):
         base: FrozenBase | None = None,
         weigh_by: str = "samples",
         exchange_device: torch.device | str | None = None,
+        unused: str = "zero",
     ) -> None:
+        check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
         if wait not in WAITS:
@@ -148,7 +152,8 @@ class GridOptimizer(WrappingOptimizer):
         self.replicated = inner
         self._session = session
         self.clip_norm = clip_norm
-        self._flat = FlatGradient(model, inner, exchange_device)
+        self._flat = FlatGradient(model, inner, exchange_device, has_used=unused == "skip")
+        self.unused = unused
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
@@ -300,7 +305,7 @@ class GridOptimizer(WrappingOptimizer):
             early = self._overlapper.take_sent()
         else:
             self._flat.gather()
-        overflowed = self._unscale(self._flat.flat_N.mul_)
+        overflowed = self._unscale(self._flat.gradient_N.mul_)
         self._run_attempts(not overflowed, early)
         self._has_exchanged = True
         return not self.last_skipped
@@ -581,7 +586,9 @@ class GridOptimizer(WrappingOptimizer):
         """Write the update, clipped if there is a `clip_norm`, to every `p.grad`."""
         self._flat.load_update(update)
         if self.clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self.clip_norm / (l2_norm(update) + 1e-6)))
+            gradient_N = self._flat.gradient_N
+            norm = l2_norm(update if isinstance(update, SparseVector) else update[: len(gradient_N)])
+            gradient_N.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
         self._flat.scatter()
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
@@ -680,6 +687,21 @@ def check_compatible(
                 "exchange=GTopK())",
                 stacklevel=4,  # the line that called grid.optimizer(...)
             )
+
+
+def check_unused(unused: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None) -> None:
+    """Raise `ConfigError` if `unused` is unknown, or cannot be used with the other arguments."""
+    if unused not in ("zero", "skip"):
+        raise ConfigError(
+            f"unused is {unused!r}; it must be zero or skip", remedy='use unused="zero" or unused="skip"'
+        )
+    is_exact = isinstance(exchange, Dense) and exchange.values == "fp32" and overlap is None
+    if unused == "skip" and not is_exact:
+        given = exchange.describe() + (" and overlap" if overlap is not None else "")
+        raise ConfigError(
+            f'unused="skip" was set with {given}; it needs Dense() with values="fp32" and without overlap',
+            remedy='use exchange=Dense() without overlap=, or unused="zero"',
+        )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:

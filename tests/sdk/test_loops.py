@@ -248,6 +248,28 @@ def two_optimizers(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
+def alternating_updates(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """A generator and a discriminator, one of which is updated in each step."""
+    model = nn.ModuleList([seeded(nn.Sequential(nn.Linear(4, 4))), seeded(nn.Sequential(nn.Linear(4, 1)))])
+    generator, discriminator = model
+    inner = [torch.optim.AdamW(model[0].parameters(), lr=0.01), sgd(model[1].parameters(), DENSE)]
+    optimizer = grid.optimizer(inner, model, exchange=DENSE, unused="skip")
+    scaler = grid.scaler(device="cpu", init_scale=256.0)
+    for number, (inputs, _) in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
+        before = flat(model[number % 2])
+        optimizer.zero_grad()
+        if number % 2:
+            loss = discriminator(generator(inputs)).square().mean()
+            scaler.scale(loss).backward(inputs=list(generator.parameters()))
+        else:
+            made = generator(inputs).detach()
+            scaler.scale((discriminator(made) - discriminator(inputs)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model[number % 2])), "the other one has no gradient"
+    return model, optimizer
+
+
 def frozen_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = net()
     model[0].requires_grad_(False)
@@ -326,6 +348,7 @@ LOOPS: list[Loop] = [
     adamw,
     parameter_groups,
     two_optimizers,
+    alternating_updates,
     frozen_parameters,
     tied_parameters,
     compiled,

@@ -33,6 +33,7 @@ class Script:
     average_buffers_every: int = 100
     compare_every: Any = 500
     overlap: Any = None
+    unused: str = "zero"
     reported: Any = 0.5
     tracked: Any = None
     data: Any = field(default_factory=lambda: DATA)
@@ -52,6 +53,7 @@ class Script:
             average_buffers_every=self.average_buffers_every,
             compare_every=self.compare_every,
             overlap=self.overlap,
+            unused=self.unused,
         )
         grid.report(loss=self.reported)
         if self.tracked is not None:
@@ -119,6 +121,10 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(kind=two), r"optimizer is SGD\(lr=0\.1\) \+ Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
         (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and none in the run"),
         (
+            Script(exchange=gridtrain.Dense(), unused="skip"),
+            r"exchange is Dense\(\) here and .*; unused is skip here and missing in the run",
+        ),
+        (
             Script(ends=(("steps", 5),)),
             r"end of the run is 5 steps over 8 samples with data seed 0 here and 4 steps over 8 samples",
         ),
@@ -128,7 +134,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
     ],
     ids=[
         "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "two optimizers",
-        "clip_norm", "steps", "epochs", "seed", "global_batch_size",
+        "clip_norm", "unused", "steps", "epochs", "seed", "global_batch_size",
     ],
 )  # fmt: skip
 def test_a_different_setup_is_refused(refusal: Any, second: Script, expected: str) -> None:
