@@ -291,7 +291,8 @@ class Grid:
         if self._optimizer is not None:
             raise ConfigError(
                 "grid.optimizer was called twice",
-                remedy="call grid.optimizer only once, because a run trains one model",
+                remedy="call grid.optimizer only once: pass several models as one nn.ModuleList, and several "
+                "optimizers as a list",
             )
         inner = as_one(optimizer)
         check_kinds(inner, model)

@@ -332,7 +332,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
         raise ConfigError(
             f"the optimizer's groups lack {format_count(len(missing), 'trainable parameter')} of the model, "
             f"such as {missing[0]!r}",
-            remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
+            remedy="add them to the optimizer, pass a list with the optimizer that has them, or freeze them "
+            "with parameter.requires_grad_(False)",
         )
     if lazy := [name for name, p in named if isinstance(p, nn.parameter.UninitializedParameter)]:
         raise ConfigError(
