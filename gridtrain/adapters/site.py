@@ -61,6 +61,7 @@ from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 from gridtrain.training.data import sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.single_samples import SingleSampleBatches
@@ -143,7 +144,12 @@ class Site:
         """Whether this process is the one in the run that should log and save."""
         return self.grid is not None and self.grid.is_first
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: nn.Module,
+        **options: Any,
+    ) -> SiteOptimizer:
         """Wrap `optimizer`.  Every process of the site must call this method, with the arguments
         of `grid.optimizer`.
 
@@ -162,15 +168,15 @@ class Site:
                 "a site's processes are weighted by their samples", remedy="remove the argument weigh_by="
             )
         _refuse_wrapped(model)
-        flat = FlatGradient(model, optimizer)
+        inner: torch.optim.Optimizer = as_one(optimizer)
+        flat = FlatGradient(model, inner, has_used=options.get("unused") == "skip")
         if self.grid is not None:
-            wrapped = self.grid.optimizer(optimizer, model, **options)
+            inner = wrapped = self.grid.optimizer(inner, model, **options)
             self._compare_bases(wrapped.base)
-            optimizer = wrapped
         else:
             base = FrozenBase(model, sent=options.get("send_frozen", ()), rule="any")  # the leader compares
             self._channel.send(LEADER, [_SiteMessage.BASE], base.describe().encode())
-        self._optimizer = SiteOptimizer(self, optimizer, model, flat)
+        self._optimizer = SiteOptimizer(self, inner, model, flat)
         return self._optimizer
 
     @closed_at_exit

@@ -95,7 +95,7 @@ class Pipeline:
     delay = 0
     calls_per_turn = 1
     local_calls = 0
-    weigh_by = "samples"
+    weigh_by, unused = "samples", "zero"
     wait = "all"
 
     def __init__(

@@ -7,7 +7,7 @@ stages are determined again when a batch has inputs of another shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -35,6 +35,7 @@ from gridtrain.pipeline.validation import check_in_flight
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -44,7 +45,7 @@ MAX_SHAPES = 256
 MAX_AHEAD = 1e6
 """The largest value of `ahead` that messages to the coordinator can contain."""
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ def check_stages(stages: int) -> None:
 
 def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Call `make` with these parameters; raise `ConfigError` if it does not return an optimizer."""
-    found = make(list(parameters)) if callable(make) else make  # a list, to be iterated more than once
+    given = list(parameters)  # a list, to be iterated more than once
+    found = as_one(make(given)) if callable(make) else make
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}{describe_type(found)}",

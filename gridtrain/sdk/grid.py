@@ -76,6 +76,7 @@ from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.data.fetch_meter import FetchMeter
@@ -225,7 +226,7 @@ class Grid:
 
     def optimizer(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         model: nn.Module,
         *,
         exchange: Exchange | LocalSteps | Auto | str | None = None,
@@ -238,13 +239,17 @@ class Grid:
         send_frozen: Sequence[str] = (),
         weigh_by: str = "samples",
         exchange_device: torch.device | str | None = None,
+        unused: str = "zero",
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
+        A list or tuple of optimizers without common parameters, such as `[muon, adamw]`, is used as one; each
+        of them is stepped in every step.  Several models, such as a generator and a discriminator, are one
+        model in an `nn.ModuleList`.
+
         The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
         share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, also
-        those of float64 parameters.  A parameter that has no gradient on any worker receives zeros, so that
-        weight decay and momentum continue to change it.
+        those of float64 parameters.
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
@@ -279,6 +284,11 @@ class Grid:
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
+            unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
+                weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
+                optimizer skips it, as torch does in one process: for alternating updates, as in a GAN, and
+                for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  It must be the
+                same on all workers.
 
         Raises:
             ConfigError: an argument is invalid, or the method was already called.
@@ -286,20 +296,22 @@ class Grid:
         if self._optimizer is not None:
             raise ConfigError(
                 "grid.optimizer was called twice",
-                remedy="call grid.optimizer only once, because a run trains one model",
+                remedy="call grid.optimizer only once: pass several models as one nn.ModuleList, and several "
+                "optimizers as a list",
             )
-        check_kinds(optimizer, model)
+        inner = as_one(optimizer)
+        check_kinds(inner, model)
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
-            chosen = _fit_auto(chosen, optimizer, overlap)
+            chosen = _fit_auto(chosen, inner, overlap)
         kind: Callable[..., GridOptimizer] = GridOptimizer
         if isinstance(chosen, LocalSteps):
             kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
         wrapped = kind(
-            optimizer,
+            inner,
             model,
             chosen,
             self._session,
@@ -311,6 +323,7 @@ class Grid:
             base=FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
             weigh_by=weigh_by,
             exchange_device=exchange_device,
+            unused=unused,
         )
         self._optimizer = wrapped
         self._track_scalers()
@@ -352,8 +365,9 @@ class Grid:
         Args:
             model: a chain of blocks (`nn.Sequential`, a list, `gridtrain.pipeline.Sequence`) on the meta
                 device, a function that creates it and is called on the meta device, or a `Blueprint`.
-            optimizer: a function that makes the optimizer of a stage from its parameters: `torch.optim.SGD`
-                with bound arguments, or `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+            optimizer: a function that makes the optimizer of a stage, or a list of optimizers, from its
+                parameters: `torch.optim.SGD` with bound arguments, or
+                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.

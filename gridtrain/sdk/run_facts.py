@@ -12,6 +12,7 @@ import torch
 from gridtrain.core.messages import Facts
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
+from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.optimizer import GridOptimizer
 
@@ -33,6 +34,7 @@ def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
         ("data", data_text),
         *((("wait", trainer.wait),) if trainer.wait != "all" else ()),
         *((("weigh_by", "tokens"),) if trainer.weigh_by != "samples" else ()),
+        *((("unused", trainer.unused),) if trainer.unused != "zero" else ()),
         *trainer.base.facts(),
         *adapter_facts(trainer.model),
     )
@@ -44,6 +46,12 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
     It names the class, the learning rate of the first parameter group, and that group's other options that
     are not defaults; with several groups or a long text, it also contains a digest of all settings.
     """
+    settings = hyperparameter_digest(inner).hex()[:12]
+    text = " + ".join(_describe_one(each) for each in parts_of(inner))
+    return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+
+
+def _describe_one(inner: torch.optim.Optimizer) -> str:
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
     options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
@@ -52,10 +60,8 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
         for name, value in sorted(options.items())
         if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
     )
-    text, settings = (
-        f"{type(inner).__name__}({shown})",
-        hyperparameter_digest(inner).hex()[:12],
-    )
+    text = f"{type(inner).__name__}({shown})"
     if others:
+        settings = hyperparameter_digest(inner).hex()[:12]
         text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
-    return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+    return text

@@ -44,6 +44,7 @@ from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
 from gridtrain.training.parameter_watch import ParameterWatch
@@ -96,6 +97,8 @@ class GridOptimizer(WrappingOptimizer):
             that the script passes to `weigh`.
         exchange_device: the device of the flat gradient, the residual and the tensors that local steps keep:
             "cpu" for host memory; by default the device of the parameters.
+        unused: "zero" to treat a parameter without a gradient on any worker like one with a gradient of zero;
+            "skip" to leave its `grad` None, so that `inner` skips it.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -133,7 +136,9 @@ class GridOptimizer(WrappingOptimizer):
         base: FrozenBase | None = None,
         weigh_by: str = "samples",
         exchange_device: torch.device | str | None = None,
+        unused: str = "zero",
     ) -> None:
+        check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
         if wait not in WAITS:
@@ -147,7 +152,8 @@ class GridOptimizer(WrappingOptimizer):
         self.replicated = inner
         self._session = session
         self.clip_norm = clip_norm
-        self._flat = FlatGradient(model, inner, exchange_device)
+        self._flat = FlatGradient(model, inner, exchange_device, has_used=unused == "skip")
+        self.unused = unused
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
@@ -299,7 +305,7 @@ class GridOptimizer(WrappingOptimizer):
             early = self._overlapper.take_sent()
         else:
             self._flat.gather()
-        overflowed = self._unscale(self._flat.flat_N.mul_)
+        overflowed = self._unscale(self._flat.gradient_N.mul_)
         self._run_attempts(not overflowed, early)
         self._has_exchanged = True
         return not self.last_skipped
@@ -580,7 +586,9 @@ class GridOptimizer(WrappingOptimizer):
         """Write the update, clipped if there is a `clip_norm`, to every `p.grad`."""
         self._flat.load_update(update)
         if self.clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self.clip_norm / (l2_norm(update) + 1e-6)))
+            gradient_N = self._flat.gradient_N
+            norm = l2_norm(update if isinstance(update, SparseVector) else update[: len(gradient_N)])
+            gradient_N.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
         self._flat.scatter()
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
@@ -647,11 +655,11 @@ def check_compatible(
     The warning names the line that called `grid.optimizer`.  For this, there must be exactly two frames
     between this function and that line.
     """
-    name = type(inner).__name__
-    if isinstance(inner, GridOptimizer):
-        raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
-    if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
+    for part in parts_of(inner):
+        if isinstance(part, GridOptimizer):
+            raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
+        if isinstance(part, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise ConfigError(f"{type(part).__name__} cannot be used in a run", remedy="use SGD or AdamW")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")
@@ -664,17 +672,35 @@ def check_compatible(
         )
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return
-    momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
-    if momentum and exchange.momentum:
+    for part in parts_of(inner):
+        name = type(part).__name__
+        momentum = max(float(group.get("momentum", 0.0)) for group in part.param_groups)
+        if momentum and exchange.momentum:
+            raise ConfigError(
+                f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
+                remedy=f"keep the exchange's momentum and build {name} with momentum=0",
+            )
+        if "betas" in part.defaults:
+            warnings.warn(
+                f"{name} converges poorly with a sparse exchange, because most elements of an update are "
+                "zero -> use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, "
+                "exchange=GTopK())",
+                stacklevel=4,  # the line that called grid.optimizer(...)
+            )
+
+
+def check_unused(unused: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None) -> None:
+    """Raise `ConfigError` if `unused` is unknown, or cannot be used with the other arguments."""
+    if unused not in ("zero", "skip"):
         raise ConfigError(
-            f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
-            remedy=f"keep the exchange's momentum and build {name} with momentum=0",
+            f"unused is {unused!r}; it must be zero or skip", remedy='use unused="zero" or unused="skip"'
         )
-    if "betas" in inner.defaults:
-        warnings.warn(
-            f"{name} converges poorly with a sparse exchange, because most elements of an update are zero -> "
-            "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
-            stacklevel=4,  # the line that called grid.optimizer(...)
+    is_exact = isinstance(exchange, Dense) and exchange.values == "fp32" and overlap is None
+    if unused == "skip" and not is_exact:
+        given = exchange.describe() + (" and overlap" if overlap is not None else "")
+        raise ConfigError(
+            f'unused="skip" was set with {given}; it needs Dense() with values="fp32" and without overlap',
+            remedy='use exchange=Dense() without overlap=, or unused="zero"',
         )
 
 

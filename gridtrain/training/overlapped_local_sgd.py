@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from gridtrain.config import LocalSteps
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
+from gridtrain.training.checkpoint.joint_optimizer import JointOptimizer
 from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
 
 log = logging.getLogger("gridtrain")
@@ -186,6 +187,9 @@ def kept_share(world_size: int) -> float:
 
 def _copy_settings(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class that has only a copy of the groups' settings."""
+    if isinstance(optimizer, JointOptimizer):
+        return JointOptimizer([_copy_settings(each) for each in optimizer.optimizers])
     copied = object.__new__(type(optimizer))
+    copied.defaults = optimizer.defaults
     copied.param_groups = [dict(group) for group in optimizer.param_groups]
     return copied

@@ -162,6 +162,14 @@ def test_what_a_site_cannot_do_is_refused(option) -> None:
         site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **option)
 
 
+def test_a_process_of_a_site_takes_a_list_of_optimizers() -> None:
+    model = nn.Linear(1, 1)
+    channel: Any = SimpleNamespace(rank=1, world_size=2, send=lambda *message: None)
+    each = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    joint = site.Site(None, channel).optimizer(each, model)
+    assert joint.param_groups == [group for optimizer in each for group in optimizer.param_groups]
+
+
 def test_a_model_whose_gradients_torch_combines_is_refused() -> None:
     """On the leader and on another process."""
     done = subprocess.run(

@@ -60,6 +60,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
+def two(parameters: Any) -> list[torch.optim.Optimizer]:
+    """SGD for the matrices and AdamW for the rest; a stage may have neither."""
+    listed = list(parameters)
+    matrices, rest = ([p for p in listed if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [sgd([{"params": matrices}]), torch.optim.AdamW([{"params": rest}], lr=0.01)]
+
+
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     points = torch.randn(60, 4, generator=generator)
@@ -103,10 +110,12 @@ def divided(samples: int, most: int) -> Iterator[slice]:
         start += length
 
 
-def unpartitioned(model: Layers, batches: list[Any], micro_batches: int) -> tuple[list[float], nn.Module]:
+def unpartitioned(
+    model: Layers, batches: list[Any], micro_batches: int, make: Any = sgd
+) -> tuple[list[float], nn.Module]:
     """An ordinary loop over the unpartitioned model, micro-batch by micro-batch."""
     whole = built(model)
-    optimizer = sgd(whole.parameters())
+    optimizer = make_optimizer(make, whole.parameters())
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -121,16 +130,20 @@ def unpartitioned(model: Layers, batches: list[Any], micro_batches: int) -> tupl
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=1.0, values="fp32")])
+@pytest.mark.parametrize(
+    ("exchange", "make"),
+    [(gridtrain.Dense(), sgd), (gridtrain.GTopK(density=1.0, values="fp32"), sgd), (gridtrain.Dense(), two)],
+    ids=["dense", "gtopk", "two optimizers"],
+)
 def test_parameters_are_those_of_the_unpartitioned_model(
-    tmp_path: Path, stages: int, exchange: gridtrain.Dense | gridtrain.GTopK
+    tmp_path: Path, stages: int, exchange: gridtrain.Dense | gridtrain.GTopK, make: Any
 ) -> None:
     def train(grid: gridtrain.Grid) -> Seen:
-        return run(grid, layers, stages=stages, exchange=exchange)
+        return run(grid, layers, stages=stages, exchange=exchange, make=make)
 
     found = local(train, workers=stages, export_dir=str(tmp_path))
     assert sorted(seen.stage for seen in found) == list(range(stages))
-    losses, whole = unpartitioned(layers, found[0].batches, 3)
+    losses, whole = unpartitioned(layers, found[0].batches, 3, make)
     state = {name: value for seen in found for name, value in seen.state.items()}
     for name, value in whole.state_dict().items():
         assert torch.equal(state[name], value), f"{name} differs by {(state[name] - value).abs().max()}"

@@ -134,7 +134,7 @@ ONE_STEP = (
 TOO_EARLY = "optimizer.step() was called after only 1 of its 2 batches had been requested"
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
-    wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
+    wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once: pass several models",
     half_parameters_with_a_sparse_exchange: "a parameter is torch.float16, whose range an update of GTopK "
     "may exceed, because unsent gradients add up in the residual -> keep parameters in float32",
     half_parameters_with_sparse_local_steps: "a parameter is torch.float16, whose range an update of GTopK",

@@ -23,6 +23,7 @@ from training_loop import digest, flat
 import gridtrain
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 from gridtrain.training.data import sampler
 
 WORKERS = 3
@@ -37,7 +38,7 @@ class OneProcess:
     """The calls of a grid, without a group: each step takes the samples of `WORKERS` workers."""
 
     def optimizer(self, inner: torch.optim.Optimizer, model: nn.Module, **_: Any) -> torch.optim.Optimizer:
-        return inner
+        return as_one(inner)  # type: ignore[no-any-return]
 
     def scaler(self, **options: Any) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(**options)
@@ -226,6 +227,49 @@ def parameter_groups(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
+def two_optimizers(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """Each of them has its own scheduler; after the third step their state is loaded."""
+    model = net()
+    inner = sgd(model[0].parameters(), exchange), torch.optim.Adagrad(model[2].parameters(), lr=0.02)
+    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in inner]
+    scaler = grid.scaler(device="cpu", init_scale=256.0, growth_interval=2)
+    for number, batch in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
+        optimizer.zero_grad()
+        scaler.scale(error_of(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for each in schedulers:
+            each.step()
+        if number == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.05 * 0.9**6, 0.02 * 0.9**6])
+    return model, optimizer
+
+
+def alternating_updates(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """A generator and a discriminator, one of which is updated in each step."""
+    model = nn.ModuleList([seeded(nn.Sequential(nn.Linear(4, 4))), seeded(nn.Sequential(nn.Linear(4, 1)))])
+    generator, discriminator = model
+    inner = [torch.optim.AdamW(model[0].parameters(), lr=0.01), sgd(model[1].parameters(), DENSE)]
+    optimizer = grid.optimizer(inner, model, exchange=DENSE, unused="skip")
+    scaler = grid.scaler(device="cpu", init_scale=256.0)
+    for number, (inputs, _) in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
+        before = flat(model[number % 2])
+        optimizer.zero_grad()
+        if number % 2:
+            loss = discriminator(generator(inputs)).square().mean()
+            scaler.scale(loss).backward(inputs=list(generator.parameters()))
+        else:
+            made = generator(inputs).detach()
+            scaler.scale((discriminator(made) - discriminator(inputs)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model[number % 2])), "the other one has no gradient"
+    return model, optimizer
+
+
 def frozen_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = net()
     model[0].requires_grad_(False)
@@ -303,6 +347,8 @@ LOOPS: list[Loop] = [
     plateau_on_the_groups_mean,
     adamw,
     parameter_groups,
+    two_optimizers,
+    alternating_updates,
     frozen_parameters,
     tied_parameters,
     compiled,

@@ -26,13 +26,14 @@ class Script:
 
     hidden: int = 3
     lr: float = 0.1
-    kind: type[torch.optim.Optimizer] = torch.optim.SGD
+    kind: Any = torch.optim.SGD
     exchange: Any = SPARSE
     clip_norm: float | None = None
     seen: int = 0
     average_buffers_every: int = 100
     compare_every: Any = 500
     overlap: Any = None
+    unused: str = "zero"
     reported: Any = 0.5
     tracked: Any = None
     data: Any = field(default_factory=lambda: DATA)
@@ -43,7 +44,7 @@ class Script:
         model = nn.Sequential(nn.Linear(2, self.hidden), nn.Linear(self.hidden, 1))
         if self.seen:
             model.register_buffer("seen", torch.zeros(self.seen))
-        inner = self.kind(model.parameters(), lr=self.lr)  # type: ignore[call-arg]
+        inner = self.kind(model.parameters(), lr=self.lr)
         optimizer = grid.optimizer(
             inner,
             model,
@@ -52,6 +53,7 @@ class Script:
             average_buffers_every=self.average_buffers_every,
             compare_every=self.compare_every,
             overlap=self.overlap,
+            unused=self.unused,
         )
         grid.report(loss=self.reported)
         if self.tracked is not None:
@@ -60,6 +62,11 @@ class Script:
             train_batch(model, optimizer, batch)
             after_step()
         return grid.step
+
+
+def two(parameters: Any, lr: float) -> list[torch.optim.Optimizer]:
+    first, *others = parameters
+    return [torch.optim.SGD([first], lr), torch.optim.Adagrad(others, lr)]
 
 
 @pytest.fixture
@@ -111,7 +118,12 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(exchange=gridtrain.Dense()), r"exchange is Dense\(\) here and GTopK\(.*\) in the run"),
         (Script(lr=0.2), r"optimizer is SGD\(lr=0\.2\) here and SGD\(lr=0\.1\) in the run"),
         (Script(kind=torch.optim.Adagrad), r"optimizer is Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
+        (Script(kind=two), r"optimizer is SGD\(lr=0\.1\) \+ Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
         (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and none in the run"),
+        (
+            Script(exchange=gridtrain.Dense(), unused="skip"),
+            r"exchange is Dense\(\) here and .*; unused is skip here and missing in the run",
+        ),
         (
             Script(ends=(("steps", 5),)),
             r"end of the run is 5 steps over 8 samples with data seed 0 here and 4 steps over 8 samples",
@@ -121,8 +133,8 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(sizes=(("global_batch_size", 4),)), r"global batch size is 4 here and none in the run"),
     ],
     ids=[
-        "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "clip_norm",
-        "steps", "epochs", "seed", "global_batch_size",
+        "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "two optimizers",
+        "clip_norm", "unused", "steps", "epochs", "seed", "global_batch_size",
     ],
 )  # fmt: skip
 def test_a_different_setup_is_refused(refusal: Any, second: Script, expected: str) -> None:

@@ -2,7 +2,10 @@
 
     named_parameters: tied ones once, no frozen ones          flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
-    head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
+    head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... | used ]
+
+`used`, which is optional, has one element for each parameter: 1 if the parameter has a gradient, 0 if its
+gradient is None.  In a weighted sum over workers it is 0 only if the gradient is None on all of them.
 
 A gradient with a different dtype or device is converted when it is gathered, and the update is converted when
 it is scattered.
@@ -67,6 +70,8 @@ class FlatGradient:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and no others.
         device: the device of the vector: the CPU or, by default, the device of the first parameter.
+        has_used: whether the vector ends with `used`; `scatter` then sets a parameter's `grad` to None if its
+            element is 0.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
@@ -74,7 +79,12 @@ class FlatGradient:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str | None = None,
+        *,
+        has_used: bool = False,
     ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _check_trainable(model, held)
@@ -86,7 +96,7 @@ class FlatGradient:
         own = self._named[0][1].device
         chosen = own if device is None else exchange_device(device, own)
         self.flat_N = torch.zeros(
-            sum(sizes),
+            sum(sizes) + has_used * len(sizes),
             dtype=torch.float32,
             device=chosen,
             pin_memory=chosen.type == "cpu" and own.type == "cuda",  # makes the copies in each step faster
@@ -116,7 +126,9 @@ class FlatGradient:
     def swap(self, other_N: Tensor) -> Tensor:
         """Use `other_N`, (n,) float32 on the same device, as flat_N, and return the vector used before."""
         before_N, self.flat_N = self.flat_N, other_N
-        pieces = torch.split(other_N, [p.numel() for p in self.parameters])
+        sizes = [p.numel() for p in self.parameters]
+        self.gradient_N, self._used_P = other_N[: sum(sizes)], other_N[sum(sizes) :]
+        pieces = torch.split(self.gradient_N, sizes)
         self._views_P = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
         return before_N
 
@@ -210,6 +222,8 @@ class FlatGradient:
                 view.copy_(gradient)
                 if self.scale != 1.0:
                     view.mul_(self.scale)
+        if self._used_P.numel():
+            self._used_P.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -261,8 +275,12 @@ class FlatGradient:
     @torch.no_grad()
     def scatter(self) -> None:
         """Set every trainable parameter's `grad` to its part of flat_N, with the parameter's dtype and
-        device."""
-        for view, (_, parameter) in zip(self._views_P, self._named, strict=True):
+        device, or to None if the parameter is unused."""
+        used = self._used_P.tolist() or [1.0] * len(self._named)
+        for view, (_, parameter), share in zip(self._views_P, self._named, used, strict=True):
+            if not share:
+                parameter.grad = None
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
@@ -314,7 +332,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
         raise ConfigError(
             f"the optimizer's groups lack {format_count(len(missing), 'trainable parameter')} of the model, "
             f"such as {missing[0]!r}",
-            remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
+            remedy="add them to the optimizer, pass a list with the optimizer that has them, or freeze them "
+            "with parameter.requires_grad_(False)",
         )
     if lazy := [name for name, p in named if isinstance(p, nn.parameter.UninitializedParameter)]:
         raise ConfigError(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gridtrain.training.checkpoint.joint_optimizer import parts_of
+
 _OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
 _NAMES = ("params", "param_names")  # the model's parameters; torch.compile adds a prefix to their names
 
@@ -25,8 +27,8 @@ def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
 
 def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
     """Return the optimizer's class and all plain fields of its groups, as JSON."""
-    groups = plain_groups(optimizer.param_groups)
-    return json.dumps([type(optimizer).__name__, groups], sort_keys=True).encode()
+    name = " + ".join(type(each).__name__ for each in parts_of(optimizer))
+    return json.dumps([name, plain_groups(optimizer.param_groups)], sort_keys=True).encode()
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:

@@ -1,0 +1,108 @@
+"""Several optimizers of one model as one, whose state has the layout of one optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from gridtrain.errors import ConfigError, describe_type
+from gridtrain.quantities import format_count
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers of one model as one, with the groups and the state of all of them.
+
+    In its `state_dict`, as in that of one optimizer, parameters are numbered through all groups:
+
+        SGD      groups [0, 1] [2]    state {0, 1, 2}     joint    groups [0, 1] [2] [3, 4]
+        AdamW    groups [0, 1]        state {0, 1}                 state {0, 1, 2, 3, 4}
+
+    Args:
+        optimizers: optimizers that have no parameter in common; each of them is stepped, in this order.
+
+    Raises:
+        ConfigError: there are no optimizers, one is of another type, or two have the same parameter.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if other := [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]:
+            raise ConfigError(
+                f"a list of optimizers contains {describe_type(other[0])}",
+                remedy="list objects of torch.optim.Optimizer only",
+            )
+        if not optimizers:
+            raise ConfigError("the list of optimizers is empty", remedy="list at least one optimizer")
+        for one, other_one in combinations(optimizers, 2):
+            if common := {*_parameter_ids(one)} & {*_parameter_ids(other_one)}:
+                raise ConfigError(
+                    f"{type(one).__name__} and {type(other_one).__name__} have "
+                    f"{format_count(len(common), 'parameter')} in common",
+                    remedy="give each parameter to one optimizer; tied parameters are the same parameter",
+                )
+        self.__setstate__({"optimizers": tuple(optimizers)})  # as in `WrappingOptimizer._wrap`
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return {parameter: values for each in self.optimizers for parameter, values in each.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for each in self.optimizers for name, value in each.defaults.items()}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        joint: dict[str, Any] = {"state": {}, "param_groups": []}
+        first = 0
+        for each in self.optimizers:
+            own = each.state_dict()
+            joint["state"] |= {first + number: values for number, values in own["state"].items()}
+            joint["param_groups"] += _renumbered(own["param_groups"], first)
+            first += len(_parameter_ids(each))
+        return joint
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.  Raises `ValueError` if it has another number of groups."""
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"the state has {len(groups)} groups, the optimizers {len(self.param_groups)}")
+        first = first_group = 0
+        for each in self.optimizers:
+            end, end_group = first + len(_parameter_ids(each)), first_group + len(each.param_groups)
+            own = {number - first: values for number, values in state.items() if first <= number < end}
+            own_groups = _renumbered(groups[first_group:end_group], -first)
+            each.load_state_dict({"state": own, "param_groups": own_groups})
+            first, first_group = end, end_group
+
+
+def as_one(optimizer: Any) -> Any:
+    """Return a list or tuple of optimizers as one optimizer, and anything else unchanged."""
+    return JointOptimizer(optimizer) if isinstance(optimizer, list | tuple) else optimizer
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that a `JointOptimizer` consists of; for another one, only itself."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _renumbered(groups: list[dict[str, Any]], offset: int) -> list[dict[str, Any]]:
+    return [group | {"params": [number + offset for number in group["params"]]} for group in groups]

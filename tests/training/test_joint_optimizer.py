@@ -1,0 +1,146 @@
+"""Several optimizers of one model: wrapped as one, they train as the same optimizers do in plain torch."""
+
+import copy
+
+import pytest
+import torch
+from small_classifier import backward, same, small_model
+
+from gridtrain.config import Dense, GTopK, LocalSteps
+from gridtrain.errors import ConfigError
+from gridtrain.sdk.run_facts import describe_optimizer
+from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
+from gridtrain.training.checkpoint.joint_optimizer import JointOptimizer, as_one
+from gridtrain.training.checkpoint.serialization import capture_state, restore_state
+from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.optimizer import GridOptimizer
+
+OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+
+
+def pair(model, **options):
+    """SGD for the matrices, AdamW in two groups for the rest."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    first, second = [p for p in model.parameters() if p.ndim == 1]
+    rest = [{"params": [first]}, {"params": [second], "lr": 0.02}]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.01, **options)]
+
+
+def trained(steps=3):
+    model = small_model()
+    joint = as_one(pair(model))
+    for step in range(steps):
+        backward(model, step)
+        joint.step()
+        joint.zero_grad()
+    return model, joint
+
+
+@pytest.mark.parametrize("scheduled", ["none", "inner", "wrapped"])
+@pytest.mark.parametrize("local", [False, True], ids=["whole", "local steps"])
+def test_a_single_worker_trains_as_the_plain_optimizers(network, scheduled, local):
+    model, twin = small_model(), small_model()
+    own, plain = pair(model), pair(twin)
+    kind, exchange = (
+        (LocalSGDOptimizer, LocalSteps(2, Dense(), **OUTER)) if local else (GridOptimizer, Dense())
+    )
+    wrapped = kind(as_one(own), model, exchange, network().session())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR
+    targets = {"none": [], "inner": [*own, *plain], "wrapped": [wrapped, *plain]}[scheduled]
+    schedulers = [scheduler(each, 0.9) for each in targets]
+    for step in range(6):
+        backward(model, step)
+        wrapped.step()
+        wrapped.zero_grad()
+        backward(twin, step)
+        for each in plain:
+            each.step()
+            each.zero_grad()
+        for each in schedulers:
+            each.step()
+    if local:  # anchor - (anchor - local) is rounded
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+    else:
+        assert same(model, twin)
+        assert wrapped.state_dict()["state"].keys() == {0, 1, 2, 3}
+    rates = [group["lr"] for group in wrapped.param_groups]
+    assert rates == [group["lr"] for each in plain for group in each.param_groups]
+
+
+def test_the_state_is_numbered_as_that_of_one_optimizer():
+    model, joint = trained()
+    state = joint.state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2], [3]]
+    moments = [["momentum_buffer"]] * 2 + [["exp_avg", "exp_avg_sq", "step"]] * 2
+    assert {number: sorted(values) for number, values in state["state"].items()} == dict(enumerate(moments))
+    other = small_model()
+    loaded = as_one(pair(other))
+    loaded.load_state_dict(copy.deepcopy(state))
+    other.load_state_dict(model.state_dict())
+    for one, optimizer in ((model, joint), (other, loaded)):
+        backward(one, 9)
+        optimizer.step()
+    assert same(model, other)
+
+
+def test_a_newcomer_continues_with_the_received_state():
+    model, joint = trained()
+    other = small_model()
+    newcomer = as_one(pair(other))
+    joint.param_groups[1]["lr"] = 0.5
+    restore_state(capture_state(model, joint, {}), other, newcomer, {})
+    assert newcomer.param_groups[1]["lr"] == 0.5
+    for one, optimizer in ((model, joint), (other, newcomer)):
+        backward(one, 9)
+        optimizer.step()
+    assert same(model, other)
+
+
+def test_a_state_with_another_number_of_groups_is_refused():
+    _, joint = trained()
+    state = joint.state_dict()
+    state["param_groups"].append(state["param_groups"][0])
+    with pytest.raises(ValueError, match="the state has 4 groups, the optimizers 3"):
+        joint.load_state_dict(state)
+
+
+def test_optimizers_of_other_classes_or_in_another_order_have_other_settings():
+    model = small_model()
+    muonlike, adamw = pair(model)
+    either = [as_one([muonlike, adamw]), as_one([adamw, muonlike])]
+    assert hyperparameter_digest(either[0]) != hyperparameter_digest(either[1])
+    assert describe_optimizer(either[0]).startswith("SGD(lr=0.1, momentum=0.9) + AdamW(")
+    assert describe_optimizer(as_one([muonlike])) == describe_optimizer(muonlike)
+    assert hyperparameter_digest(as_one([muonlike])) == hyperparameter_digest(muonlike)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        (lambda m: [], "the list of optimizers is empty -> list at least one"),
+        (lambda m: [*pair(m), m], "a list of optimizers contains a Sequential -> list objects of torch"),
+        (
+            lambda m: [*pair(m), torch.optim.SGD([m[0].weight], lr=0.1)],
+            "SGD and SGD have 1 parameter in common -> give each parameter to one optimizer",
+        ),
+    ],
+    ids=["empty", "no optimizer", "common parameter"],
+)
+def test_a_list_that_is_no_optimizer_is_refused(listed, expected):
+    with pytest.raises(ConfigError, match=expected):
+        as_one(listed(small_model()))
+
+
+def test_each_of_the_optimizers_must_be_usable(network):
+    model = small_model()
+
+    def wrap(optimizers, exchange=Dense()):  # noqa: B008  it is immutable
+        return GridOptimizer(JointOptimizer(optimizers), model, exchange, network().session())
+
+    with pytest.raises(ConfigError, match="LBFGS cannot be used in a run"):
+        wrap([torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.LBFGS(model[2].parameters())])
+    with pytest.raises(ConfigError, match="lack 2 trainable parameters of the model"):
+        wrap([torch.optim.SGD(model[0].parameters(), lr=0.1)])
+    with pytest.raises(ConfigError, match="keep the exchange's momentum and build SGD with momentum=0"):
+        wrap(pair(model), GTopK(density=0.5, momentum=0.9))
