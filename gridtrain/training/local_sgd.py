@@ -44,7 +44,7 @@ from gridtrain.sparsify.error_feedback import add_at
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
-from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.optimizer import GridOptimizer, check_applied
 from gridtrain.training.turn_start_state import TurnStartState
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -199,6 +199,7 @@ class LocalSGDOptimizer(GridOptimizer):
                 remedy="call optimizer.step() once per batch, or once per N batches with "
                 "grid.batches(..., accumulate=N)",
             )
+        check_applied(self.unapplied_step)
         self._check_batches()
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from threaded_group import ThreadedGroup
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import ConfigError, LineBroken
+from gridtrain.errors import ConfigError, GridtrainError, LineBroken
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.executor import StageExecutor, _StepExecution
@@ -113,6 +114,28 @@ def test_an_exception_in_a_stage_ends_its_script_and_wakes_the_others(tmp_path: 
     with pytest.raises((ArithmeticError, EndpointKilled)):
         local(train, workers=2, export_dir=str(tmp_path))
     assert raised.is_set()
+
+
+def test_an_update_of_a_stage_that_was_not_applied_ends_its_script(tmp_path: Path) -> None:
+    """The optimizer of stage 1 raises an exception in step 3, which the script catches."""
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        pipe = pipeline_of(grid)
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+            if pipe.stage == 1 and grid.step == 2:
+                pipe.optimizer.inner.step = apply_half  # type: ignore[method-assign]
+            with suppress(torch.OutOfMemoryError):
+                pipe.step(inputs, targets)
+        return grid.step
+
+    def apply_half(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with ThreadedGroup(tmp_path, workers=2, deadlines=LOSING) as group:
+        group.start_all(train)
+        group.wait_for("training", "left")
+        errors = [result for result in group.results.values() if isinstance(result, GridtrainError)]
+    assert any("the update of step 3 was committed, but an exception prevented" in str(e) for e in errors)
 
 
 def test_a_stage_that_violates_the_agreed_spec_is_removed(
