@@ -250,10 +250,7 @@ class LocalSGDOptimizer(GridOptimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
         if scale is not None and not overflowed:
-            inverse = 1.0 / float(scale)
-            for _, parameter in self._flat.views:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse)
+            self._flat.rescale(1.0 / float(scale))
         return overflowed
 
     def _report_local(self) -> None:
