@@ -279,8 +279,7 @@ class FlatGradient:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
                 continue
-            is_expanded = 0 in gradient.stride() and not gradient.is_contiguous()
-            if is_expanded or gradient.data_ptr() in addresses:
+            if 0 in gradient.stride() or gradient.data_ptr() in addresses:
                 parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
             addresses.add(gradient.data_ptr())
 
