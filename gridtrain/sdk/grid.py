@@ -250,7 +250,8 @@ class Grid:
                 averaged.
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
-                of the majority.  0 disables comparisons.
+                of the majority, about a second later or at the end of the run.  0 disables comparisons.
+                The steps after the last multiple of this number are not compared.
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).

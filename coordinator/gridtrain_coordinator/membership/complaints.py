@@ -133,7 +133,8 @@ class Complaints:
             return []
         effects: list[Effect] = []
         for diverged in self._divergence.add(peer, message.step, message.digest):
-            if (worker := run.workers.get(diverged)) is None:
+            worker = run.workers.get(diverged)
+            if worker is None or self._divergence.has_notified(diverged, run.generation):
                 continue
             notice = self._divergence.notify(
                 diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
