@@ -69,6 +69,7 @@ from gridtrain.sdk.arguments import (
     to_intervals,
     to_ints,
     unsupported_scaler_error,
+    warn_of_sync_norms,
 )
 from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.reported_figures import ReportedFigures
@@ -282,6 +283,7 @@ class Grid:
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
         check_kinds(optimizer, model)
+        warn_of_sync_norms(model)
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
@@ -480,6 +482,9 @@ class Grid:
                 Batches that are not needed after a change of the group are dropped, because a sample counts
                 when its step commits.
             prefetch_factor: the number of steps that each of these processes reads ahead.
+            collate_fn: a function that makes a batch of a list of samples.  A batch has the weight of all the
+                samples in this list; if the function leaves some out, use `weigh_by="tokens"`, and call
+                `grid.weigh` with the number of the remaining ones.
             weigh: whether each sample has the same weight even if a step's samples cannot be divided evenly
                 into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
                 is scaled between two batches.  Set it to False for a loop that reads all batches of a step

@@ -50,7 +50,8 @@ class SkipReport:
         remedy = own_remedy if is_own else "; gridtrain status names that worker"
         log.log(
             logging.WARNING if is_own else logging.INFO,
-            "all workers skipped step %d because %s gradient is not finite or is too large to be summed%s%s",
+            "all workers skipped step %d because %s gradient is not finite or is too large to be summed in "
+            "float32%s%s",
             step + 1,
             whose,
             again,

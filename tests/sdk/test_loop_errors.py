@@ -251,6 +251,18 @@ def test_adam_with_a_sparse_exchange_warns_with_the_remedy(together: Any) -> Non
     assert warning.filename == __file__
 
 
+def test_a_sync_batch_norm_warns_with_the_remedy(together: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2), nn.Linear(2, 1), nn.BatchNorm1d(1))
+        sgd(grid, model)
+
+    together(train, 1)
+    assert (
+        "the model has 1 SyncBatchNorm, such as '1'; without a process group of torch, it normalizes each "
+        "worker's batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm"
+    ) in caplog.text
+
+
 # -- in a group: the others go on ----------------------------------------------------------------------
 
 

@@ -364,5 +364,5 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
 def _sparse_gradient_error(name: str) -> ConfigError:
     return ConfigError(
         f"parameter {name!r} has sparse gradients, which the flat vector cannot hold",
-        remedy="build the embedding with sparse=False; GTopK sends only the large entries anyway",
+        remedy="build the embedding with sparse=False; with exchange=GTopK() only large entries are sent",
     )
