@@ -54,8 +54,8 @@ def warn_of_sync_norms(model: nn.Module) -> None:
     if names and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         log.warning(
             "the model has %s, such as %r; without a process group of torch, it normalizes each worker's "
-            "batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm; average_buffers_every= averages running "
-            "statistics",
+            "batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm; average_buffers_every= averages "
+            "running statistics",
             *(format_count(len(names), "SyncBatchNorm"), names[0]),
         )
 

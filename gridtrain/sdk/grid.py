@@ -248,7 +248,8 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.
+                averaged.  At the end of the run they differ between workers, and so do evaluations, unless
+                the number of steps is a multiple of it.
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
                 of the majority, about a second later or at the end of the run.  0 disables comparisons.
