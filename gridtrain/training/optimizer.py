@@ -676,8 +676,9 @@ def check_applied(unapplied_step: int | None) -> None:
     an exception of the inner optimizer that the script has caught."""
     if unapplied_step is not None:
         raise GridtrainError(
-            f"the update of step {unapplied_step + 1} was committed, but an exception prevented this worker "
-            "from applying it completely, so its model may differ from that of the others",
+            f"the update of step {unapplied_step + 1} was committed, but this worker has not applied it "
+            "completely, because of an exception or because step() was not called after exchange(); its "
+            "model may differ from that of the others",
             remedy="let the exception end this script, and start it again: it then receives the group's "
             "state or, without other workers, continues from its latest checkpoint",
         )

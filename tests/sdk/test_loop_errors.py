@@ -413,8 +413,9 @@ EXCHANGED = {
     "overlap": (gridtrain.Dense(), {"overlap": gridtrain.Overlap(adaptive=False, least=1)}),
 }
 NOT_APPLIED = (
-    "the update of step 4 was committed, but an exception prevented this worker from applying it completely, "
-    "so its model may differ from that of the others -> let the exception end this script, and start it again"
+    "the update of step 4 was committed, but this worker has not applied it completely, because of an "
+    "exception or because step() was not called after exchange(); its model may differ from that of the "
+    "others -> let the exception end this script, and start it again"
 )
 
 
@@ -448,6 +449,19 @@ def test_a_second_call_after_an_update_that_was_not_applied_is_refused(outcomes:
             try:
                 train_batch(model, optimizer, batch)
             except torch.OutOfMemoryError:
+                optimizer.step()
+
+    (failed,) = outcomes(train, 1)
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)
+
+
+def test_a_missing_step_after_an_exchange_is_reported_at_the_next_batch(outcomes: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model, optimizer = wrapped(grid)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            backward(model, batch)
+            optimizer.exchange()
+            if grid.step < 4:
                 optimizer.step()
 
     (failed,) = outcomes(train, 1)
