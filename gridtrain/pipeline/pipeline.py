@@ -57,7 +57,7 @@ from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt
-from gridtrain.training.optimizer import check_compatible, l2_norm
+from gridtrain.training.optimizer import check_applied, check_compatible, l2_norm
 from gridtrain.training.single_samples import SingleSampleReport
 from gridtrain.training.skip_report import SkipReport
 
@@ -118,6 +118,7 @@ class Pipeline:
         if self._micro_batch_count.is_auto:
             self.held.track(**{MICRO_BATCHES_TRACKER: self._micro_batch_count})
         self._failed_round: PipelineRound | None = None
+        self._unapplied_step: int | None = None  # committed, but not completely applied to this stage
         self._committed_autocast: set[torch.dtype | None] = set()  # as of `autocast_dtype`
         self._input_dtypes: Any = None  # of the latest committed step; None before the first one
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
@@ -190,6 +191,7 @@ class Pipeline:
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
+        check_applied(self._unapplied_step)
         self._end_failed_round()
         while True:
             began_s = time.perf_counter()
@@ -390,6 +392,7 @@ class Pipeline:
         self, state: StageState, plan: StepPlan, outcome: RoundOutcome, mine: _Contribution, began_s: float
     ) -> float:
         self.last_skipped, state.applied = outcome.is_skipped, None
+        self._unapplied_step = plan.step
         if outcome.is_skipped:
             state.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=mine.attempt.skip)
@@ -410,6 +413,7 @@ class Pipeline:
         state.inner.zero_grad()
         self._update_micro_batches(plan, mine.summaries)
         self.held.record_step(plan.step)
+        self._unapplied_step = None
         every = self._options.compare_every
         if every and (plan.compare_after or (plan.step + 1) % every == 0):
             self._session.report_digest(plan.step, serialization.replica_digest(state.module, state.inner))
@@ -443,7 +447,9 @@ class Pipeline:
             )
 
     def record_turn(self) -> None:
-        """Record that the script requests its next batch."""
+        """Record that the script requests its next batch; raise `GridtrainError` if a committed update
+        was not applied."""
+        check_applied(self._unapplied_step)
         self.held.record_turn()
 
     def begin_turn(self, calls_with_samples: int) -> None:

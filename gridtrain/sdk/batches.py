@@ -118,7 +118,8 @@ class Turns:
             stand_in = spans[-1]
             yield from self._call_by_call(spans, self._calls_with_samples(snapshot.spans))
             self._computed = snapshot.spans
-            if not self._session.is_turn_done:
+            # With overlapped local steps, a turn's round may be done before the turn's last call.
+            if not self._session.is_turn_done or self._trainer.local_calls:
                 raise self._missing_call_error(snapshot.open_round.step + 1)
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
@@ -130,6 +131,8 @@ class Turns:
         with_samples = self._calls_with_samples(spans)
         self._trainer.begin_repeated_turn(with_samples)
         yield from self._call_by_call(self._divide(spans), with_samples)
+        if self._trainer.local_calls:
+            raise self._missing_call_error(self._session.step + 1)
         restore()  # schedulers: the other workers do not repeat the turn
         self._computed = spans
 

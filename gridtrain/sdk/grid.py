@@ -69,6 +69,7 @@ from gridtrain.sdk.arguments import (
     to_intervals,
     to_ints,
     unsupported_scaler_error,
+    warn_of_sync_norms,
 )
 from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.reported_figures import ReportedFigures
@@ -257,10 +258,12 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.
+                averaged.  At the end of the run they differ between workers, and so do evaluations, unless
+                the number of steps is a multiple of it.
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
-                of the majority.  0 disables comparisons.
+                of the majority, about a second later or at the end of the run.  0 disables comparisons.
+                The steps after the last multiple of this number are not compared.
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
@@ -301,6 +304,7 @@ class Grid:
             )
         inner = as_one(optimizer)
         check_kinds(inner, model)
+        warn_of_sync_norms(model)
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
@@ -501,6 +505,9 @@ class Grid:
                 Batches that are not needed after a change of the group are dropped, because a sample counts
                 when its step commits.
             prefetch_factor: the number of steps that each of these processes reads ahead.
+            collate_fn: a function that makes a batch of a list of samples.  A batch has the weight of all the
+                samples in this list; if the function leaves some out, use `weigh_by="tokens"`, and call
+                `grid.weigh` with the number of the remaining ones.
             weigh: whether each sample has the same weight even if a step's samples cannot be divided evenly
                 into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
                 is scaled between two batches.  Set it to False for a loop that reads all batches of a step

@@ -40,6 +40,7 @@ class AbsentOptimizer(Protocol):
     inner: torch.optim.Optimizer
     exchange_config: Exchange | LocalSteps | Auto
     wait: str
+    unapplied_step: int | None
     residual: WorkerResidual
     backwards_per_step: int
 
@@ -159,6 +160,7 @@ class Absence:
             GridtrainError: a step cannot be applied; the model is then unusable.
         """
         for step in steps:
+            self._optimizer.unapplied_step = step.step
             own = hyperparameters.hyperparameters_json(self._optimizer.inner)
             if step.update is not None:
                 if step.settings != own:
@@ -171,6 +173,7 @@ class Absence:
                 self._optimizer.load_settings(own)
                 self.set_obstacle("its schedulers give settings different from those of the other workers")
             self._advance_schedulers()
+            self._optimizer.unapplied_step = None
         if steps:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 

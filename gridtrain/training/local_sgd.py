@@ -44,7 +44,7 @@ from gridtrain.sparsify.error_feedback import add_at
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
-from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.optimizer import GridOptimizer, check_applied
 from gridtrain.training.turn_start_state import capture_turn_start
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -199,6 +199,7 @@ class LocalSGDOptimizer(GridOptimizer):
                 remedy="call optimizer.step() once per batch, or once per N batches with "
                 "grid.batches(..., accumulate=N)",
             )
+        check_applied(self.unapplied_step)
         self._check_batches()
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:
@@ -237,16 +238,11 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _local_step(self) -> None:
         self._flat.check_unchanged()
-        overflowed = self._unscale(self._multiply_gradients)
+        overflowed = self._unscale(self._flat.rescale)
         if not overflowed and self.local_calls <= self._calls_with_samples:
             self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
-
-    def _multiply_gradients(self, factor: float) -> None:
-        for _, parameter in self._flat.views:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
 
     def _report_local(self) -> None:
         self._stopwatch.lap("computing_s")

@@ -83,6 +83,11 @@ SAVE_REPORT_S = 5.0
 """How long a paused worker waits for its checkpoint before it reports which step is on its disk."""
 
 CHANGED = "its script has changed the parameters since (call grid.close() before loading other weights)"
+WITHIN_STEP = "was stopped within a step"
+UNSETTLED = (
+    "was stopped after an update, before its script had requested the next batch, when the objects that it "
+    "tracks may lack their changes (gridtrain worker stop ends a script between two steps)"
+)
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -780,7 +785,9 @@ class WholeModelState(ModelState):
         if is_after_step and not self._optimizer.parameter_watch.has_changed:
             self._left_at = snapshot
         elif snapshot.world_size <= 1:
-            self._lost_step = snapshot.applied + 1, CHANGED if is_after_step else "was stopped within a step"
+            is_updated = self._session.is_turn_done and self._optimizer.unapplied_step is None
+            why = CHANGED if is_after_step else UNSETTLED if is_updated else WITHIN_STEP
+            self._lost_step = snapshot.applied + 1, why
         elif is_after_step:
             log.warning(NOT_SAVED, CHANGED)
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.config import WAITS, Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
@@ -111,6 +111,8 @@ class GridOptimizer(WrappingOptimizer):
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
         timings: how long each phase of the latest step took, in seconds: computing, waiting, selecting,
             communicating, applying.
+        unapplied_step: the step that is committed, but not completely applied to this model; None if there is
+            none.
 
     Raises:
         ConfigError: an argument is invalid, or the arguments are not compatible.
@@ -171,6 +173,7 @@ class GridOptimizer(WrappingOptimizer):
         self._trackers: dict[str, serialization.Stateful] = {}
         self._rates_at_step: dict[str, object] = {}  # directly after the latest step
         self._is_applied = True  # False from the first attempt at a step until its update is applied
+        self.unapplied_step: int | None = None
         self.compare_every = compare_every
         self._step = -1
         self._compare_next = False
@@ -297,6 +300,7 @@ class GridOptimizer(WrappingOptimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
+        check_applied(self.unapplied_step)
         self._check_batches()
         self.weights.take()
         early = None
@@ -385,6 +389,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._check_hyperparameters(plan, compared)
         self.last_skipped = self.last_overflowed = outcome.is_skipped
         self._step, self._compare_next = plan.step, plan.compare_after
+        self.unapplied_step = plan.step
         if outcome.is_skipped:
             self.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=attempt.skip, is_scaled=self._is_scaled)
@@ -460,7 +465,7 @@ class GridOptimizer(WrappingOptimizer):
         return self.timings
 
     def _end_step(self) -> None:
-        self._is_applied = True
+        self._is_applied, self.unapplied_step = True, None
         self.parameter_watch.record_step()
         self._rates_at_step = rates_by_tracker(self._trackers)
 
@@ -472,7 +477,9 @@ class GridOptimizer(WrappingOptimizer):
         return self._is_applied and have_stepped(self._trackers, self._rates_at_step)
 
     def record_turn(self) -> None:
-        """Record that the script requests its next batch."""
+        """Record that the script requests its next batch; raise `GridtrainError` if a committed update
+        was not applied, so that this worker neither trains with a different state, nor sends or saves it."""
+        check_applied(self.unapplied_step)
         self.parameter_watch.record_turn()
 
     @property
@@ -701,6 +708,19 @@ def check_unused(unused: str, exchange: Exchange | LocalSteps | Auto, overlap: O
         raise ConfigError(
             f'unused="skip" was set with {given}; it needs Dense() with values="fp32" and without overlap',
             remedy='use exchange=Dense() without overlap=, or unused="zero"',
+        )
+
+
+def check_applied(unapplied_step: int | None) -> None:
+    """Raise `GridtrainError` if a committed step was not completely applied to this worker's model, as after
+    an exception of the inner optimizer that the script has caught."""
+    if unapplied_step is not None:
+        raise GridtrainError(
+            f"the update of step {unapplied_step + 1} was committed, but this worker has not applied it "
+            "completely, because of an exception or because step() was not called after exchange(); its "
+            "model may differ from that of the others",
+            remedy="let the exception end this script, and start it again: it then receives the group's "
+            "state or, without other workers, continues from its latest checkpoint",
         )
 
 

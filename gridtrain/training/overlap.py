@@ -114,8 +114,10 @@ class Overlapper:
         if bucket in self._sent:
             raise ConfigError(
                 f"more than {self.backwards} backward pass{'es' * (self.backwards != 1)} ran before one "
-                "step(); the gradients have already been sent",
-                remedy="use grid.batches(..., accumulate=N) for N backward passes per step, or overlap=None",
+                "step(), or one pass added to a gradient twice, as for layers that are used in two calls of "
+                "torch.utils.checkpoint with use_reentrant=True; the gradients have already been sent",
+                remedy="use grid.batches(..., accumulate=N) for N backward passes per step, "
+                "use_reentrant=False, or overlap=None",
             )
         self._backward_counts[index] += 1
         if self._backward_counts[index] == self.backwards:

@@ -65,7 +65,8 @@ class SkipReport:
             remedy = "; gridtrain status names that worker"
         log.log(
             logging.WARNING if is_own and not is_routine else logging.INFO,
-            "all workers skipped step %d because %s gradient is not finite or is too large to be summed%s%s",
+            "all workers skipped step %d because %s gradient is not finite or is too large to be summed in "
+            "float32%s%s",
             step + 1,
             whose,
             again,

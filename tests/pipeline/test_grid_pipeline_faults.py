@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from threaded_group import ThreadedGroup
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import ConfigError, LineBroken
+from gridtrain.errors import ConfigError, GridtrainError, LineBroken
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.executor import StageExecutor, _StepExecution
@@ -113,6 +114,35 @@ def test_an_exception_in_a_stage_ends_its_script_and_wakes_the_others(tmp_path: 
     with pytest.raises((ArithmeticError, EndpointKilled)):
         local(train, workers=2, export_dir=str(tmp_path))
     assert raised.is_set()
+
+
+def test_an_update_of_a_stage_that_was_not_applied_ends_its_script(tmp_path: Path) -> None:
+    """The optimizer of stage 1 raises an exception in step 3, which the script catches."""
+    errors: list[GridtrainError] = []
+    raised = threading.Event()
+
+    def apply_half(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        pipe = pipeline_of(grid)
+        try:
+            for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+                if pipe.stage == 1 and grid.step == 2:
+                    pipe.optimizer.inner.step = apply_half  # type: ignore[method-assign]
+                with suppress(torch.OutOfMemoryError):
+                    pipe.step(inputs, targets)
+        except GridtrainError as error:
+            errors.append(error)
+            raised.set()
+            raise
+
+    with ThreadedGroup(tmp_path, workers=2, deadlines=LOSING) as group:
+        group.start_all(train)
+        assert raised.wait(WITHIN_S)
+    assert "the update of step 3 was committed, but this worker has not applied it completely" in str(
+        errors[0]
+    )
 
 
 def test_a_stage_that_violates_the_agreed_spec_is_removed(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from brisk import BRISK
 from group_snapshot import snapshot_of
 from torch import nn
 from training_loop import digest, sgd, train_batch
@@ -54,3 +56,27 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
     assert len({seen[FLIP_AT] for seen in results}) > 1, "the flip was real"
     assert snapshot["drifts"] >= 1 and snapshot["drifts"] <= max(expected, workers - 1)
     assert any(event["event"] == "drifted" for event in snapshot["events"])
+
+
+def test_a_state_that_differs_is_announced_once_and_replaced_by_the_end_of_the_run(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next generation comes after all steps."""
+
+    def run(grid: gridtrain.Grid, number: int) -> str:
+        torch.manual_seed(7)
+        model = nn.Linear(2, 1)
+        optimizer = sgd(grid, model, gridtrain.Dense(), lr=0.001, compare_every=2)
+        for batch in grid.batches(DATA, batch_size=4, steps=20):
+            if grid.step == 1 and number == 1:
+                flip_one_bit(model, 20)
+            train_batch(model, optimizer, batch)
+        return digest(model, optimizer)
+
+    with new_group(workers=3, deadlines=replace(BRISK, generation_gap_s=2.0)) as group:
+        group.start_all(run)
+        results = group.finish()
+        snapshot = snapshot_of(group)
+    assert len({*results}) == 1
+    assert caplog.text.count("this worker's model differs from the other members' models at step 2") == 1
+    assert caplog.text.count("this worker's model differs") == snapshot["drifts"] == 1

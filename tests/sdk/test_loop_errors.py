@@ -7,10 +7,12 @@ import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import checkpointed_group
+import numpy as np
 import pytest
 import torch
 from brisk import WITHIN_S
@@ -20,9 +22,12 @@ from torch.utils.data import DataLoader, Dataset
 from training_loop import DATA, backward, linear, sgd, train_batch, train_steps
 
 import gridtrain
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.sdk import local_group
+from gridtrain.training.checkpoint.hyperparameters import hyperparameters_json
+from gridtrain.training.local_sgd import OuterOptimizer
 
 SPARSE = gridtrain.GTopK(density=0.5)
 
@@ -246,6 +251,18 @@ def test_adam_with_a_sparse_exchange_warns_with_the_remedy(together: Any) -> Non
     assert warning.filename == __file__
 
 
+def test_a_sync_batch_norm_warns_with_the_remedy(together: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2), nn.Linear(2, 1), nn.BatchNorm1d(1))
+        sgd(grid, model)
+
+    together(train, 1)
+    assert (
+        "the model has 1 SyncBatchNorm, such as '1'; without a process group of torch, it normalizes each "
+        "worker's batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm"
+    ) in caplog.text
+
+
 # -- in a group: the others go on ----------------------------------------------------------------------
 
 
@@ -374,3 +391,141 @@ def test_local_does_not_wait_for_a_worker_that_does_not_return(
         gridtrain.local(train, 2, export_dir=str(tmp_path))
     assert not returned.is_set()
     over.set()
+
+
+# -- an exception after the commit, which the script catches ---------------------------------------------
+
+
+class Failing(torch.optim.SGD):
+    """Raises in the second half of one step, as for a lack of memory."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+EXCHANGED = {
+    "dense": (gridtrain.Dense(), {}),
+    "sparse": (SPARSE, {}),
+    "overlap": (gridtrain.Dense(), {"overlap": gridtrain.Overlap(adaptive=False, least=1)}),
+}
+NOT_APPLIED = (
+    "the update of step 4 was committed, but this worker has not applied it completely, because of an "
+    "exception or because step() was not called after exchange(); its model may differ from that of the "
+    "others -> let the exception end this script, and start it again"
+)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGED)
+def test_a_worker_whose_update_was_not_applied_does_not_go_on(outcomes: Any, exchange: str) -> None:
+    """Worker 1 of 2 catches the exception; neither its state nor its gradients reach the other worker."""
+    config, options = EXCHANGED[exchange]
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = linear()
+        inner = Failing(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=config, compare_every=1, **options)
+        for batch in grid.batches(DATA, batch_size=1, steps=6):
+            inner.fails = (grid.step, number) == (3, 1)
+            with suppress(torch.OutOfMemoryError):
+                train_batch(model, optimizer, batch)
+        return grid.step
+
+    steps, failed = outcomes(train)
+    assert steps == 6
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)
+
+
+def test_a_second_call_after_an_update_that_was_not_applied_is_refused(outcomes: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = linear()
+        inner = Failing(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        for batch in grid.batches(DATA, batch_size=1, steps=6):
+            inner.fails = grid.step == 3
+            try:
+                train_batch(model, optimizer, batch)
+            except torch.OutOfMemoryError:
+                optimizer.step()
+
+    (failed,) = outcomes(train, 1)
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)
+
+
+def test_a_missing_step_after_an_exchange_is_reported_at_the_next_batch(outcomes: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model, optimizer = wrapped(grid)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            backward(model, batch)
+            optimizer.exchange()
+            if grid.step < 4:
+                optimizer.step()
+
+    (failed,) = outcomes(train, 1)
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)
+
+
+@pytest.mark.parametrize("overlap", [False, True, 1])
+def test_a_round_of_local_steps_that_was_not_applied_ends_the_script(
+    outcomes: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool | int
+) -> None:
+    """The outer optimizer fails once, in worker 1's fourth round."""
+    apply, failing = OuterOptimizer.step, threading.local()
+
+    def fail(outer: OuterOptimizer) -> None:
+        apply(outer)
+        if getattr(failing, "now", False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(OuterOptimizer, "step", fail)
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = linear()
+        exchange = gridtrain.LocalSteps(2, gridtrain.Dense(), overlap=overlap)
+        optimizer = sgd(grid, model, exchange)
+        for batch in grid.batches(DATA, batch_size=1, steps=6):
+            failing.now = (grid.step, number) == (3, 1)
+            with suppress(torch.OutOfMemoryError):
+                train_batch(model, optimizer, batch)
+        return grid.step
+
+    steps, failed = outcomes(train)
+    assert steps == 6 + bool(overlap)
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)
+
+
+def test_the_last_local_step_of_a_turn_cannot_be_left_out(outcomes: Any) -> None:
+    """With `overlap=1` the round is exchanged in the first of the four calls."""
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = linear()
+        optimizer = sgd(grid, model, gridtrain.LocalSteps(4, gridtrain.Dense(), overlap=1))
+        for calls, batch in enumerate(grid.batches(DATA, batch_size=1, steps=6)):
+            if (calls + 1) % 4:
+                train_batch(model, optimizer, batch)
+
+    (left_out,) = outcomes(train, 1)
+    assert isinstance(left_out, ConfigError)
+    assert str(left_out).startswith("optimizer.step() was called 3 times for the 4 batches of step ")
+
+
+def test_a_missed_step_that_was_not_applied_ends_the_script(outcomes: Any) -> None:
+    """With `wait="auto"` a worker applies the steps that it has missed before it takes its own."""
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = linear()
+        inner = Failing(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(), wait="auto")
+        for batch in grid.batches(DATA, batch_size=1, steps=6):
+            inner.fails = grid.step == 3
+            missed = MissedStep(3, hyperparameters_json(inner), np.ones(3, np.float32))
+            if inner.fails:
+                with suppress(torch.OutOfMemoryError):
+                    optimizer.absence.apply([missed])
+            train_batch(model, optimizer, batch)
+
+    (failed,) = outcomes(train, 1)
+    assert isinstance(failed, GridtrainError) and str(failed).startswith(NOT_APPLIED)

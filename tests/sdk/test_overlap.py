@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training_loop import digest, sgd
 
 import gridtrain
@@ -270,6 +271,24 @@ def test_changing_a_sent_gradient_without_autograd_is_refused(together: Any) -> 
 def test_two_unannounced_backward_passes_are_refused(together: Any) -> None:
     with pytest.raises(ConfigError, match="more than 1 backward pass ran before one step"):
         failing(together, lambda m, _, batch: backward(m, batch))
+
+
+def test_a_second_call_of_a_reentrant_checkpoint_is_refused(together: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        overlap = gridtrain.Overlap(adaptive=False, least=1)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense(), overlap=overlap
+        )
+        for (points,) in grid.batches([(torch.ones(2),)] * 4, batch_size=2, steps=1):
+            hidden = model[0](points)
+            for _ in range(2):
+                hidden = checkpoint(model[1], hidden, use_reentrant=True)
+            hidden.sum().backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"added to a gradient twice, .* use_reentrant=True; .*None"):
+        together(train, 1)
 
 
 def test_a_grad_scaler_with_overlap_is_refused(together: Any) -> None:

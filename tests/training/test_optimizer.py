@@ -143,6 +143,45 @@ def test_a_parameter_without_gradient_takes_part_with_zeros(network):
     assert torch.equal(model["idle"].weight.grad, torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize(
+    "exchange",
+    [Dense(), GTopK(density=1.0, values="fp32"), LocalSteps(2, Dense())],
+    ids=["dense", "sparse", "local"],
+)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_may_share_their_memory(network, exchange, accumulated):
+    """`torch.autograd.grad` returns one tensor for the first two parameters, and expanded ones for the
+    others.  With two passes, they are scaled between the passes."""
+
+    def gradients(model):
+        first, second, third, single = model
+        loss = (first + second).square().sum() + third.sum() + single.sum()
+        for parameter, gradient in zip(model, torch.autograd.grad(loss, [*model]), strict=True):
+            parameter.grad = gradient
+        assert first.grad is second.grad and third.grad.stride() == single.grad.stride() == (0,)
+
+    values = [
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([3.0, -1.0]),
+        torch.tensor([0.5, 1.5]),
+        torch.tensor([2.0]),
+    ]
+    models = [nn.ParameterList([nn.Parameter(value.clone()) for value in values]) for _ in range(2)]
+    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    wrapped, plain = sgd(models[0], momentum=0.9), sgd(models[1], momentum=0.9)
+    wrapped = kind(wrapped, models[0], exchange, network().session())
+    for _ in range(4):
+        gradients(models[0])
+        if accumulated > 1:
+            wrapped._flat.rescale(0.5)
+            wrapped._flat.rescale(2.0)
+        wrapped.step()
+        gradients(models[1])
+        plain.step()
+    assert all(torch.allclose(a, b) for a, b in zip(*models, strict=True))
+    assert len(replica_digest(models[1], plain)) == len(replica_digest(models[0], wrapped.inner)) == 32
+
+
 def test_half_precision_parameters_keep_their_dtype(network):
     model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model(torch.bfloat16))
     for one, optimizer in ((model, wrapped), (twin, plain)):

@@ -134,10 +134,12 @@ class Complaints:
         for diverged in self._divergence.add(peer, message.step, message.digest):
             if (worker := run.workers.get(diverged)) is None:
                 continue
+            run.view_change.request(f"the state of {worker.name} differs from the state of most members")
+            if self._divergence.has_notified(diverged, run.generation):
+                continue
             notice = self._divergence.notify(
                 diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
             )
-            run.view_change.request(f"the state of {worker.name} differs from the state of most members")
             fields = {
                 "name": worker.name,
                 "step": message.step + 1,

@@ -104,6 +104,10 @@ class DivergenceDetector:
         self._notices[peer] = notice
         return Send(peer, notice)
 
+    def has_notified(self, peer: PeerId, generation: int) -> bool:
+        """Whether the member has diverged before in this generation, and so awaits the next one."""
+        return peer in self._notices and self._notices[peer].generation == generation
+
     def resend(self, peer: PeerId) -> list[Effect]:
         """Return the member's notice again, because it may have been lost.
 

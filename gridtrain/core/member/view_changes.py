@@ -180,6 +180,8 @@ class ViewChanges:
             assignment.generation,
         ):
             return []
+        if not self._context.replica_state.is_synced:
+            return []  # the notice is repeated until the state is replaced
         self._context.replica_state.mark_unsynced()
         return [LogEvent("drifted", {"step": message.step + 1})]
 

@@ -228,8 +228,11 @@ class FlatGradient:
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply the gradients of the parameters in place; 0 sets them to 0 even if they are not finite."""
+        if factor == 1.0:
+            return
+        self._separate_gradients()
         for _, parameter in self._named:
-            if factor != 1.0 and parameter.grad is not None:
+            if parameter.grad is not None:
                 if factor:
                     parameter.grad.mul_(factor)
                 else:
@@ -276,6 +279,7 @@ class FlatGradient:
     def scatter(self) -> None:
         """Set every trainable parameter's `grad` to its part of flat_N, with the parameter's dtype and
         device, or to None if the parameter is unused."""
+        self._separate_gradients()
         used = self._used_P.tolist() or [1.0] * len(self._named)
         for view, (_, parameter), share in zip(self._views_P, self._named, used, strict=True):
             if not share:
@@ -284,6 +288,18 @@ class FlatGradient:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
+
+    def _separate_gradients(self) -> None:
+        """Replace gradients that must not be written in place by copies: `torch.autograd.grad` may return
+        one tensor for several parameters, and expanded tensors, whose elements share memory."""
+        addresses: set[int] = set()
+        for _, parameter in self._named:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+                continue
+            if 0 in gradient.stride() or gradient.data_ptr() in addresses:
+                parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
+            addresses.add(gradient.data_ptr())
 
 
 def finish_queued_work(device: torch.device) -> None:
@@ -367,5 +383,5 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
 def _sparse_gradient_error(name: str) -> ConfigError:
     return ConfigError(
         f"parameter {name!r} has sparse gradients, which the flat vector cannot hold",
-        remedy="build the embedding with sparse=False; GTopK sends only the large entries anyway",
+        remedy="build the embedding with sparse=False; with exchange=GTopK() only large entries are sent",
     )

@@ -108,5 +108,6 @@ def unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """Return the tensor's bytes in logical order, (bytes,) uint8."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # the stride of a single element may be 0
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array

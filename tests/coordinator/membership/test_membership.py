@@ -897,6 +897,10 @@ def test_the_coordinator_compares_digests_and_the_minority_is_notified() -> None
     effects = run.say(C, m.ReplicaDigest(1, generation, 9, b"same"))
     assert receivers(effects, m.ReplicaDiverged) == [B]
     assert run.core.snapshot(run.now_s)["drifts"] == 1
+    for peer, digest in ((A, b"same"), (B, b"other"), (C, b"same")):
+        effects = run.say(peer, m.ReplicaDigest(1, generation, 19, digest))
+        assert not sent(effects, m.ReplicaDiverged), "it awaits the next generation"
+    assert run.core.snapshot(run.now_s)["drifts"] == 1
 
 
 def test_a_diverged_member_is_notified_again_until_it_has_received_the_state() -> None:
