@@ -30,6 +30,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
+from gridtrain.tools.log_output import is_json
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
@@ -39,7 +40,7 @@ from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashb
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.log import is_json, log_to, to_both
+from gridtrain_coordinator.log import log_to, to_both
 
 
 @dataclass(frozen=True, slots=True)
