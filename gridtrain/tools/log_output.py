@@ -1,4 +1,4 @@
-"""Formats log lines as JSON, and keeps a process from waiting for whoever reads its output.
+"""Formats log lines as JSON, and keeps a process from waiting for the reader of its output.
 
     write() --> queue, at most MAX_QUEUED_BYTES --> thread --> stdout, stderr
                 |
@@ -146,8 +146,9 @@ class QueuedStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if text:
-            self._writer.put(self, text.encode(self.encoding, self.errors or "strict"))
+        data = str.encode(text, self.encoding, self.errors or "strict")  # TypeError for bytes
+        if data:
+            self._writer.put(self, data)
         return len(text)
 
     def flush(self) -> None:
