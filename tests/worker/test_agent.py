@@ -29,6 +29,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.runtime.client import enrollment
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
@@ -545,6 +546,22 @@ def test_one_refused_handshake_does_not_remove_a_worker(
     else:
         assert supervise(job, lines.append) == 5
     assert any(line.startswith("restart 1 of 1") for line in lines) is not is_removed
+
+
+def test_a_worker_of_another_version_is_not_started_again(
+    coordinator: LiveCoordinator, invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator was upgraded while the script ran."""
+    lines: list[str] = []
+
+    def record(line: str) -> None:
+        lines.append(line)
+        if "is joining the run" in line:
+            monkeypatch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
+
+    job = Job(python("raise SystemExit(4)"), invitation, restarts=3, backoff_s=0.01)
+    assert supervise(job, record) == 4
+    assert not any(line.startswith("restart") for line in lines), lines
 
 
 # -- signals, against a real agent process ---------------------------------------------------------

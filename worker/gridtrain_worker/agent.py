@@ -43,6 +43,7 @@ from typing import IO, Any, TextIO
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import (
+    VERSION,
     AddressTaken,
     BudgetSpent,
     ConfigError,
@@ -109,7 +110,8 @@ USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
 and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
-whose run has finished, whatever the code: torchrun does not pass on the codes of its processes."""
+whose run has finished or whose coordinator has another version, whatever the code: torchrun does not pass on
+the codes of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +369,14 @@ def _run(
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
             has_finished = not is_removed and _is_finished(entry) is True
-            may_restart = not is_removed and not has_finished
+            is_final = has_finished or (not is_removed and _has_other_version(entry))
+            may_restart = not is_removed and not is_final
             failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
             if has_finished:
                 failure += f'; the run "{entry.run}" has finished'
             is_away = job.restarts > 0 and not (is_removed or has_finished or _is_answering(entry))
             is_counted = not (is_away and code == CoordinatorUnreachable.exit_code)
-            is_last = has_finished or (failures == job.restarts and is_counted and not is_removed)
+            is_last = is_final or (failures == job.restarts and is_counted and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
             if is_removed:
@@ -410,6 +413,18 @@ def _is_finished(entry: Enrollment) -> bool | None:
     with contextlib.suppress(GridtrainError), entry.connect() as client:
         return bool(client.status(ANSWER_S).get("finished"))
     return None
+
+
+def _has_other_version(entry: Enrollment) -> bool:
+    """Return whether the coordinator uses another version of the protocol, so that a restart cannot help."""
+    try:
+        with entry.connect() as client:
+            client.status(ANSWER_S)
+    except JoinRefused as refusal:
+        return refusal.code == VERSION
+    except GridtrainError:
+        pass
+    return False
 
 
 def _is_answering(entry: Enrollment) -> bool:
