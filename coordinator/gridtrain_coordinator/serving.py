@@ -1,4 +1,4 @@
-"""Runs the coordinator's process: opens its parts, prints how workers join, and stops at SIGINT or SIGTERM.
+"""Runs the coordinator's process: opens its parts, prints how workers join, and stops at a signal.
 
     Settings --> folder, backup --> journal, dashboard --> keys, port --> next term --> endpoint --> loop
                                                             a start that fails before this uses up no term
@@ -93,15 +93,16 @@ class Settings:
 
 
 class StopOnSignal:
-    """A stop flag that SIGINT and SIGTERM set.
+    """A stop flag that SIGINT, SIGTERM and SIGHUP set; SIGHUP not if it is ignored, as by nohup.
 
     The flag is a plain attribute, because a signal handler must not wait for a lock.
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

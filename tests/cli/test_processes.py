@@ -185,7 +185,9 @@ def test_the_status_for_an_invitation_contains_less_than_the_operators(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name
+)
 def test_a_restarted_coordinator_has_the_next_term(
     start_coordinator: StartCoordinator, number: signal.Signals
 ) -> None:

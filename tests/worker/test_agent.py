@@ -567,13 +567,14 @@ def test_a_worker_of_another_version_is_not_started_again(
 # -- signals, against a real agent process ---------------------------------------------------------
 
 AGENT = """
-import faulthandler, json, resource, sys
+import faulthandler, json, resource, signal, sys
 faulthandler.enable()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 from gridtrain.core.group.invitation import parse
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
 options = json.loads(sys.stdin.readline())
+if options.pop("nohup", False): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 policy_enforcer.OBEY_TIMEOUT_S = options.pop("obey_s", policy_enforcer.OBEY_TIMEOUT_S)
 sys.exit(supervise(Job(**options | {"invitation": parse(options["invitation"])})))
 """
@@ -708,6 +709,24 @@ def test_a_signal_lets_the_script_leave_gracefully(agent: StartAgent, number: si
     assert out == f"leaving on {number.name}\n"
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
+
+
+def test_a_closed_terminal_lets_the_script_leave_gracefully(agent: StartAgent) -> None:
+    """Kernel and shell both send SIGHUP: the second is not a second wish of the user, which would kill."""
+    process = agent(LEAVES_GRACEFULLY)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=WITHIN_S)
+    assert out == "leaving on SIGTERM\n"
+    assert process.returncode == 128 + signal.SIGHUP and "stopped by SIGHUP" in err
+
+
+def test_an_agent_under_nohup_outlives_its_terminal(agent: StartAgent) -> None:
+    process = agent(LEAVES_GRACEFULLY, nohup=True)
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+    out, _ = process.communicate(timeout=WITHIN_S)
+    assert (out, process.returncode) == ("leaving on SIGTERM\n", 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["before join", "after join"])

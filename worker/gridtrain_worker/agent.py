@@ -10,11 +10,11 @@ The owner's rules always apply (`policy_enforcer`).  While they forbid training,
 running script leaves its generation and waits.  A script that does not leave in time is terminated, and
 started again when training is allowed.
 
-The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
-may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it
-has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
-agent kills the script and all its descendants (`script_processes`).  Ctrl-Z stops them together with the
-agent; `fg` resumes all.
+The agent passes a signal on to the script, SIGHUP as SIGTERM; the script then leaves the run.  An import,
+for example that of torch, may swallow the exception that Ctrl-C raises, so the script is also asked to stop
+after its step and, if it has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or
+on a second signal, the agent kills the script and all its descendants (`script_processes`).  Ctrl-Z stops
+them together with the agent; `fg` resumes all.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
 peers.
@@ -201,8 +201,8 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    This is the script's exit code, 128 + N if signal N killed the script, 128 + the signal's number if SIGINT
-    or SIGTERM stopped this process, or 0 after a dry run.  Must be called in the main thread.
+    This is the script's exit code, 128 + N if signal N killed the script or if SIGINT, SIGTERM or SIGHUP with
+    the number N stopped this process, or 0 after a dry run.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
@@ -494,13 +494,15 @@ def _await_permission(
 
 
 class SignalWatcher:
-    """Records SIGINT, SIGTERM and SIGTSTP (Ctrl-Z); a context manager that restores the previous handlers.
+    """Records SIGINT, SIGTERM, SIGHUP (the terminal was closed) and SIGTSTP (Ctrl-Z); a context manager that
+    restores the previous handlers.  Under nohup, SIGHUP stays ignored.
 
     It uses no lock, because a handler must not wait for a lock that the interrupted code may hold.
 
     Attributes:
-        first: the number of the first SIGINT or SIGTERM; 0 if none has arrived.
-        count: the number of SIGINT and SIGTERM signals received.
+        first: the number of the first SIGINT, SIGTERM or SIGHUP; 0 if none has arrived.
+        count: the number of these signals received.  Kernel and shell both send SIGHUP, so it counts only if
+            it is the first one.
     """
 
     def __init__(self) -> None:
@@ -510,8 +512,9 @@ class SignalWatcher:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalWatcher:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
@@ -520,8 +523,8 @@ class SignalWatcher:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += number != signal.SIGHUP or not self.first
         self.first = self.first or number
-        self.count += 1
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -541,7 +544,7 @@ class SignalWatcher:
             processes.signal(signal.SIGCONT)
 
     def wait(self, pause_s: float) -> bool:
-        """Wait at most `pause_s` for SIGINT or SIGTERM; return whether one has arrived."""
+        """Wait at most `pause_s` for a signal that stops this process; return whether one has arrived."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
             self.suspend_if_requested()
@@ -575,7 +578,7 @@ def _run_once(
             if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
                 if not signals.count:
                     enforcer.note_script_ended()
-                script.send_signal(signals.first or signal.SIGTERM)
+                script.send_signal(signal.SIGINT if signals.first == signal.SIGINT else signal.SIGTERM)
                 now_s = time.monotonic()
                 kill_at_s = now_s + job.grace_s
                 if signals.first == signal.SIGINT and not enforcer.has_script_joined:
