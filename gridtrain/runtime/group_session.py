@@ -23,7 +23,14 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
-from gridtrain.errors import VERSION, ConfigError, GridtrainError, JoinRefused
+from gridtrain.errors import (
+    VERSION,
+    ConfigError,
+    CoordinatorUnreachable,
+    GridtrainError,
+    JoinRefused,
+    RunPaused,
+)
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.quantities import format_count
@@ -716,10 +723,11 @@ class GroupSession:
         return self.snapshot
 
     def has_ended_by(self, error: BaseException | None) -> bool:
-        """Return whether this error ended the I/O loop, but neither the script's fault nor a removal of this
-        worker caused it.  The model then has the state after the last step."""
-        is_removal = isinstance(error, JoinRefused) and error.code != VERSION
-        return error is self._loop.mailbox.error and isinstance(error, GridtrainError) and not is_removal
+        """Return whether this error ended the I/O loop because the coordinator does not answer, uses another
+        version or has paused the run.  The model then has the state after the last step."""
+        is_version = isinstance(error, JoinRefused) and error.code == VERSION
+        is_away = isinstance(error, CoordinatorUnreachable | RunPaused)
+        return error is self._loop.mailbox.error and (is_version or is_away)
 
     @property
     def why_waiting(self) -> str:
