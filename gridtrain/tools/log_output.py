@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import math
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ STALLED_S = 1.0
 """If nothing has been read for this long while output was awaited, output is awaited no longer."""
 
 MAX_WAIT_S = 5.0
+"""The longest time that `flush` waits for a slow reader."""
 
 
 def is_json(stream: TextIO, log_format: str = "") -> bool:
@@ -73,7 +75,8 @@ class _Writer:
         with self._changed:
             if self._queued_bytes < MAX_QUEUED_BYTES // 2:
                 self._report_dropped(stream)
-            if stream.dropped_lines or self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            is_full = self._queue and self._queued_bytes + len(data) > MAX_QUEUED_BYTES
+            if stream.dropped_lines or is_full:
                 stream.dropped_lines += max(1, data.count(b"\n"))
             else:
                 self._append(stream, data)
@@ -88,11 +91,11 @@ class _Writer:
         self._queued_bytes += len(data)
         self._changed.notify_all()
 
-    def wait(self, most_bytes: int) -> None:
-        """Wait until at most `most_bytes` are queued, or nobody reads, at most `MAX_WAIT_S`."""
-        until_s = time.monotonic() + MAX_WAIT_S
+    def wait(self, most_s: float = MAX_WAIT_S) -> None:
+        """Wait until everything is written, or nobody reads, at most `most_s`."""
+        until_s = time.monotonic() + most_s
         with self._changed:
-            while self._queued_bytes > most_bytes and not self._is_stalled and time.monotonic() < until_s:
+            while self._queue and not self._is_stalled and time.monotonic() < until_s:
                 before = self._written_bytes
                 self._is_stalled = not self._changed.wait_for(
                     lambda before=before: self._written_bytes != before,  # type: ignore[misc]
@@ -118,7 +121,7 @@ class _Writer:
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream whose writes never wait; only `flush` and `wait_for_room` wait, for a limited time.
+    """A text stream whose writes never wait; only `flush` and `wait_for_reader` wait.
 
     Attributes:
         dropped_lines: how many lines were dropped since the last line that reported them.
@@ -152,12 +155,12 @@ class QueuedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait until everything is written, unless nobody reads."""
-        self._writer.wait(0)
+        """Wait until everything is written, unless nobody reads or it takes too long."""
+        self._writer.wait()
 
-    def wait_for_room(self) -> None:
-        """Wait until half of the queue is free, unless nobody reads."""
-        self._writer.wait(MAX_QUEUED_BYTES // 2)
+    def wait_for_reader(self) -> None:
+        """Wait until everything is written, however long it takes, unless nobody reads."""
+        self._writer.wait(math.inf)
 
     def write_now(self, data: bytes) -> int:
         """Write data; return how many bytes are done, which is all of them if they cannot be written."""
@@ -194,4 +197,4 @@ def queue_output(log_format: str = "") -> None:
             writer = writer or _Writer()
             setattr(sys, name, QueuedStream(stream, writer, log_format))
     if writer is not None:
-        atexit.register(writer.wait, 0)
+        atexit.register(writer.wait)

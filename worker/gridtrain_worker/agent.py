@@ -718,7 +718,7 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
     with pipe:
         if name:
             for line in pipe:
-                _wait_for_room(stream)
+                _wait_for_reader(stream)
                 console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -733,16 +733,16 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
                 until_s = time.monotonic() + PARTIAL_LINE_S
             partial = text[len(shown) :]
             if shown:
-                _wait_for_room(stream)
+                _wait_for_reader(stream)
                 console.write_output(shown, stream)
             if not piece and not is_late:
                 return
 
 
-def _wait_for_room(stream: TextIO) -> None:
+def _wait_for_reader(stream: TextIO) -> None:
     """Wait while the script writes faster than somebody reads, so that none of its lines are dropped."""
     if isinstance(stream, QueuedStream):
-        stream.wait_for_room()
+        stream.wait_for_reader()
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:
