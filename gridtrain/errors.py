@@ -94,6 +94,10 @@ STALLED = "stalled"
 waited.  The worker rejoins when its loop continues; no `JoinRefused` with this code is raised."""
 
 
+VERSION = "version"
+"""The code of `JoinRefused` for a worker with another version of the protocol."""
+
+
 class JoinRefused(GridtrainError):
     """The coordinator refused this worker; programs should evaluate `code`, because the text may change.
 

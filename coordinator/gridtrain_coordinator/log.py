@@ -9,15 +9,15 @@ move the cursor of the reader's terminal.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any, TextIO
 
 from gridtrain.quantities import format_fields
+from gridtrain.tools.log_output import is_json, json_line, put
 from gridtrain_coordinator.run.events import Log as Log
 
 _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
@@ -37,32 +37,20 @@ def to_both(one: Log, other: Log) -> Log:
     return log
 
 
-def is_json(stream: TextIO, log_format: str = "") -> bool:
-    """Return whether `log_to` writes JSON if called with these arguments."""
-    return log_format == "json" or (not log_format and not stream.isatty())
-
-
 def log_to(stream: TextIO, log_format: str = "") -> Log:
     """Return a log that writes to `stream`.
 
     Args:
         log_format: "text" or "json"; "" means text if `stream` is a terminal, otherwise JSON.
     """
-    format_event = _as_json
+    format_event = json_line
     if not is_json(stream, log_format):
         format_event = partial(_as_text, coloured=stream.isatty() and "NO_COLOR" not in os.environ)
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # if the disk is full, the line is lost and the run continues
-            stream.write(format_event(level, event, fields) + "\n")
-            stream.flush()
+        put(stream, format_event(level, event, fields) + "\n")
 
     return log
-
-
-def _as_json(level: str, event: str, fields: Mapping[str, Any]) -> str:
-    ts = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return json.dumps({"ts": ts, "level": level, "event": event, "fields": dict(fields)}, default=str)
 
 
 def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: bool) -> str:

@@ -1,4 +1,4 @@
-"""Runs the coordinator's process: opens its parts, prints how workers join, and stops at SIGINT or SIGTERM.
+"""Runs the coordinator's process: opens its parts, prints how workers join, and stops at a signal.
 
     Settings --> folder, backup --> journal, dashboard --> keys, port --> next term --> endpoint --> loop
                                                             a start that fails before this uses up no term
@@ -30,6 +30,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
+from gridtrain.tools.log_output import is_json
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
@@ -39,7 +40,7 @@ from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashb
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.log import is_json, log_to, to_both
+from gridtrain_coordinator.log import log_to, to_both
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +93,16 @@ class Settings:
 
 
 class StopOnSignal:
-    """A stop flag that SIGINT and SIGTERM set.
+    """A stop flag that SIGINT, SIGTERM and SIGHUP set; SIGHUP not if it is ignored, as by nohup.
 
     The flag is a plain attribute, because a signal handler must not wait for a lock.
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

@@ -48,6 +48,7 @@ Exit codes of all commands except doctor:
   3    the coordinator cannot be reached
   4    the coordinator refused
   5    the run's bundle was not accepted on this machine
+  129  stopped by SIGHUP (closed terminal)
   130  stopped by SIGINT (Ctrl-C);  143  stopped by SIGTERM
 
 GRIDTRAIN_DEBUG=1 shows tracebacks."""

@@ -144,7 +144,7 @@ class StageModelState(ModelState):
 
     @property
     def others_wait(self) -> bool:
-        snapshot = self._session.snapshot
+        snapshot = self._session.last_snapshot
         # In any other phase the stage's replicas may also be gone.
         return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
 
@@ -232,7 +232,7 @@ class StageModelState(ModelState):
             between_steps: whether no step is in progress; otherwise the state before the step is saved, if
                 the stage still has it.
         """
-        snapshot = self._session.snapshot
+        snapshot = self._session.last_snapshot
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
             return

@@ -23,7 +23,14 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
-from gridtrain.errors import ConfigError, GridtrainError, JoinRefused
+from gridtrain.errors import (
+    VERSION,
+    ConfigError,
+    CoordinatorUnreachable,
+    GridtrainError,
+    JoinRefused,
+    RunPaused,
+)
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.quantities import format_count
@@ -707,6 +714,20 @@ class GroupSession:
             with self._ends_as_standby():
                 return self._loop.mailbox.read()
         return self._loop.mailbox.snapshot
+
+    @property
+    def last_snapshot(self) -> WorkerSnapshot:
+        """As `snapshot`, but the last one if `has_ended_by` an error."""
+        if self.has_ended_by(self._loop.mailbox.error):
+            return self._loop.mailbox.snapshot
+        return self.snapshot
+
+    def has_ended_by(self, error: BaseException | None) -> bool:
+        """Return whether this error ended the I/O loop because the coordinator does not answer, uses another
+        version or has paused the run.  The model then has the state after the last step."""
+        is_version = isinstance(error, JoinRefused) and error.code == VERSION
+        is_away = isinstance(error, CoordinatorUnreachable | RunPaused)
+        return error is self._loop.mailbox.error and (is_version or is_away)
 
     @property
     def why_waiting(self) -> str:

@@ -36,6 +36,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import (
     STALLED,
+    VERSION,
     BudgetSpent,
     CoordinatorUnreachable,
     GridtrainError,
@@ -402,7 +403,7 @@ class IoLoop:
             case ConnectionDenied(self._coordinator):
                 self._reconnect_policy.handle_denial(time.monotonic(), member=bool(self._core.term))
             case TransportViolation(self._coordinator, reason):
-                raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
+                raise JoinRefused(VERSION, f"{self._config.coordinator}: {reason}")
             case TransportViolation(None, reason):
                 log.info("an unknown peer violated the protocol: %s", reason)
             case TransportViolation(peer, reason) if peer is not None:

@@ -732,8 +732,9 @@ class Grid:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
         if self._model_state is not None:
-            # Not by Ctrl-C or SIGTERM, nor while the script was waiting for its batch.
-            self._model_state.has_failed = isinstance(error, Exception) and error is not self._read_error
+            # Not by Ctrl-C or SIGTERM, nor while the script was waiting for its batch or the group.
+            is_own = error is not self._read_error and not self._session.has_ended_by(error)
+            self._model_state.has_failed = isinstance(error, Exception) and is_own
         reason = describe_end(error)
         if self._pauses.has_lost_agent:
             reason = f"`gridtrain worker`, which ran its script, has ended unexpectedly; {reason}"

@@ -1,1 +1,1 @@
-"""Programs around training: the benchmark, the demo, doctor, options, templates and bundles."""
+"""Programs around training: the benchmark, the demo, doctor, options, templates, bundles and log output."""

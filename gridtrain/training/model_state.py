@@ -331,7 +331,7 @@ class ModelState(ABC):
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
         except GridtrainError as error:
-            is_settled = False
+            is_settled = is_settled and self._session.has_ended_by(error)
             log.debug("the residual is not transferred: %s", error)  # this worker is no longer a member
         if is_settled and self._options.saves_on_leave:
             try:
@@ -777,7 +777,7 @@ class WholeModelState(ModelState):
         that case their state is known only when the script requests its next batch.  Nor is a state recorded
         if the script has changed the parameters since the last step, for example to those with the best loss.
         """
-        snapshot = self._session.snapshot
+        snapshot = self._session.last_snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
         if not (self._has_checkpoints and is_complete):
             return

@@ -46,6 +46,8 @@ def gridtrain(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert isinstance(ended.value.code, int)
+        for stream in (sys.stdout, sys.stderr):  # as at the end of a process
+            stream.flush()
         output = capfd.readouterr()
         return subprocess.CompletedProcess(arguments, ended.value.code, output.out, output.err)
 

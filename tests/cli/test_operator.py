@@ -517,6 +517,9 @@ def test_the_operators_key_must_be_private(server: AccessServer) -> None:
 
 def test_another_operators_key_is_denied(server: AccessServer) -> None:
     (server.folder / OPERATOR_KEY).unlink()
+    result = gridtrain(server, "invite")
+    assert "cannot be read" in refusal(result, 2) and isinstance(result.exception, ConfigError)
+    assert "restart the coordinator, which creates operator.key" in result.exception.remedy
     Identity.generate().write(server.folder / OPERATOR_KEY)
     result = gridtrain(server, "invite")
     assert "does not know the key in operator.key" in refusal(result, 4)

@@ -5,6 +5,7 @@ Mistakes that are found before a process is needed are in test_mistakes.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -69,13 +70,13 @@ def gridtrain(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 def start_coordinator(tmp_path: Path) -> Iterator[StartCoordinator]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> Running:
+    def start(*arguments: str, stderr: int = subprocess.PIPE) -> Running:
         state = tmp_path / "state"
         options = ("--listen", "tcp://127.0.0.1:0", "--state", str(state))
         process = subprocess.Popen(
             (*CLI, "coordinator", *options, *arguments),
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=environment(),
         )
@@ -184,7 +185,9 @@ def test_the_status_for_an_invitation_contains_less_than_the_operators(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name
+)
 def test_a_restarted_coordinator_has_the_next_term(
     start_coordinator: StartCoordinator, number: signal.Signals
 ) -> None:
@@ -218,6 +221,46 @@ def test_a_coordinator_for_containers_reads_its_settings_from_the_environment(tm
     process.terminate()
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe to which nothing more can be written, as that of a log that nobody reads."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n")
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
+def test_nobody_needs_to_read_the_logs_of_coordinator_and_worker(
+    start_coordinator: StartCoordinator, tmp_path: Path
+) -> None:
+    """Both serve commands and signals, also once the pipe is closed."""
+    reader, writer = full_pipe()
+    running = start_coordinator(stderr=writer)
+    code = (
+        "import sys, time; print('x' * 100_000, file=sys.stderr); print('ready', flush=True); time.sleep(600)"
+    )
+    worker = subprocess.Popen(
+        (*CLI, "worker", running.invitation(), "--name", "anna", "--", sys.executable, "-c", code),
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        env=environment(),
+        text=True,
+    )
+    assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+    shown = gridtrain("worker", "pause", "--worker", "anna")
+    assert shown.returncode == 0, shown.stderr
+    os.close(writer)
+    os.close(reader)
+    assert gridtrain("worker", "resume", "--worker", "anna").returncode == 0
+    assert gridtrain("status", "--state", str(running.state)).returncode == 0
+    for process in (worker, running.process):
+        process.terminate()
+        process.communicate(timeout=WITHIN_S)
+        assert process.returncode == 128 + signal.SIGTERM
 
 
 # -- errors ----------------------------------------------------------------------------------------

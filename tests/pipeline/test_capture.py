@@ -105,7 +105,9 @@ def test_a_paused_run_counts_on_no_replica(stage: MemberPhase) -> None:
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
     tasks = SimpleNamespace(**dict.fromkeys(("attach_state", "attach_residual"), lambda *_: None))
     tasks.settle_absences = lambda timeout_s: None
-    session: Any = SimpleNamespace(snapshot=snapshot, tasks=tasks, report_figures=lambda figures: None)
+    session: Any = SimpleNamespace(
+        snapshot=snapshot, last_snapshot=snapshot, tasks=tasks, report_figures=lambda figures: None
+    )
     state = StageModelState(session, held, ModelStateOptions(Path(), every=10, keep=2))
     state._store = store
     state.rest(0)

@@ -74,15 +74,17 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file "
-                                     f"gridtrain.runtime.client.worker_defaults {OPTIONS}",
+    "gridtrain_coordinator":         f"{NETWORK} {OPTIONS} gridtrain.tools.log_output "
+                                     "gridtrain.runtime.client.endpoint_file "
+                                     "gridtrain.runtime.client.worker_defaults",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
     "gridtrain_coordinator.access":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.access",
     "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain.event_text gridtrain_coordinator starlette "
                                      "uvicorn prometheus_client",
-    "gridtrain_worker":              f"{LIBRARY} gridtrain.testing.fake_sensors psutil pynvml",
+    "gridtrain_worker":              f"{LIBRARY} gridtrain.tools.log_output "
+                                     "gridtrain.testing.fake_sensors psutil pynvml",
 }
 # fmt: on
 

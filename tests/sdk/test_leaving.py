@@ -28,7 +28,7 @@ from training_loop import sgd
 
 import gridtrain
 from gridtrain.core.messages import ResidualBlock
-from gridtrain.errors import JoinRefused
+from gridtrain.errors import VERSION, GridtrainError, JoinRefused, RunPaused
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
@@ -481,3 +481,41 @@ def test_a_removed_worker_does_not_repeat_the_reason(
     assert caplog.messages == [
         "this worker leaves without a checkpoint of its last step: it is no longer a member"
     ]
+
+
+@pytest.mark.parametrize("where", ["in its step", "between steps"])
+@pytest.mark.parametrize(
+    ("error", "saves"),
+    [
+        (JoinRefused(VERSION, "the peer uses protocol version 6", remedy="install it"), True),
+        (RunPaused("the run has been paused for 30 minutes", remedy="wait"), True),
+        (JoinRefused("kicked", "too slow", remedy="ask"), False),
+    ],
+    ids=["version", "pause", "removed"],
+)
+def test_a_worker_that_the_coordinator_no_longer_serves_saves_its_state(
+    tmp_path: Path, error: GridtrainError, saves: bool, where: str
+) -> None:
+    """Such as after an upgrade of the coordinator; the script waits for the group."""
+
+    def end() -> None:
+        raise error
+
+    with (
+        gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group,
+        pytest.raises(type(error)),
+        group.join("one", checkpoint_every=500, state_dir=str(tmp_path), export_dir=str(tmp_path)) as grid,
+    ):
+        model = nn.Linear(WIDE, 1, bias=False)
+        optimizer, loop = sgd(grid, model, EXCHANGES[2], lr=2.0**-10), grid._session.connection.loop
+        for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            if grid.step == 7 and where == "in its step":
+                loop.mailbox.submit(end)
+            optimizer.step()
+            if grid.step == 8:
+                loop.mailbox.submit(end)
+                loop._thread.join(WITHIN_S)
+    expected = ["step-00000007" if where == "in its step" else "step-00000008"]
+    assert [path.name for path in tmp_path.glob("step-*")] == (expected if saves else [])

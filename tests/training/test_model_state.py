@@ -48,7 +48,9 @@ def state(tmp_path: Path) -> Any:
     made: Any = WholeModelState.__new__(WholeModelState)
     made.reported = {}
     tasks = SimpleNamespace(settle_absences=lambda timeout_s: True)
-    made._session = SimpleNamespace(tasks=tasks, report_figures=made.reported.update)
+    made._session = SimpleNamespace(
+        tasks=tasks, report_figures=made.reported.update, has_ended_by=lambda error: False
+    )
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._has_taken_part = True
     made._paused_with = made._left_at = made._left_step = made._written_step = None

@@ -29,6 +29,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.runtime.client import enrollment
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
@@ -547,16 +548,33 @@ def test_one_refused_handshake_does_not_remove_a_worker(
     assert any(line.startswith("restart 1 of 1") for line in lines) is not is_removed
 
 
+def test_a_worker_of_another_version_is_not_started_again(
+    coordinator: LiveCoordinator, invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator was upgraded while the script ran."""
+    lines: list[str] = []
+
+    def record(line: str) -> None:
+        lines.append(line)
+        if "is joining the run" in line:
+            monkeypatch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
+
+    job = Job(python("raise SystemExit(4)"), invitation, restarts=3, backoff_s=0.01)
+    assert supervise(job, record) == 4
+    assert not any(line.startswith("restart") for line in lines), lines
+
+
 # -- signals, against a real agent process ---------------------------------------------------------
 
 AGENT = """
-import faulthandler, json, resource, sys
+import faulthandler, json, resource, signal, sys
 faulthandler.enable()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 from gridtrain.core.group.invitation import parse
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
 options = json.loads(sys.stdin.readline())
+if options.pop("nohup", False): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 policy_enforcer.OBEY_TIMEOUT_S = options.pop("obey_s", policy_enforcer.OBEY_TIMEOUT_S)
 sys.exit(supervise(Job(**options | {"invitation": parse(options["invitation"])})))
 """
@@ -691,6 +709,24 @@ def test_a_signal_lets_the_script_leave_gracefully(agent: StartAgent, number: si
     assert out == f"leaving on {number.name}\n"
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
+
+
+def test_a_closed_terminal_lets_the_script_leave_gracefully(agent: StartAgent) -> None:
+    """Kernel and shell both send SIGHUP: the second is not a second wish of the user, which would kill."""
+    process = agent(LEAVES_GRACEFULLY)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=WITHIN_S)
+    assert out == "leaving on SIGTERM\n"
+    assert process.returncode == 128 + signal.SIGHUP and "stopped by SIGHUP" in err
+
+
+def test_an_agent_under_nohup_outlives_its_terminal(agent: StartAgent) -> None:
+    process = agent(LEAVES_GRACEFULLY, nohup=True)
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+    out, _ = process.communicate(timeout=WITHIN_S)
+    assert (out, process.returncode) == ("leaving on SIGTERM\n", 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["before join", "after join"])

@@ -170,7 +170,7 @@ class Full(io.StringIO):
 @pytest.mark.parametrize(
     "kind", [TerminalConsole, TextConsole, lambda stream: Console()], ids=["terminal", "lines", "none"]
 )
-def test_a_full_disk_costs_lines_of_the_log_and_a_closed_pipe_ends_the_agent(
+def test_a_full_disk_and_a_closed_pipe_cost_only_lines_of_the_log(
     kind: Callable[[TextIO], Console],
 ) -> None:
     out = Full(OSError(errno.ENOSPC, "no room"))
@@ -180,8 +180,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_a_closed_pipe_ends_the_agent(
     console.write_output("loss 1.0\n", out)
     console.show_summary(CONTRIBUTION, CONTRIBUTION)
     out.error = BrokenPipeError(errno.EPIPE, "no reader")
-    with pytest.raises(BrokenPipeError):
-        console.write_output("loss 0.9\n", out)
+    console.write_output("loss 0.9\n", out)
     out.error = None
     console.write_output("loss 0.8\n", out)
     assert out.getvalue().endswith("loss 0.8\n")

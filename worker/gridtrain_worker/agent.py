@@ -10,11 +10,11 @@ The owner's rules always apply (`policy_enforcer`).  While they forbid training,
 running script leaves its generation and waits.  A script that does not leave in time is terminated, and
 started again when training is allowed.
 
-The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
-may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it
-has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
-agent kills the script and all its descendants (`script_processes`).  Ctrl-Z stops them together with the
-agent; `fg` resumes all.
+The agent passes a signal on to the script, SIGHUP as SIGTERM; the script then leaves the run.  An import,
+for example that of torch, may swallow the exception that Ctrl-C raises, so the script is also asked to stop
+after its step and, if it has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or
+on a second signal, the agent kills the script and all its descendants (`script_processes`).  Ctrl-Z stops
+them together with the agent; `fg` resumes all.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
 peers.
@@ -43,6 +43,7 @@ from typing import IO, Any, TextIO
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import (
+    VERSION,
     AddressTaken,
     BudgetSpent,
     ConfigError,
@@ -57,6 +58,7 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_age
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
 from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
+from gridtrain.tools.log_output import QueuedStream
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -108,7 +110,8 @@ USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
 and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
-whose run has finished, whatever the code: torchrun does not pass on the codes of its processes."""
+whose run has finished or whose coordinator has another version, whatever the code: torchrun does not pass on
+the codes of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +201,8 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    This is the script's exit code, 128 + N if signal N killed the script, 128 + the signal's number if SIGINT
-    or SIGTERM stopped this process, or 0 after a dry run.  Must be called in the main thread.
+    This is the script's exit code, 128 + N if signal N killed the script or if SIGINT, SIGTERM or SIGHUP with
+    the number N stopped this process, or 0 after a dry run.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
@@ -365,13 +368,14 @@ def _run(
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
             has_finished = not is_removed and _is_finished(entry) is True
-            may_restart = not is_removed and not has_finished
+            is_final = has_finished or (not is_removed and _has_other_version(entry))
+            may_restart = not is_removed and not is_final
             failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
             if has_finished:
                 failure += f'; the run "{entry.run}" has finished'
             is_away = job.restarts > 0 and not (is_removed or has_finished or _is_answering(entry))
             is_counted = not (is_away and code == CoordinatorUnreachable.exit_code)
-            is_last = has_finished or (failures == job.restarts and is_counted and not is_removed)
+            is_last = is_final or (failures == job.restarts and is_counted and not is_removed)
             if not (is_last and console.report_error(failure, code)):
                 tell(failure)
             if is_removed:
@@ -408,6 +412,18 @@ def _is_finished(entry: Enrollment) -> bool | None:
     with contextlib.suppress(GridtrainError), entry.connect() as client:
         return bool(client.status(ANSWER_S).get("finished"))
     return None
+
+
+def _has_other_version(entry: Enrollment) -> bool:
+    """Return whether the coordinator uses another version of the protocol, so that a restart cannot help."""
+    try:
+        with entry.connect() as client:
+            client.status(ANSWER_S)
+    except JoinRefused as refusal:
+        return refusal.code == VERSION
+    except GridtrainError:
+        pass
+    return False
 
 
 def _is_answering(entry: Enrollment) -> bool:
@@ -477,13 +493,15 @@ def _await_permission(
 
 
 class SignalWatcher:
-    """Records SIGINT, SIGTERM and SIGTSTP (Ctrl-Z); a context manager that restores the previous handlers.
+    """Records SIGINT, SIGTERM, SIGHUP (the terminal was closed) and SIGTSTP (Ctrl-Z); a context manager that
+    restores the previous handlers.  Under nohup, SIGHUP stays ignored.
 
     It uses no lock, because a handler must not wait for a lock that the interrupted code may hold.
 
     Attributes:
-        first: the number of the first SIGINT or SIGTERM; 0 if none has arrived.
-        count: the number of SIGINT and SIGTERM signals received.
+        first: the number of the first SIGINT, SIGTERM or SIGHUP; 0 if none has arrived.
+        count: the number of these signals received.  Kernel and shell both send SIGHUP, so it counts only if
+            it is the first one.
     """
 
     def __init__(self) -> None:
@@ -493,8 +511,9 @@ class SignalWatcher:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalWatcher:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
@@ -503,8 +522,8 @@ class SignalWatcher:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += number != signal.SIGHUP or not self.first
         self.first = self.first or number
-        self.count += 1
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -524,7 +543,7 @@ class SignalWatcher:
             processes.signal(signal.SIGCONT)
 
     def wait(self, pause_s: float) -> bool:
-        """Wait at most `pause_s` for SIGINT or SIGTERM; return whether one has arrived."""
+        """Wait at most `pause_s` for a signal that stops this process; return whether one has arrived."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
             self.suspend_if_requested()
@@ -558,7 +577,7 @@ def _run_once(
             if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
                 if not signals.count:
                     enforcer.note_script_ended()
-                script.send_signal(signals.first or signal.SIGTERM)
+                script.send_signal(signal.SIGINT if signals.first == signal.SIGINT else signal.SIGTERM)
                 now_s = time.monotonic()
                 kill_at_s = now_s + job.grace_s
                 if signals.first == signal.SIGINT and not enforcer.has_script_joined:
@@ -698,6 +717,7 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
     with pipe:
         if name:
             for line in pipe:
+                _wait_for_reader(stream)
                 console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -712,9 +732,16 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
                 until_s = time.monotonic() + PARTIAL_LINE_S
             partial = text[len(shown) :]
             if shown:
+                _wait_for_reader(stream)
                 console.write_output(shown, stream)
             if not piece and not is_late:
                 return
+
+
+def _wait_for_reader(stream: TextIO) -> None:
+    """Wait while the script writes faster than somebody reads, so that none of its lines are dropped."""
+    if isinstance(stream, QueuedStream):
+        stream.wait_for_reader()
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:

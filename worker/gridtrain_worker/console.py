@@ -11,18 +11,17 @@ JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"st
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TextIO
 
 from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
+from gridtrain.tools.log_output import is_json, json_line, put
 
 CLEAR = "\x1b[A\r\x1b[J"
 """Erases the last row of the live line and anything below it, such as ^C.
@@ -57,7 +56,7 @@ class Console:
 
     def write_output(self, text: str, stream: TextIO) -> None:
         """Write a piece of the script's output."""
-        _put(stream, text)
+        put(stream, text)
 
     def end_output(self) -> None:
         """Write the rest of the script's last line; called once the script has ended."""
@@ -106,7 +105,7 @@ class JsonConsole(_LogConsole):
 
     def write_output(self, text: str, stream: TextIO) -> None:
         if stream is not self._stream:
-            _put(stream, text)
+            put(stream, text)
             return
         *lines, unended = (self._unended + text).split("\n")
         while len(unended) > MAX_LINE:
@@ -122,17 +121,15 @@ class JsonConsole(_LogConsole):
             self._unended = ""
 
     def _line(self, event: str, fields: dict[str, object], level: str = "info") -> None:
-        ts = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"ts": ts, "level": level, "event": event, "fields": fields})
         with self._lock:
-            _put(self._stream, line + "\n")
+            put(self._stream, json_line(level, event, fields) + "\n")
 
 
 class TextConsole(_LogConsole):
     """A console for files and pipes that writes messages and figures as lines of text."""
 
     def say(self, text: str) -> None:
-        _put(self._stream, f"gridtrain worker: {text}\n")
+        put(self._stream, f"gridtrain worker: {text}\n")
 
     def _write_figures(self, given: Contribution) -> None:
         self.say(live_line(given))
@@ -154,7 +151,7 @@ class TerminalConsole(Console):
     def say(self, text: str) -> None:
         with self._lock:
             self._wipe()
-            _put(self._stream, f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
+            put(self._stream, f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
             self._mid_line = False
             self._draw()
 
@@ -175,34 +172,19 @@ class TerminalConsole(Console):
     def write_output(self, text: str, stream: TextIO) -> None:
         with self._lock:
             self._wipe()
-            _put(stream, text)
+            put(stream, text)
             self._mid_line = not text.endswith("\n")
             self._draw()
 
     def _wipe(self) -> None:
         if self._drawn:
-            _put(self._stream, CLEAR)
+            put(self._stream, CLEAR)
             self._drawn = ""
 
     def _draw(self) -> None:
         if self._live and not self._mid_line:
             self._drawn = fit_line(self._live, _columns(self._stream) - 1)
-            _put(self._stream, self._drawn + "\n")
-
-
-def _put(stream: TextIO, text: str) -> None:
-    """Write text, or drop it if it cannot be written (full disk, closed terminal).
-
-    Raises:
-        BrokenPipeError: the reader has closed the pipe.
-    """
-    try:
-        stream.write(text)
-        stream.flush()
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+            put(self._stream, self._drawn + "\n")
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:
@@ -211,7 +193,7 @@ def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextC
     Args:
         log_format: "text" or "json"; by default text on a terminal and JSON elsewhere.
     """
-    if log_format == "json" or (not log_format and not stream.isatty()):
+    if is_json(stream, log_format):
         return JsonConsole(stream)
     return TerminalConsole(stream) if stream.isatty() else TextConsole(stream)
 

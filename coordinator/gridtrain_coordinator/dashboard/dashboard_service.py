@@ -40,6 +40,9 @@ MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
 MONITORED = ("/healthz", "/metrics")  # answered however many connections are open
 MAX_LOGGED_ERRORS = 20
+BACKLOG = 64
+"""How many connections wait to be accepted; at the limit of open files, asyncio tries as often at a time."""
+
 END_S = 3.0
 
 Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
@@ -130,13 +133,17 @@ class DashboardService:
             self._started.set()
 
     async def _serve(self) -> None:
-        faults, errors = logging.getLogger("uvicorn.error"), _ErrorHandler(self._log)
-        faults.addHandler(errors)
-        faults.propagate = False  # they go to the coordinator's log instead
+        loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
+        errors = _ErrorHandler(self._log)
+        for logger in loggers:
+            logger.addHandler(errors)
+            logger.propagate = False  # they go to the coordinator's log instead
         try:
             await self._serve_pages()
         finally:
-            faults.removeHandler(errors)
+            for logger in loggers:
+                logger.removeHandler(errors)
+                logger.propagate = True
 
     async def _serve_pages(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -155,11 +162,12 @@ class DashboardService:
                 date_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=16_384,
+                backlog=BACKLOG,
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=1,
             )
         )
-        self._socket.listen(64)
+        self._socket.listen(BACKLOG)
         self._socket.setblocking(False)
         self._started.set()
         server = self._server

@@ -165,7 +165,9 @@ def load_token(folder: Path) -> str:
 
 
 def _unwritable_error(path: Path, error: OSError) -> ConfigError:
-    remedy = "free disk space" if error.errno == errno.ENOSPC else "check the folder's permissions"
+    remedy = (
+        "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
+    )
     return ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy)
 
 

@@ -17,10 +17,12 @@ opened, so that a flipped bit cannot change a verdict.  A rejected file is left 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import sqlite3
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,13 +41,14 @@ MEMORY = ":memory:"
 APPLICATION_ID = 0x67726964  # "grid"; distinguishes journals from other programs' databases
 BUSY_S = 1.0
 CHAIN_BYTES = 16
+PROBE_BYTES = 2**20
 DAMAGED_REMEDY = (
     "start from a backup with --from-backup FOLDER and a new --state, or choose a new folder with --state"
 )
 
 
 class JournalFull(JournalError):
-    """The disk is full: nothing was written, and the write can be retried."""
+    """The disk is full or a quota is used up: nothing was written, and the write can be retried."""
 
 
 _IN_USE = (
@@ -64,6 +67,10 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_BUSY": _IN_USE,
     "SQLITE_LOCKED": _IN_USE,
     "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
+    "SQLITE_QUOTA": (  # not SQLite's, which reports an I/O error
+        "cannot grow: the disk quota is used up",
+        "free disk space or raise the quota, then start the coordinator again",
+    ),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
     "SQLITE_CANTOPEN": ("cannot be opened", _CHECK_OWNER),
     "SQLITE_READONLY": ("is read-only", _CHECK_OWNER),
@@ -396,6 +403,22 @@ def _migrations() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files]
 
 
+def _is_quota_used_up(folder: Path) -> bool:
+    """Return whether nothing can be written to the folder because of a disk quota or a full disk.
+
+    The sqlite3 module does not tell the number of the error behind "disk I/O error".
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            left = os.urandom(PROBE_BYTES)  # random, because some file systems compress
+            while left:
+                left = left[probe.write(left) :]
+            os.fsync(probe)
+    except OSError as error:
+        return error.errno in (errno.EDQUOT, errno.ENOSPC)
+    return False
+
+
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
     """Convert SQLite's errors into `JournalError`, or `JournalFull` if the disk is full, with a remedy."""
@@ -407,8 +430,10 @@ def _explained(path: str) -> Iterator[None]:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
         if code.startswith("SQLITE_NOTADB") and _key_beside(path).exists():
             code = "SQLITE_CORRUPT"  # it was a journal
+        if code == "SQLITE_IOERR_WRITE" and _is_quota_used_up(Path(path).absolute().parent):
+            code = "SQLITE_QUOTA"
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
         what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
-        kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError
+        kind = JournalFull if code.startswith(("SQLITE_FULL", "SQLITE_QUOTA")) else JournalError
         detail = "" if known is _IN_USE else f" ({error})"
         raise kind(f"the journal {path} {what}{detail}", remedy=remedy) from error

@@ -52,8 +52,11 @@ class Identity:
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
     @classmethod
-    def read(cls, path: Path) -> Identity:
+    def read(cls, path: Path, lost: str = "ask for a new invitation") -> Identity:
         """Read the identity from a file.
+
+        Args:
+            lost: what the user can do if the key is lost.
 
         Raises:
             ConfigError: the file is missing or damaged, or its mode gives other users access.
@@ -63,8 +66,7 @@ class Identity:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"the key file {path} cannot be read: {error}",
-                remedy="check that the file exists and belongs to you; if the key is lost, ask for a new "
-                "invitation",
+                remedy=f"check that the file exists and belongs to you; if the key is lost, {lost}",
             ) from None
         if mode & 0o077:
             raise ConfigError(

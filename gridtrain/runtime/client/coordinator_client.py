@@ -28,6 +28,7 @@ from gridtrain.core.messages import (
     StatusRequest,
 )
 from gridtrain.errors import (
+    VERSION,
     ConfigError,
     CoordinatorUnreachable,
     JoinRefused,
@@ -229,7 +230,7 @@ def _printable(value: Any) -> Any:
 def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     if "protocol" in reason:
         return JoinRefused(
-            "version", f"{address}: {reason}", remedy="install the coordinator's version of gridtrain"
+            VERSION, f"{address}: {reason}", remedy="install the coordinator's version of gridtrain"
         )
     return RemoteProtocolError(
         f"{address} sent an invalid response: {reason}",

@@ -102,7 +102,8 @@ class CoordinatorEndpoint:
                 remedy=f"use --run {found.run}, or specify the state folder with --state",
             )
         key_file = folder / OPERATOR_KEY
-        return cls(found, Identity.read(key_file), key_file)
+        lost = f"restart the coordinator, which creates {OPERATOR_KEY}"
+        return cls(found, Identity.read(key_file, lost), key_file)
 
 
 class OperatorClient:

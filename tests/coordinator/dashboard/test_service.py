@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -213,6 +214,32 @@ def test_a_fault_of_the_dashboard_is_logged(monkeypatch: pytest.MonkeyPatch) -> 
         made.service.publish({})  # the daemon continues
     finally:
         made.service.close()
+
+
+class OutOfFiles(socket.socket):
+    """A listening socket that cannot accept at first, as at the limit of open files."""
+
+    left = 100
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_the_limit_of_open_files_is_logged_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listening = bind(DashboardAddress(port=0))
+    monkeypatch.setitem(globals(), "bind", lambda address: OutOfFiles(fileno=listening.detach()))
+    made = Running()
+    assert made.get("/healthz")[0] in (200, 503)
+    made.service.close()
+    assert 0 < len(made.logged) <= service.MAX_LOGGED_ERRORS
+    (reason,) = {fields["reason"] for _, _, fields in made.logged}
+    assert reason.startswith("socket.accept() out of system resource OSError(24")
+    assert not caplog.messages
 
 
 def test_it_closes_in_bounded_time_with_pages_open(running: Running) -> None:

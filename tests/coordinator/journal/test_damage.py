@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -267,3 +269,31 @@ def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
     assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], (
         "the chain of digests continues"
     )
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO])
+def test_an_append_beyond_a_disk_quota_can_be_repeated(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """SQLite reports an I/O error for both; here the largest size of a file causes it."""
+
+    def fail(**options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store = JournalStore.open(path)
+    store.append_all([("state", {"n": 1})])
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", fail)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+    try:
+        with pytest.raises(JournalError) as raised:
+            store.append_all([("state", {"note": "x" * 50_000})])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert isinstance(raised.value, JournalFull) is (number == errno.EDQUOT)
+    assert ("quota" in str(raised.value)) is (number == errno.EDQUOT)
+    store.append_all([("state", {"n": 2})])
+    assert [entry.body["n"] for entry in store.entries()] == [1, 2]
+    store.close()
