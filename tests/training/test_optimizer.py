@@ -150,21 +150,26 @@ def test_a_parameter_without_gradient_takes_part_with_zeros(network):
 )
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_gradients_may_share_their_memory(network, exchange, accumulated):
-    """`torch.autograd.grad` returns one tensor for the first two parameters, and expanded ones for the
-    others.  With two passes, they are scaled between the passes."""
+    """`torch.autograd.grad` returns one tensor for the first two parameters, expanded ones for the next two,
+    and for the others one tensor and its two parts.  With two passes, they are scaled between the passes."""
 
     def gradients(model):
-        first, second, third, single = model
+        first, second, third, single, whole, head, tail = model
         loss = (first + second).square().sum() + third.sum() + single.sum()
+        loss = loss + (whole + torch.cat([head, tail])).square().sum()
         for parameter, gradient in zip(model, torch.autograd.grad(loss, [*model]), strict=True):
             parameter.grad = gradient
         assert first.grad is second.grad and third.grad.stride() == single.grad.stride() == (0,)
+        assert whole.grad.data_ptr() < tail.grad.data_ptr() < whole.grad.data_ptr() + whole.grad.nbytes
 
     values = [
         torch.tensor([1.0, 2.0]),
         torch.tensor([3.0, -1.0]),
         torch.tensor([0.5, 1.5]),
         torch.tensor([2.0]),
+        torch.tensor([1.0, -2.0, 3.0, -4.0]),
+        torch.tensor([0.5]),
+        torch.tensor([2.5, -1.5, 1.0]),
     ]
     models = [nn.ParameterList([nn.Parameter(value.clone()) for value in values]) for _ in range(2)]
     kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer

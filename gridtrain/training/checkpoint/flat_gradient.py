@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -291,15 +292,30 @@ class FlatGradient:
 
     def _separate_gradients(self) -> None:
         """Replace gradients that must not be written in place by copies: `torch.autograd.grad` may return
-        one tensor for several parameters, and expanded tensors, whose elements share memory."""
-        addresses: set[int] = set()
+        one tensor, or parts of it, for several parameters, and expanded tensors, whose elements share
+        memory."""
+        by_storage: dict[int, list[tuple[int, Tensor, Tensor]]] = {}  # address, parameter and gradient
         for _, parameter in self._named:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
                 continue
-            if 0 in gradient.stride() or gradient.data_ptr() in addresses:
-                parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
-            addresses.add(gradient.data_ptr())
+            if _span(gradient) < gradient.numel():
+                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+            else:
+                found = gradient.data_ptr(), parameter, gradient
+                by_storage.setdefault(gradient.untyped_storage().data_ptr(), []).append(found)
+        for sharing in by_storage.values():
+            end = 0
+            for address, owner, gradient in sorted(sharing, key=itemgetter(0)):
+                if address < end:
+                    owner.grad = gradient.clone(memory_format=torch.contiguous_format)
+                else:
+                    end = address + _span(gradient) * gradient.element_size()
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def finish_queued_work(device: torch.device) -> None:
