@@ -371,7 +371,8 @@ class Grid:
                 device, a function that creates it and is called on the meta device, or a `Blueprint`.
             optimizer: a function that makes the optimizer of a stage, or a list of optimizers, from its
                 parameters: `torch.optim.SGD` with bound arguments, or
-                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list make each optimizer
+                with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may lack its parameters.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.
