@@ -77,7 +77,7 @@ class _Sparse:
         density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.  With 0.01
             small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
         momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
-            sections 3.1 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
+            sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
             has less effect at a higher density.  0 disables both.
         values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
             added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.

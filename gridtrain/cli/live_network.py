@@ -136,13 +136,19 @@ def facts_of(status: Mapping[str, Any]) -> dict[str, str]:
 def _optimizer(described: str) -> str:
     """Return the key in `OPTIMIZER_STATE_COPIES` of an optimizer such as "SGD(lr=0.1, momentum=0.9)".
 
-    Returns "" if the optimizer is not in the table.
+    Of several, such as "SGD(lr=0.1) + AdamW(lr=0.1)", it is the one with the largest state.  Returns "" if
+    one is not in the table, or the text is shortened (see `describe_optimizer`).
     """
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
-    name = described.partition("(")[0].lower()
-    name += "-momentum" if name == "sgd" and _has_momentum(described) else ""
-    return name if name in OPTIMIZER_STATE_COPIES else ""
+    if re.search(r"\.\.\. [0-9a-f]{12}$", described):
+        return ""
+    names = []
+    for part in described.split(" + "):
+        name = part.partition("(")[0].lower()
+        names.append(name + "-momentum" if name == "sgd" and _has_momentum(part) else name)
+    is_known = OPTIMIZER_STATE_COPIES.keys() >= {*names}
+    return max(names, key=OPTIMIZER_STATE_COPIES.__getitem__) if is_known else ""
 
 
 def _has_momentum(described: str) -> bool:

@@ -36,6 +36,7 @@ from gridtrain.pipeline.model_blocks import blocks_of
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.pipeline.profiler import profile as profiled
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec
+from gridtrain.training.checkpoint.joint_optimizer import JointOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +186,15 @@ def optimizer_state_copies(
 ) -> float:
     """Return the size of the optimizer's state as a multiple of the parameters.
 
+    Of several optimizers used as one, it is the largest, because a stage may have the parameters of one only.
+
     Raises:
         ConfigError: the optimizer is unknown.
     """
     if isinstance(optimizer, int | float):
         return float(optimizer)
+    if isinstance(optimizer, JointOptimizer):
+        return max(map(optimizer_state_copies, optimizer.optimizers))
     name = (
         optimizer
         if isinstance(optimizer, str)

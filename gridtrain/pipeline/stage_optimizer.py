@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_count
+from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 Settings = list[dict[str, Any]]
@@ -37,17 +38,17 @@ class StageOptimizer(WrappingOptimizer):
         """Switch to another stage's optimizer, with the current settings if these have been changed.
 
         Raises:
-            ConfigError: settings were changed, and the two optimizers have different numbers of groups.
+            ConfigError: settings were changed, and the two have other classes or numbers of groups.
         """
-        now, others = self.inner.param_groups, inner.param_groups
+        now, other = _layout(self.inner), _layout(inner)
         self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
-        if len(now) != len(others) and self._changed:
-            scheduled = any(_SCHEDULER_KEY in group for group in now)
+        if now != other and self._changed:
+            scheduled = any(_SCHEDULER_KEY in group for group in self.inner.param_groups)
             who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
-                f"{who} {format_count(len(now), 'parameter group')}, but the stage that this worker now "
-                f"holds has {len(others)}",
-                remedy="create the same groups for every stage, even if some of them are empty",
+                f"{who} {now}, but the stage that this worker now holds has {other}",
+                remedy="create the same optimizers and groups for every stage, even if some groups are "
+                'empty: torch.optim.SGD([{"params": parameters}], ...)',
             )
         settings, self.inner = self.settings(), inner
         self._initial_settings = self.settings()
@@ -87,6 +88,13 @@ class StageOptimizer(WrappingOptimizer):
             "a parameter group was added to pipe.optimizer, which has the parameters of one stage only",
             remedy="add all groups in the function that makes the optimizer: grid.pipeline(model, make, ...)",
         )
+
+
+def _layout(optimizer: torch.optim.Optimizer) -> str:
+    return " and ".join(
+        f"{type(part).__name__} with {format_count(len(part.param_groups), 'parameter group')}"
+        for part in parts_of(optimizer)
+    )
 
 
 def _load(groups: list[dict[str, Any]], settings: Settings) -> None:

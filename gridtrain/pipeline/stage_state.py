@@ -112,10 +112,20 @@ def check_stages(stages: int) -> None:
         )
 
 
-def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Call `make` with these parameters; raise `ConfigError` if it does not return an optimizer."""
+def make_optimizer(
+    make: MakeOptimizer, parameters: Iterable[nn.Parameter], whose: str = "the model"
+) -> torch.optim.Optimizer:
+    """Call `make` with the parameters of `whose`; raise `ConfigError` if it does not return an optimizer."""
     given = list(parameters)  # a list, to be iterated more than once
-    found = as_one(make(given)) if callable(make) else make
+    try:
+        found = as_one(make(given)) if callable(make) else make
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ConfigError(
+            f"the function that was passed as optimizer makes one without parameters for {whose}",
+            remedy='make it with a group, which may be empty: torch.optim.SGD([{"params": parameters}], ...)',
+        ) from error
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}{describe_type(found)}",
@@ -173,7 +183,7 @@ class StageState:
         self.stage, self._options, self._cuts = stage, options, staging.cuts
         self.blocks = Span(*staging.block_range(stage))
         self.module, self.tied = staging.build(stage)
-        self.inner = make_optimizer(make, self.module.parameters())
+        self.inner = make_optimizer(make, self.module.parameters(), f"stage {stage}")
         self.flat = FlatGradient(self.module, self.inner)
         self.exchanger = make_exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
         self.residual = WorkerResidual(self.exchanger, self.flat.n)

@@ -77,7 +77,7 @@ from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
-from gridtrain.training.checkpoint.joint_optimizer import as_one
+from gridtrain.training.checkpoint.joint_optimizer import as_one, parts_of
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.data.fetch_meter import FetchMeter
@@ -371,7 +371,8 @@ class Grid:
                 device, a function that creates it and is called on the meta device, or a `Blueprint`.
             optimizer: a function that makes the optimizer of a stage, or a list of optimizers, from its
                 parameters: `torch.optim.SGD` with bound arguments, or
-                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list make each optimizer
+                with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may lack its parameters.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.
@@ -836,7 +837,7 @@ class Grid:
 
 
 def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
-    """Return `auto`, restricted to dense exchanges if the optimizer is of the Adam family (has `betas`).
+    """Return `auto`, restricted to dense exchanges if an optimizer is of the Adam family (has `betas`).
 
     Raises `ConfigError` if `overlap` is set.
     """
@@ -845,4 +846,5 @@ def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None)
             'overlap was set with exchange="auto", but buckets depend on the chosen exchange',
             remedy='choose an exchange, such as the one chosen by a run with exchange="auto"',
         )
-    return replace(auto, density=None, sparse=False) if "betas" in inner.defaults else auto
+    is_adam = any("betas" in part.defaults for part in parts_of(inner))
+    return replace(auto, density=None, sparse=False) if is_adam else auto

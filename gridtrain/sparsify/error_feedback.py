@@ -13,7 +13,7 @@ The committed state is only read until `commit`; new values are written to secon
 A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off by
 default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` sums up the loss.
 
-With DGC momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887, sections 3.1 and
+With DGC momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887, sections 3.2 and
 3.3), the residual is the vector v of that paper:
 
     u = m u + contribution;  v += u;  select from v;  v -= decode(payload);  u = 0 at the payload's indices

@@ -79,7 +79,8 @@ class GridOptimizer(WrappingOptimizer):
 
     Args:
         inner: the optimizer that applies updates.
-        model: the model; all of its trainable parameters take part, with zeros if a gradient is None.
+        model: the model; all of its trainable parameters take part, with zeros if a gradient is None; see
+            `unused`.
         exchange: `Dense()`, `TopK(...)`, `GTopK(...)` or `Auto(...)`; `LocalSteps(...)` is for
             `LocalSGDOptimizer`.
         session: this worker's session in the run.

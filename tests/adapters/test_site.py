@@ -5,6 +5,7 @@ torchrun -- 2 processes, gloo between them --+-- leader --+
 single ---------------------------------------------------+
 """
 
+import json
 import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
@@ -71,12 +72,12 @@ def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how,
         assert "gloo" not in str(reasons)
 
 
-def end_of_pair(folder: Path, how: str) -> list[tuple[int, str]]:
-    """The exit code and the output of both processes of ending_site.py, which must end by themselves."""
+def end_of_pair(folder: Path, how: str, script: str = "ending_site.py") -> list[tuple[int, str]]:
+    """The exit code and the output of both processes of the script, which must end by themselves."""
     with ExitStack() as stack:
         pair = []
         for rank in "01":
-            command = [sys.executable, str(SCRIPTS / "ending_site.py"), rank, str(folder / "rendezvous"), how]
+            command = [sys.executable, str(SCRIPTS / script), rank, str(folder / "rendezvous"), how]
             pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             pair.append(stack.enter_context(subprocess.Popen(command, **pipes)))
             stack.callback(pair[-1].kill)
@@ -115,6 +116,21 @@ def test_when_some_processes_end_all_do_and_say_why(tmp_path, how, codes, first,
     if "raises" in how:
         raising = int(how[0])
         assert "Traceback" in ends[raising][1], "the script's traceback is missing"
+
+
+def test_a_branch_that_one_process_uses_is_updated_and_one_that_none_uses_is_skipped(tmp_path) -> None:
+    by_step = [("a", "b"), ("b", "b"), ("a", "ab"), ("", "a"), ("a", "")]  # by process
+    ends = end_of_pair(tmp_path, json.dumps(by_step), "branching_site.py")
+    assert [code for code, _ in ends] == [0, 0], ends
+    whole = nn.ParameterDict({branch: torch.ones(1) for branch in "ab"})
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for used in by_step:
+        losses = [(whole[b] * x).square() / 2 for x, each in zip((1, 2), used, strict=True) for b in each]
+        torch.cat(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _, output in ends:
+        assert json.loads(output.splitlines()[-1]) == pytest.approx({b: whole[b].item() for b in "ab"})
 
 
 def test_the_leader_may_wait_for_the_run_for_days_but_not_for_a_process() -> None:

@@ -105,6 +105,10 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
         ("AdamW(lr=0.1) and 1 more group, settings 1a2b", (), "adamw", 8),
         ("Muon(lr=0.1)", (), "adamw (assumed)", 8),
         ("SGD(lr=0.1)", ("--optimizer", "rmsprop"), "rmsprop", 4),
+        ("SGD(lr=0.1) + SGD(lr=0.1, momentum=0.9)", (), "sgd-momentum", 4),
+        ("SGD(lr=0.1, momentum=0.9) + AdamW(lr=0.1) and 1 more group, settings 1a2b", (), "adamw", 8),
+        ("Muon(lr=0.1) + SGD(lr=0.1)", (), "adamw (assumed)", 8),
+        ("SGD(lr=0.1) + SGD(lr=0.1, mom... 0123456789ab", (), "adamw (assumed)", 8),
     ],
 )
 def test_the_memory_is_that_with_the_optimizer_of_the_run_or_the_option(

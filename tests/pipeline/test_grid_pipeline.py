@@ -373,6 +373,19 @@ def test_an_optimizer_may_iterate_over_the_parameters_twice() -> None:
     assert [len(group["params"]) for group in groups] == [1, 1]
 
 
+def test_an_optimizer_of_a_list_without_parameters_in_a_stage_is_refused_with_the_stage() -> None:
+    def make(parameters: Any) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in parameters if (p.dim() == 2) is wanted] for wanted in (True, False))
+        return [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest)]
+
+    blueprint = Blueprint(lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
+    staging = ModelStages(blueprint, 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(2, 1, gridtrain.Dense(), loss_fn)
+    assert len(StageState(0, staging, make, options).inner.param_groups) == 2
+    with pytest.raises(ConfigError, match=r"without parameters for stage 1 -> .*\{\"params\": parameters\}"):
+        StageState(1, staging, make, options)
+
+
 @pytest.mark.parametrize("ahead", [-1.0, math.inf, math.nan])
 def test_an_invalid_ahead_is_refused_at_once(ahead: float) -> None:
     with pytest.raises(ConfigError, match="fill-drain"):

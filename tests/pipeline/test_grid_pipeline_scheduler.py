@@ -18,6 +18,7 @@ from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_optimizer import StageOptimizer
 from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 
 RATE, DECAY = 0.05, 0.9
 
@@ -61,7 +62,9 @@ def test_misuse_of_the_handle_is_refused() -> None:
         handle.add_param_group({"params": []})
     handle.set_inner(sgd(3))  # no scheduler exists: other groups are accepted
     LambdaLR(handle, lambda step: 1.0)
-    with pytest.raises(ConfigError, match=r"scheduler was made for 1 parameter group, .* has 2"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler was made for SGD with 1 parameter group, .* has SGD with 2"
+    ):
         handle.set_inner(sgd(3, 2))
 
 
@@ -73,6 +76,33 @@ def grouped(*shapes: tuple[int, ...]) -> torch.optim.SGD:
     return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
 
 
+def listed(*shapes: tuple[int, ...]) -> torch.optim.Optimizer:
+    """SGD for matrices and AdamW for the rest; an optimizer without parameters is left out."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    groups = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    kinds = torch.optim.SGD, torch.optim.AdamW
+    made = [kind(group, lr=0.1) for kind, group in zip(kinds, groups, strict=True) if group]
+    optimizer: torch.optim.Optimizer = as_one(made)
+    return optimizer
+
+
+def test_settings_are_not_loaded_into_another_optimizer() -> None:
+    handle = StageOptimizer(listed((2, 2)))
+    handle.set_inner(listed((2,)))  # unchanged settings: any optimizer is accepted
+    handle.set_inner(listed((2, 2)))
+    handle.param_groups[0]["lr"] = 0.5
+    for other, text in (
+        (listed((2,)), "AdamW with 1 parameter group"),
+        (listed((2, 2), (2,)), "SGD with 1 parameter group and AdamW with 1 parameter group"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            handle.set_inner(other)
+        assert str(refusal.value).startswith(
+            "the script has set SGD with 1 parameter group, but the stage that this worker now holds has "
+            f"{text} -> create the same optimizers and groups for every stage"
+        )
+
+
 def decays(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["weight_decay"] for group in optimizer.param_groups]
 
@@ -82,7 +112,9 @@ def test_a_stage_with_other_groups_has_its_initial_settings() -> None:
     handle.set_inner(grouped((2,)))  # only of norms
     assert decays(handle) == [0.0]
     handle.param_groups[0]["lr"] = 0.5
-    with pytest.raises(ConfigError, match=r"the script has set 1 parameter group, .* has 2"):
+    with pytest.raises(
+        ConfigError, match=r"the script has set SGD with 1 parameter group, .* has SGD with 2"
+    ):
         handle.set_inner(grouped((2, 2), (2,)))
 
 

@@ -16,6 +16,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Device, Layer, Sequence, partition
 from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.training.checkpoint.joint_optimizer import as_one
 
 EVEN = [Layer(f"block{i}", 0.001, 0.002, 10**6, 1000, 10**5) for i in range(8)]
 
@@ -88,6 +89,12 @@ def test_the_size_of_an_optimizers_state_is_known() -> None:
         (torch.optim.SGD(parameters(), lr=0.1), 1),
         (torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), 2),
         (torch.optim.AdamW(parameters()), 3),
+        (
+            as_one(
+                [torch.optim.SGD(parameters(), lr=0.1), torch.optim.RMSprop(nn.Linear(2, 2).parameters())]
+            ),
+            2,
+        ),
         (0.5, 1.5),
     ):
         stage = plan(2, optimizer=optimizer).cut.stages[0]

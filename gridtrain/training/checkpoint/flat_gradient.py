@@ -202,7 +202,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
-        """Set flat_N to the gradients times `scale`, with zeros for None.
+        """Set flat_N to the gradients times `scale`, with zeros for None, and `used` if the vector has it.
 
         Args:
             indices: the indices of the parameters whose part of flat_N is set; by default all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class JointOptimizer(torch.optim.Optimizer):
         optimizers: optimizers that have no parameter in common; each of them is stepped, in this order.
 
     Raises:
-        ConfigError: there are no optimizers, one is of another type, or two have the same parameter.
+        ConfigError: there are no optimizers, one is of another type, or two have the same parameter; or, from
+            `state_dict`, one has a state that belongs to no parameter.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -52,11 +54,25 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return {parameter: values for each in self.optimizers for parameter, values in each.state.items()}
+        """The state of each parameter; read-only, because a change would not reach the optimizers."""
+        return MappingProxyType(
+            {key: values for each in self.optimizers for key, values in each.state.items()}
+        )
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return {name: value for each in self.optimizers for name, value in each.defaults.items()}
+        """The defaults that all of the optimizers have, with the values of the first."""
+        first, *others = (each.defaults for each in self.optimizers)
+        return {name: value for name, value in first.items() if all(name in each for each in others)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError(
+            "a parameter group was added to a list of optimizers",
+            remedy="add it to one of the optimizers before grid.optimizer(...)",
+        )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for each in self.optimizers:
@@ -70,7 +86,7 @@ class JointOptimizer(torch.optim.Optimizer):
         joint: dict[str, Any] = {"state": {}, "param_groups": []}
         first = 0
         for each in self.optimizers:
-            own = each.state_dict()
+            own = _own_state(each)
             joint["state"] |= {first + number: values for number, values in own["state"].items()}
             joint["param_groups"] += _renumbered(own["param_groups"], first)
             first += len(_parameter_ids(each))
@@ -92,7 +108,11 @@ class JointOptimizer(torch.optim.Optimizer):
 
 def as_one(optimizer: Any) -> Any:
     """Return a list or tuple of optimizers as one optimizer, and anything else unchanged."""
-    return JointOptimizer(optimizer) if isinstance(optimizer, list | tuple) else optimizer
+    if not isinstance(optimizer, list | tuple):
+        return optimizer
+    joint = JointOptimizer(optimizer)
+    joint.state_dict()  # raises for a state that it cannot contain
+    return joint if len(optimizer) > 1 else optimizer[0]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
@@ -102,6 +122,18 @@ def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    own = optimizer.state_dict()
+    if other := [*(own.keys() - {"state", "param_groups"}), *(k for k in own["state"] if type(k) is not int)]:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}'s state contains {other[0]!r}, which belongs to no parameter, so that a list of "
+            "optimizers cannot contain it",
+            remedy=f"use {name} alone, for all parameters",
+        )
+    return own
 
 
 def _renumbered(groups: list[dict[str, Any]], offset: int) -> list[dict[str, Any]]:

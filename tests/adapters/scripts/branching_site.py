@@ -1,0 +1,48 @@
+"""One process of a site of two, without a run, with `unused="skip"`: `branching_site.py RANK FILE BRANCHES`.
+
+BRANCHES is JSON: for each step the branches "", "a", "b" or "ab" of the model that each process uses.  At its
+end, each process prints the parameters of both branches as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gridtrain.adapters import site as sites
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
+
+rank, file, branches_by_step = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+
+
+class Grid:
+    is_first = True
+
+    def optimizer(self, optimizer: Any, model: nn.Module, **options: Any) -> Any:
+        optimizer.base = FrozenBase(model)
+        return optimizer
+
+    def sampler(self, dataset: Any, *, steps: int, **options: Any) -> Iterator[list[int]]:
+        return iter([[0, 1]] * steps)
+
+    def close(self, reason: str) -> None:
+        pass
+
+
+sites.join = lambda *_: Grid()  # type: ignore[assignment]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+model = nn.ParameterDict({branch: torch.ones(1) for branch in "ab"})
+inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+with sites.Site.enter() as site:
+    optimizer = site.optimizer(inner, model, unused="skip")
+    batches = site.batches(torch.tensor([1.0, 2.0]), batch_size=1, steps=len(branches_by_step))
+    for used, x_B in zip(branches_by_step, batches, strict=True):
+        if used[rank]:
+            sum((model[branch] * x_B).square().mean() for branch in used[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+sys.stdout.write(json.dumps({branch: model[branch].item() for branch in "ab"}) + "\n")
