@@ -180,20 +180,21 @@ def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
     """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
 
-    Each tensor is copied once, into the result, because the state may need most of the memory.
+    Each tensor is copied once, into the result, because the state may need most of the memory.  Other threads
+    run meanwhile: numpy releases the interpreter lock while it copies, a memoryview does not.
     """
     text = json.dumps(document, separators=(",", ":")).encode()
     pieces = safetensors_pieces(tensors)
     header = next(pieces)
     tensors_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     head = b"".join((_LENGTHS.pack(len(text), tensors_bytes), text, header))
-    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8).data  # not filled with zeros first
-    frame[: len(head)] = head
+    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8)  # not filled with zeros first
+    frame[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
     for piece in pieces:
-        frame[at : at + len(piece)] = piece
+        frame[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
         at += len(piece)
-    return frame.toreadonly()
+    return frame.data.toreadonly()
 
 
 def pack_state(

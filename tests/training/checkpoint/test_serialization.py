@@ -1,5 +1,8 @@
 """A newcomer receives the state bit for bit, and a state of another worker is not trusted."""
 
+import sys
+import threading
+import time
 from collections import Counter
 
 import pytest
@@ -187,6 +190,32 @@ def test_a_captured_state_is_a_copy(pair):
         pair[0][0].weight.zero_()
     restore_state(b"".join(blobs), *pair, {})
     assert replica_digest(*pair) == before
+
+
+def test_other_threads_run_while_a_tensor_is_copied() -> None:
+    """While the switch interval is an hour, another thread runs only where the interpreter lock is released;
+    it then sees which function has released the lock."""
+    model = nn.Linear(1 << 12, 1 << 11, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    main, stop, seen = threading.get_ident(), threading.Event(), set[str]()
+
+    def watch() -> None:
+        while not stop.wait(0.0001):
+            seen.add(sys._current_frames()[main].f_code.co_name)
+
+    watcher = threading.Thread(target=watch)
+    interval_s = sys.getswitchinterval()
+    deadline_s = time.monotonic() + 30.0
+    sys.setswitchinterval(3600.0)
+    try:
+        watcher.start()
+        while "_frame" not in seen and time.monotonic() < deadline_s:
+            serialization.capture_state(model, optimizer, {})
+    finally:
+        sys.setswitchinterval(interval_s)
+        stop.set()
+        watcher.join()
+    assert "_frame" in seen
 
 
 def test_a_state_of_a_compiled_model_fits_a_plain_one(pair):
