@@ -232,6 +232,14 @@ def test_a_value_that_cannot_be_sent_is_refused_with_its_path(pair):
         capture_state(*pair, {"ema": Box(deep=[1, lambda: 0])})
 
 
+@pytest.mark.parametrize("pack", [capture_state, serialization.pack_state])
+def test_a_dtype_that_cannot_be_sent_is_refused_with_the_tensors_name(pack):
+    model = nn.Linear(1, 1)
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match=r"model\.phase is a tensor of torch\.complex128"):
+        pack(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
+
+
 # -- untrusted states ---------------------------------------------------------------------------------
 
 
