@@ -519,6 +519,7 @@ MAX_UPDATE_LOG_MIB = 1 << 14
 
 
 DEFAULT_DONATE_LIMIT = "25Mbit"
+"""The limit for sending the state if `JoinConfig.donate_limit` is ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,8 +538,8 @@ class JoinConfig:
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
             state directory.  None: the same folder, but nothing is saved when the worker leaves.
-        donate_limit: the upload limit for sending the state to newcomers while this worker trains.  The
-            default is also limited to a quarter of `upload_limit`; see `catch_up_source.donated_Bps`.
+        donate_limit: the upload limit for sending the state to newcomers while this worker trains; "": the
+            lower of `DEFAULT_DONATE_LIMIT` and a quarter of `upload_limit`.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""
@@ -561,7 +562,7 @@ class JoinConfig:
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""
-    donate_limit: str = DEFAULT_DONATE_LIMIT
+    donate_limit: str = ""
     export_dir: str | None = ""  # None: the final model is not written
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"

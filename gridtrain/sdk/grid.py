@@ -199,11 +199,12 @@ class Grid:
 
     @property
     def has_samples(self) -> bool:
-        """Whether this worker's batch consists of samples that count in this step; False for a stand-in
-        batch, whose gradient is ignored (see `batches`), and before the first batch.
+        """Whether this worker's batch counts in a mean over samples (see `mean`).  The backward pass must run
+        for every batch, also where this is False: for a stand-in batch (see `batches`), and for a sample that
+        a later micro-batch repeats.  It is False before the first batch, too.
 
-        If a step has fewer samples than micro-batches (`accumulate`), samples are repeated, each with a part
-        of its weight; then only the last micro-batch with a sample has it.
+        If a step has fewer samples than micro-batches (`accumulate`), samples are repeated.  The gradient of
+        each repetition counts with a part of the sample's weight; `has_samples` is true for the last one.
         """
         return self._turns is not None and not self._turns.is_stand_in and not self._is_repeated_later
 

@@ -3,20 +3,23 @@
 this worker's gradient      a warning, and a counter in the heartbeats, from which `gridtrain status` and
                             the dashboard show which worker causes skipped steps
 another worker's gradient   a message at level INFO
-either, with a GradScaler   a message at level INFO, because the scaler reduces its scale; from the 10th step
-                            in a row on, as without a scaler
+either, with a GradScaler   a message at level INFO, because the scaler reduces its scale; from the 10th
+                            within 100 steps on, as without a scaler
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from gridtrain.core.messages import OWN_SKIPPED_STEPS
 from gridtrain.quantities import ALERT_SKIPS
 
 log = logging.getLogger("gridtrain")
+
+ROUTINE_STEPS = 100
+"""Fewer than `ALERT_SKIPS` skipped steps among so many are usual while a GradScaler adapts its scale."""
 
 
 class SkipReport:
@@ -32,8 +35,7 @@ class SkipReport:
     def __init__(self, report_figures: Callable[[Mapping[str, float]], None]) -> None:
         self._report_figures = report_figures
         self._counts: Counter[tuple[bool, bool]] = Counter()
-        self._latest_step = -1
-        self._in_a_row = 0
+        self._latest: deque[int] = deque(maxlen=ALERT_SKIPS)
 
     @property
     def total(self) -> int:
@@ -46,9 +48,9 @@ class SkipReport:
             is_own: whether this worker's gradient caused it.
             is_scaled: whether a GradScaler scales the loss, and reduces its scale after this step.
         """
-        self._in_a_row = self._in_a_row + 1 if step == self._latest_step + 1 else 1
-        self._latest_step = step
-        is_routine = is_scaled and self._in_a_row < ALERT_SKIPS
+        self._latest.append(step)
+        is_frequent = len(self._latest) == ALERT_SKIPS and 0 <= step - self._latest[0] < ROUTINE_STEPS
+        is_routine = is_scaled and not is_frequent
         self._counts[is_own, is_routine] += 1
         count = self._counts[is_own, is_routine]
         if is_own and not is_routine:

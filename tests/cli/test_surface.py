@@ -21,7 +21,7 @@ from gridtrain import errors, extras
 from gridtrain._version import __version__
 from gridtrain.cli import doctor
 from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli, main
-from gridtrain.config import JoinConfig
+from gridtrain.config import DEFAULT_DONATE_LIMIT, JoinConfig
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, parse_limit
 from gridtrain_coordinator.dashboard.listen_address import HOST, PORT
@@ -170,7 +170,7 @@ def test_config_show_prints_the_defaults_that_apply(tmp_path: Path, monkeypatch:
     expected = {
         "state": str(tmp_path / "gridtrain" / "mine"),
         "dashboard": f"{HOST}:{PORT}",
-        "donate_limit": joined.donate_limit,
+        "donate_limit": DEFAULT_DONATE_LIMIT,
         "checkpoint_every": int(joined.checkpoint_every),
         "checkpoint_keep": int(joined.checkpoint_keep),
         "handover_mib": int(joined.handover_mib),

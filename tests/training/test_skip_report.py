@@ -59,10 +59,28 @@ def test_an_overflow_that_a_scaler_handles_is_neither_a_warning_nor_a_figure(
     assert "status" not in caplog.text and report.total == 4 and figures == {}
 
 
+@pytest.mark.parametrize(
+    ("per_100", "warnings"),
+    [(90, 891), (10, 91), (9, 0)],
+    ids=["9 of 10", "1 of 10", "9 of 100"],
+)
+def test_with_a_scaler_frequent_skipped_steps_are_reported(
+    per_100: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if there are never ten in a row, as with a worker whose loss is NaN in nine of ten steps."""
+    figures: dict[str, float] = {}
+    report = SkipReport(figures.update)
+    for step in range(1000):
+        if (step + 1) * per_100 // 100 > step * per_100 // 100:
+            report.record_skipped(step, is_own=True, is_scaled=True)
+    assert report.total == 10 * per_100 and figures.get("own_skipped_steps", 0.0) == warnings
+    assert any(record.levelno == logging.WARNING for record in caplog.records) == (warnings > 0)
+
+
 def test_with_a_scaler_the_tenth_skipped_step_in_a_row_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     figures: dict[str, float] = {}
     report = SkipReport(figures.update)
-    for step in (*range(9), *range(20, 31)):
+    for step in (*range(9), *range(200, 211)):
         report.record_skipped(step, is_own=True, is_scaled=True)
-    assert [record.args[0] for record in caplog.records] == [30, 31]  # type: ignore[index]
+    assert [record.args[0] for record in caplog.records] == [210, 211]  # type: ignore[index]
     assert "check this worker's loss" in caplog.messages[0] and figures == {"own_skipped_steps": 2.0}

@@ -45,16 +45,16 @@ DEFAULT_UPLOAD_SHARE = 0.25
 """The share of an upload limit that the state may take unless `donate_limit` is set."""
 
 
-def donated_Bps(config: JoinConfig) -> float | None:
-    """Return the rate, in bytes per second, at which a worker sends its state to newcomers; None: no limit.
+def donated_Bps(config: JoinConfig) -> float:
+    """Return the rate, in bytes per second, at which a worker sends its state to newcomers.
 
     Exchanges of the members wait for the slowest upload, so the default leaves most of a limited upload to
     them.
     """
-    if not config.donate_limit:
-        return None
-    rate_Bps = parse_rate(config.donate_limit)
-    if config.donate_limit != DEFAULT_DONATE_LIMIT or not config.upload_limit:
+    if config.donate_limit:
+        return parse_rate(config.donate_limit)
+    rate_Bps = parse_rate(DEFAULT_DONATE_LIMIT)
+    if not config.upload_limit:
         return rate_Bps
     return min(rate_Bps, DEFAULT_UPLOAD_SHARE * parse_rate(config.upload_limit))
 

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from gridtrain.config import BASES, DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
+from gridtrain.config import BASES, DEFAULT_DONATE_LIMIT, DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
 from gridtrain.errors import ConfigError
 
 _JOIN = {known.name: str(known.default) for known in fields(JoinConfig)}
@@ -304,7 +304,7 @@ WORKER: tuple[Option, ...] = (
         TEXT,
         "Upload limit for sending the model; unset, at most a quarter of --upload-limit.",
         "",
-        unset_value=_JOIN["donate_limit"],
+        unset_value=DEFAULT_DONATE_LIMIT,
         metavar="RATE",
     ),
     _optional("listen", TEXT, "Address to listen on.", "any free port", metavar="ADDRESS"),

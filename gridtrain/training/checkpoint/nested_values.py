@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gridtrain.errors import ConfigError, describe_type
 
 _MAX_DEPTH = 32
 
-DTYPES = {
+_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -39,7 +41,19 @@ DTYPES = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""The names of dtypes in safetensors; a file contains the tensors in the reverse of this order."""
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    try:
+        safetensors.torch.save({"": torch.zeros(1, dtype=dtype)})
+    except (KeyError, SafetensorError):
+        return False
+    return True
+
+
+DTYPES = {dtype: name for dtype, name in _NAMES.items() if _is_supported(dtype)}
+"""The names of dtypes in the installed version of safetensors; a file contains the tensors in the reverse of
+this order."""
 
 
 class Packer:
@@ -57,13 +71,13 @@ class Packer:
     def pack(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             name = str(len(self.tensors))
-            if self._copies:  # always, because safetensors refuses memory that two tensors share
-                value = value.to("cpu", copy=True).contiguous()
-            elif value.dtype not in DTYPES:
+            if value.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a newcomer",
+                    f"{where} is a tensor of {value.dtype}, which cannot be saved or sent to a newcomer",
                     remedy="store it with a different dtype in state_dict()",
                 )
+            if self._copies:  # always, because safetensors refuses memory that two tensors share
+                value = value.to("cpu", copy=True).contiguous()
             self.tensors[name] = value.detach()
             return {"tensor": name}
         if isinstance(value, np.generic):

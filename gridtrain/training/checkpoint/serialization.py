@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
@@ -49,6 +48,8 @@ from gridtrain.training.checkpoint.model_buffers import buffers_of
 from gridtrain.training.checkpoint.nested_values import DTYPES, Packer, tensor_bytes, unpack
 
 _T = TypeVar("_T")
+
+_MAX_DIMENSIONS = 64  # as in numpy
 
 _LENGTHS, _WORD = struct.Struct("<2Q"), struct.Struct("<Q")
 _PARTS = ("parameters", "buffers", "optimizer", "settings")
@@ -180,20 +181,21 @@ def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
     """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
 
-    Each tensor is copied once, into the result, because the state may need most of the memory.
+    Each tensor is copied once, into the result, because the state may need most of the memory.  Other threads
+    run meanwhile: numpy releases the interpreter lock while it copies, a memoryview does not.
     """
     text = json.dumps(document, separators=(",", ":")).encode()
     pieces = safetensors_pieces(tensors)
     header = next(pieces)
     tensors_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     head = b"".join((_LENGTHS.pack(len(text), tensors_bytes), text, header))
-    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8).data  # not filled with zeros first
-    frame[: len(head)] = head
+    frame = np.empty(len(head) - len(header) + tensors_bytes, np.uint8)  # not filled with zeros first
+    frame[: len(head)] = np.frombuffer(head, np.uint8)
     at = len(head)
     for piece in pieces:
-        frame[at : at + len(piece)] = piece
+        frame[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
         at += len(piece)
-    return frame.toreadonly()
+    return frame.data.toreadonly()
 
 
 def pack_state(
@@ -439,12 +441,38 @@ def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     end = begin + text_bytes
     try:
         document = json.loads(bytes(data[begin:end]))
-        tensors = safetensors.torch.load(bytes(data[end : end + tensors_bytes]))
-    except (ValueError, RecursionError, SafetensorError) as error:
+        tensors = _read_tensors(data[end : end + tensors_bytes])
+    except (ValueError, RuntimeError) as error:  # among them RecursionError
         raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
         raise _invalid_state(f"its JSON is {describe_type(document)}")
     return read_state(document, tensors), end + tensors_bytes
+
+
+@_reading()
+def _read_tensors(data: memoryview) -> dict[str, Tensor]:
+    """Return copies of the tensors that `safetensors_pieces` has written.
+
+    Other threads run meanwhile; `safetensors.torch.load` holds the interpreter lock.
+    """
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    begin = _WORD.size + int.from_bytes(data[: _WORD.size], "little")
+    table = json.loads(bytes(data[_WORD.size : begin]))
+    tensors: dict[str, Tensor] = {}
+    at = begin
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = dtypes[entry["dtype"]], entry["shape"]
+        if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"a tensor has the shape {str(shape)[:80]}")
+        end = at + math.prod(shape) * dtype.itemsize
+        if entry["data_offsets"] != [at - begin, end - begin] or end > len(data):
+            raise ValueError(f"the bytes of tensor {name!r:.80} are not where its shape puts them")
+        copy = np.frombuffer(data[at:end], np.uint8).copy()
+        tensors[name] = torch.from_numpy(copy).view(dtype).reshape(shape)
+        at = end
+    if at != len(data):
+        raise ValueError(f"the tensors end at byte {at} of {len(data)}")
+    return tensors
 
 
 @_reading()

@@ -330,6 +330,7 @@ def test_progress_is_shown_as_text() -> None:
         ({"upload_limit": "1Gbit"}, 25),
         ({"upload_limit": "20Mbit"}, 5),  # the exchanges of the members keep the rest
         ({"upload_limit": "20Mbit", "donate_limit": "15Mbit"}, 15),
+        ({"upload_limit": "20Mbit", "donate_limit": "25Mbit"}, 25),
         ({"donate_limit": "40Mbit"}, 40),
     ],
 )
@@ -337,4 +338,3 @@ def test_the_state_takes_a_quarter_of_a_limited_upload_unless_its_limit_is_set(
     limits: dict[str, str], rate_Mbit: int
 ) -> None:
     assert donated_Bps(JoinConfig("", "", **limits)) == rate_Mbit * 1e6 / 8
-    assert donated_Bps(JoinConfig("", "", donate_limit="")) is None

@@ -1,5 +1,10 @@
 """A newcomer receives the state bit for bit, and a state of another worker is not trusted."""
 
+import json
+import struct
+import sys
+import threading
+import time
 from collections import Counter
 
 import pytest
@@ -189,6 +194,33 @@ def test_a_captured_state_is_a_copy(pair):
     assert replica_digest(*pair) == before
 
 
+def test_other_threads_run_while_a_tensor_is_copied() -> None:
+    """While the switch interval is an hour, another thread runs only where the interpreter lock is released;
+    it then sees which function has released the lock."""
+    copying = {"_frame", "_read_tensors"}
+    model = nn.Linear(1 << 12, 1 << 11, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    main, stop, seen = threading.get_ident(), threading.Event(), set[str]()
+
+    def watch() -> None:
+        while not stop.wait(0.0001):
+            seen.add(sys._current_frames()[main].f_code.co_name)
+
+    watcher = threading.Thread(target=watch)
+    interval_s = sys.getswitchinterval()
+    deadline_s = time.monotonic() + 30.0
+    sys.setswitchinterval(3600.0)
+    try:
+        watcher.start()
+        while not copying <= seen and time.monotonic() < deadline_s:
+            restore_state(capture_state(model, optimizer, {}), model, optimizer, {})
+    finally:
+        sys.setswitchinterval(interval_s)
+        stop.set()
+        watcher.join()
+    assert copying <= seen
+
+
 def test_a_state_of_a_compiled_model_fits_a_plain_one(pair):
     compiled = torch.compile(pair[0], backend="eager")
     newcomer = model_of(5), None
@@ -201,6 +233,14 @@ def test_a_state_of_a_compiled_model_fits_a_plain_one(pair):
 def test_a_value_that_cannot_be_sent_is_refused_with_its_path(pair):
     with pytest.raises(ConfigError, match=r"ema\.deep\[1\] is a function"):
         capture_state(*pair, {"ema": Box(deep=[1, lambda: 0])})
+
+
+@pytest.mark.parametrize("pack", [capture_state, serialization.pack_state])
+def test_a_dtype_that_cannot_be_sent_is_refused_with_the_tensors_name(pack):
+    model = nn.Linear(1, 1)
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match=r"model\.phase is a tensor of torch\.complex128"):
+        pack(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
 
 
 # -- untrusted states ---------------------------------------------------------------------------------
@@ -245,6 +285,45 @@ def test_another_optimizer_is_refused(pair):
 def test_garbage_is_refused(pair, data):
     with pytest.raises(RemoteProtocolError, match="not a training state"):
         restore_state(data, *pair, {})
+
+
+FLOATS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        {"0": None},
+        {"0": {}},
+        {"0": FLOATS | {"dtype": "F31"}},
+        {"0": FLOATS | {"dtype": ["F32"]}},
+        {"0": FLOATS | {"shape": [3]}},
+        {"0": FLOATS | {"shape": [True, 2]}},
+        {"0": FLOATS | {"shape": [-1, -2]}},
+        {"0": FLOATS | {"shape": 2}},
+        {"0": FLOATS | {"shape": [1] * 65 + [2]}},
+        {"0": FLOATS | {"data_offsets": [4, 12]}},
+        {"0": FLOATS | {"data_offsets": ["0", "8"]}},
+        {"0": FLOATS, "1": FLOATS},
+        {"0": FLOATS, "1": FLOATS | {"data_offsets": [8, 16]}},
+        {"0": FLOATS | {"shape": [1], "data_offsets": [0, 4]}},
+        {"0": FLOATS, "1": FLOATS | {"shape": [1 << 40, 1 << 40, 0], "data_offsets": [8, 8]}},
+        {"0": FLOATS, "1": FLOATS | {"shape": [0, 1 << 70], "data_offsets": [8, 8]}},
+    ],
+    ids=str,
+)
+def test_a_damaged_table_of_tensors_is_refused(pair, table):
+    def blob(table):
+        text, header = b"{}", json.dumps(table).encode()
+        tensors = struct.pack("<Q", len(header)) + header + bytes(8)
+        return struct.pack("<2Q", len(text), len(tensors)) + text + tensors
+
+    with pytest.raises(RemoteProtocolError, match="'buffers' is missing"):
+        restore_state(blob({"0": FLOATS}), *pair, {})
+    with pytest.raises(RemoteProtocolError, match="not a training state") as refused:
+        restore_state(blob(table), *pair, {})
+    assert "is missing" not in str(refused.value)
 
 
 # -- names ------------------------------------------------------------------------------------------
