@@ -21,8 +21,8 @@ NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""
 
 SLOW_UPLOAD = "200kbit"
-"""An upload limit below this one gets a warning: the smallest slice of a large vector then takes longer than
-`Deadlines.patience_floor_s`."""
+"""An upload limit below this one gets a warning: a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
+of up to 1 MiB, more of a larger one) then takes longer than `Deadlines.patience_floor_s`."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -181,7 +181,7 @@ def _slow_upload_lines(upload: str) -> list[str]:
     if upload in NO_RULE or (rate_Bps := parse_rate(upload)) >= parse_rate(SLOW_UPLOAD):
         return []
     return [
-        f"  with upload={upload} one message of {format_bytes(MIN_SLICE_BYTES)} takes "
+        f"  with upload={upload} a message of {format_bytes(MIN_SLICE_BYTES)} or more takes at least "
         f"{format_age(MIN_SLICE_BYTES / rate_Bps)}, and the group waits for it; set upload={SLOW_UPLOAD} "
         "or more, or pause this worker"
     ]

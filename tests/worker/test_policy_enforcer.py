@@ -320,8 +320,8 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     slow, fast = (state_lines({**answer, "rules": {"upload": upload}}) for upload in ("1kB", SLOW_UPLOAD))
     assert [line for line in slow if line not in fast] == [
         "  rules: upload=1kB",
-        "  with upload=1kB one message of 131 kB takes 2 min, and the group waits for it; set upload=200kbit "
-        "or more, or pause this worker",
+        "  with upload=1kB a message of 131 kB or more takes at least 2 min, and the group waits for it; set "
+        "upload=200kbit or more, or pause this worker",
     ]
     assert sensor_lines(answer) == [
         "  battery: plugged in",
