@@ -463,6 +463,7 @@ def _figures(
     return {
         "exchange": each.load.name,
         "workers": each.world_size,
+        "density": _density(each),
         "step_s": each.step_s,
         "exchange_s": each.cost.exchange_s,
         "sent_bytes": each.cost.sent_bytes,
@@ -471,9 +472,14 @@ def _figures(
         "memory_bytes_per_parameter": asdict(memory),
         "efficiency": each.efficiency,
         "speedup": each.speedup,
+        "proposed_local_steps_density": _density(in_local_steps),
         "proposed_local_steps": propose_for(in_local_steps, computing, overlap=False).every,
         "proposed_overlapped_local_steps": propose_for(in_local_steps, computing, overlap=True).every,
     }
+
+
+def _density(each: ExchangeEstimate) -> float:
+    return each.load.density if each.load.kind.is_sparse else 1.0
 
 
 def _subtitle(

@@ -21,8 +21,8 @@ NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""
 
 SLOW_UPLOAD = "200kbit"
-"""An upload limit below this one gets a warning: the smallest slice of a large vector then takes longer than
-`Deadlines.patience_floor_s`."""
+"""An upload limit below this one gets a warning: a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
+of up to 1 MiB, more of a larger one) then takes longer than `Deadlines.patience_floor_s`."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -122,7 +122,8 @@ def stop(after_step: bool, worker: str, to_all: bool, as_json: bool | None) -> N
 def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | None) -> None:
     """Send `question` to the selected worker, or to all workers, and show each answer.
 
-    Raises `ConfigError` if there is no such worker, or if one does not answer.
+    Raises `ConfigError` if there is no such worker and, after all others have been asked, if one refuses or
+    does not answer.
     """
     from gridtrain.errors import ConfigError
     from gridtrain_worker.control_socket import ask_agent, find_worker, find_workers
@@ -130,14 +131,19 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | No
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
+    failures: list[ConfigError] = []
     shown: list[str] = []  # sensor lines already printed; workers on one machine usually share the sensors
     for path in find_workers() if to_all else [find_worker(worker)]:
         try:
             answer = ask_agent(path, question)
+        except ConfigError as error:
+            failures.append(error)
+            continue
         except (OSError, ValueError, StopIteration):
-            raise ConfigError(
-                "the worker does not answer", remedy="try again; the worker may be shutting down"
-            ) from None
+            failures.append(
+                ConfigError("the worker does not answer", remedy="try again; the worker may be shutting down")
+            )
+            continue
         if as_json:
             click.echo(json.dumps(answer))
             continue
@@ -146,6 +152,10 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | No
             lines.insert(1, "  its rules pause it; to change them, run gridtrain worker set")
         click.echo("\n".join(lines + (sensors if sensors != shown else [])))
         shown = sensors
+    if failures:
+        reasons = dict.fromkeys(failure.reason for failure in failures)
+        remedies = dict.fromkeys(failure.remedy for failure in failures)
+        raise ConfigError("; ".join(reasons), remedy="; ".join(filter(None, remedies)))
 
 
 def state_lines(answer: Mapping[str, Any]) -> list[str]:
@@ -171,7 +181,7 @@ def _slow_upload_lines(upload: str) -> list[str]:
     if upload in NO_RULE or (rate_Bps := parse_rate(upload)) >= parse_rate(SLOW_UPLOAD):
         return []
     return [
-        f"  with upload={upload} one message of {format_bytes(MIN_SLICE_BYTES)} takes "
+        f"  with upload={upload} a message of {format_bytes(MIN_SLICE_BYTES)} or more takes at least "
         f"{format_age(MIN_SLICE_BYTES / rate_Bps)}, and the group waits for it; set upload={SLOW_UPLOAD} "
         "or more, or pause this worker"
     ]

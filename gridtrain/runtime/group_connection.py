@@ -17,6 +17,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.mailbox import Command
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.state_transfer.catch_up_source import donated_Bps
 from gridtrain.runtime.trainer_tasks import TrainerTasks
 
 log = logging.getLogger("gridtrain")
@@ -67,6 +68,16 @@ class GroupConnection:
         """Submit a command to the I/O thread.  See `Mailbox.submit`."""
         self.loop.mailbox.submit(command)
 
+    def limit_upload(self, upload_Bps: float | None) -> None:
+        """Adapt the rate at which the state is sent to a new upload limit.  Thread-safe."""
+        limit = "" if upload_Bps is None else f"{upload_Bps:.0f}B"
+        self.config = replace(self.config, upload_limit=limit)
+        self._limit_state()
+
+    def _limit_state(self) -> None:
+        rate_Bps = donated_Bps(self.config)
+        self.loop.catch_up_source.rate_Bps = self.loop.checkpoint_requests.rate_Bps = rate_Bps
+
     # -- a pause -----------------------------------------------------------------------------------
 
     def pause(self, reason: str) -> None:
@@ -103,6 +114,7 @@ class GroupConnection:
             transport.close()
             raise
         self.loop, self._is_paused = loop, False
+        self._limit_state()  # the upload limit may have changed meanwhile
         if reset:
             self.submit(io.SnapshotLoading())
         stored = self.tasks.stored_checkpoints

@@ -693,7 +693,12 @@ class Grid:
             connect: a function that creates the transport with which this worker rejoins after a pause.
             limit: a function that changes the rate limits of the current transport.
         """
-        self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
+
+        def limit_all(upload_Bps: float | None, download_Bps: float | None) -> None:
+            limit(upload_Bps, download_Bps)
+            self._session.connection.limit_upload(upload_Bps)
+
+        self._pauses = PauseController(self._session, agent, connect, limit_all, self._fetches)
 
     def close(self, reason: str = "the training script ended before the run") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends.

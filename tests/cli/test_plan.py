@@ -244,6 +244,9 @@ def test_a_dense_exchange_is_recommended_up_to_some_local_steps() -> None:
     more, less = (figures(*slow, *given)["gtopk", 4] for given in ((), ("--density", "0.001")))
     assert more["exchange_s"] == less["exchange_s"] and more["sent_bytes"] == less["sent_bytes"]
     assert more["proposed_local_steps"] > 3 * less["proposed_local_steps"]
+    names = ("density", "proposed_local_steps_density")
+    assert [each[name] for each in (more, less) for name in names] == [0.001, 0.03, 0.001, 0.001]
+    assert [figures(*slow)["dense", 4][name] for name in names] == [1.0, 1.0]
 
 
 def test_a_run_with_local_steps_is_planned_in_its_own_steps() -> None:

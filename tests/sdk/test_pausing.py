@@ -234,13 +234,39 @@ def test_a_worker_without_checkpoints_says_so_when_it_pauses(
     assert "this worker has written no checkpoint since it started" in caplog.messages
 
 
+def test_the_state_takes_a_quarter_of_the_present_upload_limit_also_after_a_pause(new_group: Any) -> None:
+    """No limit, 20 Mbit/s, 8 Mbit/s before and after a pause, no limit: at most 25 Mbit/s."""
+    owner, shares_Mbit = BriefPause(), []
+
+    def train(grid: Grid, number: int) -> None:
+        model = nn.Linear(8, 4)
+        optimizer = sgd(grid, model, gridtrain.TopK(density=0.25))
+        limits_Mbit = {1: 20.0, 2: 8.0, 4: None}
+        for batch in grid.batches(DATA, batch_size=2, steps=7):
+            loop = grid._session.connection.loop
+            assert loop.catch_up_source.rate_Bps == loop.checkpoint_requests.rate_Bps
+            shares_Mbit.append((loop.catch_up_source.rate_Bps or 0.0) * 8 / 1e6)
+            if grid.step in limits_Mbit:
+                upload_Mbit = limits_Mbit[grid.step]
+                upload_Bps = None if upload_Mbit is None else upload_Mbit * 1e6 / 8
+                owner.directive = replace(owner.directive, upload_Bps=upload_Bps)
+            if grid.step == 3:
+                owner.directive = replace(owner.directive, run=False, reason="hot")
+            train_batch(model, optimizer, batch)
+
+    with new_group(workers=1) as group:
+        group.start(train, owner=owner)
+        group.finish()
+    assert shares_Mbit == [25.0, 25.0, 5.0, 2.0, 2.0, 25.0, 25.0]
+
+
 class BriefPause(NoAgent):
     """An owner who resumes the worker as soon as it has paused."""
 
     def report(self, **state: Any) -> None:
         super().report(**state)
         if state["state"] == "paused":
-            self.directive = AgentDirective()
+            self.directive = replace(self.directive, run=True, reason="")
 
 
 def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_steps(new_group: Any) -> None:

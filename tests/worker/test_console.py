@@ -305,6 +305,23 @@ def test_the_live_line_includes_earlier_starts_without_the_steps_that_a_run_repe
     ]
 
 
+def test_a_script_without_a_step_between_others_does_not_hide_which_steps_are_repeated(
+    tmp_path: Path,
+) -> None:
+    """The run returns from step 100 to step 50; the first script that rejoins ends before its first step."""
+    stats = ContributionStats(tmp_path / "worker-0.key", JsonConsole(out := io.StringIO()))
+    for given in (
+        Contribution(step=100, steps=100, samples=1000, run_samples=1000, sent_bytes=4),
+        Contribution(step=50, run_samples=500, sent_bytes=2),
+        Contribution(step=100, steps=50, samples=500, run_samples=1000, sent_bytes=1),
+    ):
+        given.write(stats.path)
+        stats.script_ended()
+    stats.finish()
+    fields = json.loads(out.getvalue().splitlines()[-1])["fields"]
+    assert (fields["steps"], fields["samples"], fields["sent_bytes"]) == (100, 1000, 7)
+
+
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True

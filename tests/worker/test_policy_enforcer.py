@@ -32,7 +32,7 @@ from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
 from gridtrain.training.pause import PauseController
-from gridtrain_worker import control_socket, policy_enforcer
+from gridtrain_worker import control_socket, policy_enforcer, script_processes
 from gridtrain_worker.budget import FILE
 from gridtrain_worker.control_socket import (
     MAX_PATH_BYTES,
@@ -167,21 +167,41 @@ print(ask_agent(Path(sys.argv[1]), {"ask": sys.argv[2], "settings": {"hours": "o
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
-def test_a_script_may_pause_its_worker_but_not_lift_its_rules(
-    make: Callable[..., PolicyEnforcer], folder: Path
+def test_a_script_may_not_command_its_worker(
+    make: Callable[..., PolicyEnforcer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It and its children descend from the agent; the scripts of other agents have its variable."""
-    make(hours="12:00-13:00")
+    enforcer = make(hours="12:00-13:00")
+    ask_agent(folder / SOCKET, {"ask": "pause"})
     said = {}
-    for ask in ("set", "resume", "pause", "show"):
+    for ask in ("set", "resume", "pause", "stop", "show"):
         command = [sys.executable, "-c", ASKS, str(folder / SOCKET), ask]
         done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
         said[ask] = (
             (done.stdout or done.stderr).splitlines()[-1].removeprefix("gridtrain.errors.ConfigError: ")
         )
-    refusal = "a training script may not change the rules of its volunteer -> run the command in a terminal"
-    assert said == {"set": refusal, "resume": refusal, "pause": "paused", "show": "paused"}
+    refusal = (
+        "a training script may not pause, stop or resume its worker, nor set its rules -> run the command in "
+        "a terminal"
+    )
+    assert said == {**dict.fromkeys(("set", "resume", "pause", "stop"), refusal), "show": "paused"}
+    assert enforcer.decision.text() == "on request" and not enforcer.is_stopping
     assert is_from_script(os.getpid(), "PATH=") and not is_from_script(os.getpid(), "GRIDTRAIN_CONTROL=")
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+        assert is_from_script(child.pid, "GRIDTRAIN_CONTROL=")
+        with monkeypatch.context() as patch:
+            patch.setattr(script_processes, "_read_process", read_as_container(child.pid))
+            patch.setattr(os, "getpid", lambda: 1)
+            assert is_from_script(child.pid, "PATH=") and not is_from_script(child.pid, "GRIDTRAIN_CONTROL=")
+    assert is_from_script(child.pid, "GRIDTRAIN_CONTROL="), "it has ended, so nothing is known of it"
+
+
+def read_as_container(adopted: int) -> Callable[[int], tuple[tuple[int, int], tuple[int, int, str]] | None]:
+    """Return a `_read_process` that shows `adopted` as a child of process 1."""
+    processes = {1: ((1, 0), (0, 1, "S")), adopted: ((adopted, 9), (1, adopted, "S"))}
+    return processes.get
 
 
 LISTENS = """
@@ -197,7 +217,7 @@ sys.stdin.read()
 @pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED and /proc")
 def test_a_suspended_worker_is_named_as_such(make: Callable[..., PolicyEnforcer], folder: Path) -> None:
     """Ctrl-Z suspends the agent with its script; it accepts connections, but answers none."""
-    (other := folder.parent / "worker-1").mkdir(parents=True)
+    (other := folder.parent / "another-key").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as short:
         (other / SOCKET).symlink_to(Path(short) / SOCKET)
         command = [sys.executable, "-c", LISTENS, str(Path(short) / SOCKET)]
@@ -208,15 +228,25 @@ def test_a_suspended_worker_is_named_as_such(make: Callable[..., PolicyEnforcer]
             os.waitpid(agent.pid, os.WUNTRACED)
             try:
                 remedy = f"-> continue it with fg in its terminal, or with kill -CONT {agent.pid}"
-                for words in ("show", "stop", "pause --worker bob"):
+                for words in ("show", "stop"):
                     done = CliRunner().invoke(cli, ["worker", *words.split()])
                     assert f"the worker is suspended (process {agent.pid}) {remedy}" in str(done.exception)
                 make()
                 with pytest.raises(
-                    ConfigError, match=r"2 workers are running: anna .*, a suspended worker \(run d"
+                    ConfigError, match=r"2 workers are running: a suspended worker \(run d.*, anna \("
                 ):
                     find_worker("")
                 assert find_worker("anna") == folder / SOCKET
+                for name in ("annna", f"{(run := folder.parents[2].name)}/bob"):
+                    with pytest.raises(ConfigError) as refused:
+                        find_worker(name)
+                    assert str(refused.value) == (
+                        f"there is no running worker {name!r}; a suspended one (run {run}, process "
+                        f"{agent.pid}) may have this name -> correct the name, or {remedy[3:]}"
+                    )
+                with pytest.raises(ConfigError, match=r"there is no worker 'other/bob' -> choose one of: "):
+                    find_worker("other/bob")
+                assert [path.parent for path, _ in running_workers()] == [other, folder]
                 done = CliRunner().invoke(cli, ["worker", "pause", "--all"])
                 assert '"state": "paused"' in done.output and remedy in str(done.exception)
             finally:
@@ -290,8 +320,8 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     slow, fast = (state_lines({**answer, "rules": {"upload": upload}}) for upload in ("1kB", SLOW_UPLOAD))
     assert [line for line in slow if line not in fast] == [
         "  rules: upload=1kB",
-        "  with upload=1kB one message of 131 kB takes 2 min, and the group waits for it; set upload=200kbit "
-        "or more, or pause this worker",
+        "  with upload=1kB a message of 131 kB or more takes at least 2 min, and the group waits for it; set "
+        "upload=200kbit or more, or pause this worker",
     ]
     assert sensor_lines(answer) == [
         "  battery: plugged in",

@@ -41,7 +41,7 @@ class ContributionStats:
 
     @property
     def step(self) -> int:
-        """The number of steps that the run had made when the latest script ended."""
+        """The number of steps that the run had made when the latest script that committed any ended."""
         return self._finished.step
 
     def update(self, now_s: float, untrained: str = "") -> None:
@@ -82,17 +82,22 @@ class ContributionStats:
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """Return the sum of the two contributions; step, run and world size are taken from `now`.
+    """Return the sum of the two contributions; step, run and world size are those of `now`.
 
     If the run has been set back meanwhile, the steps of `before` that `now` may have repeated do not count;
-    of their samples only the mean is known.
+    of their samples only the mean is known.  If `now` has no steps, only its bytes are added, so that the
+    steps that are repeated after it are recognized.
     """
-    repeated = before.step - (now.step - now.steps) if now.steps else 0
+    sent_bytes = before.sent_bytes + now.sent_bytes
+    received_bytes = before.received_bytes + now.received_bytes
+    if not now.steps:
+        return replace(before, sent_bytes=sent_bytes, received_bytes=received_bytes)
+    repeated = before.step - (now.step - now.steps)
     kept = max(0, before.steps - max(0, repeated))
     return replace(
         now,
         steps=kept + now.steps,
         samples=before.samples * kept // max(1, before.steps) + now.samples,
-        sent_bytes=before.sent_bytes + now.sent_bytes,
-        received_bytes=before.received_bytes + now.received_bytes,
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
     )

@@ -36,16 +36,34 @@ If the path would be longer, the socket is created at a shorter path, and a link
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
-SUSPENDED = "a suspended worker"
-LIFTS_RULES = ("set", "resume")
-"""Requests that are refused if they come from a training script.  This prevents no malicious script from
-changing the rules: it has the permissions of the same account."""
+SUSPENDED, REFUSING = "a suspended worker", "a worker that does not say its name"
+ALLOWED_FROM_SCRIPT = ("show",)
+"""Requests that a training script may make.  A short pause would replace its owner's longer one, and `stop`
+removes it.  This restrains no malicious script: it has the permissions of the same account."""
 
 MIN_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
 
 Body = dict[str, Any]
+
+
+class WorkerSuspended(ConfigError):
+    """The agent is suspended (Ctrl-Z) and answers nothing until it is continued.
+
+    Attributes:
+        pid: the agent's process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(
+            f"the worker is suspended (process {pid})", remedy=f"{_continue(pid)}, and try again"
+        )
+        self.pid = pid
+
+
+def _continue(*pids: int) -> str:
+    return f"continue it with fg in its terminal, or with kill -CONT {' '.join(map(str, pids))}"
 
 
 class ControlSocket:
@@ -154,9 +172,10 @@ class ControlSocket:
 
     def _answer_or_refuse(self, talk: socket.socket, question: Body) -> Body:
         try:
-            if question.get("ask") in LIFTS_RULES and is_from_script(_peer_pid(talk), f"{CONTROL_VARIABLE}="):
+            is_allowed = question.get("ask") in ALLOWED_FROM_SCRIPT
+            if not is_allowed and is_from_script(_peer_pid(talk), f"{CONTROL_VARIABLE}="):
                 raise ConfigError(
-                    "a training script may not change the rules of its volunteer",
+                    "a training script may not pause, stop or resume its worker, nor set its rules",
                     remedy="run the command in a terminal",
                 )
             return {"ok": True, **self._answer(question)}
@@ -204,7 +223,8 @@ def ask_agent(path: Path, question: Body) -> Body:
     """Send one request to the agent whose socket is `path`; return its answer.
 
     Raises:
-        ConfigError: the agent refuses the request, or is suspended (Ctrl-Z).
+        ConfigError: the agent refuses the request.
+        WorkerSuspended: the agent is suspended.
         OSError: no agent is listening at `path`, or it does not answer in time.
         StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
@@ -213,10 +233,7 @@ def ask_agent(path: Path, question: Body) -> Body:
         talk.settimeout(ASK_S)
         talk.connect(target)
         if pid := _suspended_peer(talk):
-            raise ConfigError(
-                f"the worker is suspended (process {pid})",
-                remedy=f"continue it with fg in its terminal, or with kill -CONT {pid}, and try again",
-            )
+            raise WorkerSuspended(pid)
         talk.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(next(_lines(talk)))
     if not answer.pop("ok"):
@@ -244,16 +261,18 @@ def _suspended_peer(talk: socket.socket) -> int:
 def running_workers() -> list[tuple[Path, Body]]:
     """Return the socket path and the answer to `show` for each of this user's workers on this machine.
 
-    A suspended worker does not answer; only its run is known.
+    A suspended worker does not answer; only its run and its process id are known.
     """
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
         try:
             found.append((path, ask_agent(path, {"ask": "show"})))
-        except ConfigError:
+        except WorkerSuspended as error:
             run = path.parents[3].name
-            found.append((path, {"name": SUSPENDED, "run": run, "key": "unknown"}))
+            found.append((path, {"name": SUSPENDED, "run": run, "key": "unknown", "suspended": error.pid}))
+        except ConfigError:
+            found.append((path, {"name": REFUSING, "run": path.parents[3].name, "key": "unknown"}))
         except (OSError, ValueError, StopIteration):
             pass  # it has ended
     return found
@@ -271,7 +290,13 @@ def find_worker(who: str) -> Path:
     """
     found = _found_workers()
     meant = [path for path, shown in found if not who or _matches(who, shown)]
-    meant = meant or [path for path, shown in found if shown["name"] == SUSPENDED]  # it may have this name
+    suspended = [shown for _, shown in found if "suspended" in shown and _may_match(who, shown)]
+    if not meant and suspended:
+        listed = [f"run {shown['run']}, process {shown['suspended']}" for shown in suspended[:MAX_LISTED]]
+        raise ConfigError(
+            f"there is no running worker {who!r}; a suspended one ({'; '.join(listed)}) may have this name",
+            remedy=f"correct the name, or {_continue(*(shown['suspended'] for shown in suspended))}",
+        )
     if len(meant) == 1:
         return meant[0]
     listed = [_display_name(shown) for path, shown in found if not meant or path in meant]
@@ -307,6 +332,12 @@ def _matches(who: str, shown: Body) -> bool:
     name, run, key = (str(shown.get(word) or "") for word in ("name", "run", "key"))
     digits = who.lower()
     return who in (name, f"{run}/{name}") or (len(digits) >= MIN_DIGITS and key.startswith(digits))
+
+
+def _may_match(who: str, shown: Body) -> bool:
+    """Return whether a worker of which only the run is known may have the name `who`, or be RUN/NAME."""
+    run, slash, _ = who.partition("/")
+    return not slash or run == shown["run"]
 
 
 def _display_name(shown: Body) -> str:

@@ -143,12 +143,19 @@ def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
 
 def is_from_script(pid: int, mark: str) -> bool:
     """Return whether a process, or one of its ancestors, was started with an environment variable that begins
-    with `mark`, or is a descendant of this process."""
-    child = 0
-    while pid and (process := _read_process(pid)) is not None:
-        if (child and pid == os.getpid()) or any(x.startswith(mark.encode()) for x in _environment(pid)):
+    with `mark`, or is a descendant of this process; also if it has ended already.
+
+    As the first process of a container, this process also adopts what its owner has started there, so its
+    descendants do not count.  Returns False if /proc cannot be used.
+    """
+    process, child = _read_process(pid) if pid else None, 0
+    if pid and process is None:
+        return _read_process(os.getpid()) is not None
+    while process is not None:
+        if (child and pid == os.getpid() != 1) or any(x.startswith(mark.encode()) for x in _environment(pid)):
             return True
         child, pid = pid, process[1][0]
+        process = _read_process(pid) if pid else None
     return False
 
 

@@ -115,12 +115,12 @@ class AddressBook:
         """Return the address at which `viewer` reaches `other`, through a relay if necessary."""
         return self.route_table.address(viewer, other, self._relays)
 
-    def relayed_pairs(self, members: Sequence[m.PeerId]) -> list[list[int]]:
-        """Return, for the status, [rank, other rank, rank of the relay] for each pair that uses a relay.
+    def relayed_pairs(self, members: Sequence[m.PeerId], most: int = MAX_LISTED) -> list[list[int]]:
+        """Return [rank, other rank, rank of the relay] for each pair that uses a relay.
 
-        Covers the first `MAX_LISTED` members.  If the coordinator is the relay, its rank is given as -1.
+        Covers the first `most` members.  If the coordinator is the relay, its rank is given as -1.
         """
-        shown = members[:MAX_LISTED]
+        shown = members[:most]
         if all(self.route_table.is_directly_reachable(peer) for peer in shown):
             return []
         rank_of = {peer: rank for rank, peer in enumerate(members)}

@@ -29,7 +29,7 @@ from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.planning.topology_choice import is_direct_size
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain.quantities import format_count
-from gridtrain_coordinator.run.addressing import MAX_LISTED, AddressBook
+from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.link_failures import LinkFailures
 from gridtrain_coordinator.run.registry import (
@@ -43,6 +43,8 @@ from gridtrain_coordinator.run.run_state import RunState
 
 T = TypeVar("T")
 WHOLE_SEARCH_MEMBERS = 32
+MAX_ROUTED_MEMBERS = 32
+"""The largest group in which relays count; the routes of its pairs are looked up in a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class PlanBasis:
 
     Attributes:
         peers: the members, longest-serving first.
-        links: the round trips between `peers`, and the rates that senders and receivers report.
+        links: the round trips, rates and relays between `peers`.
         is_direct: whether all of them may exchange directly: there are few enough, any two can connect
             without a relay, and no broken link is avoided.
         setup: the run's definition.
@@ -60,7 +62,7 @@ class PlanBasis:
     """
 
     peers: tuple[m.PeerId, ...]
-    links: tuple[Mapping[rank_order.PeerPair, float], ...]
+    links: rank_order.LinkMeasurements
     is_direct: bool
     setup: m.Setup | None
     exchange: str
@@ -127,8 +129,7 @@ class GenerationPlanner:
         """
         if not self._by_links or len(peers) < 3:
             return None
-        workers = [self._run.workers[peer] for peer in peers]
-        self.measured_links.rtt_s = round_trip_times(workers, self.link_failures.avoided_pairs(now_s))
+        self._refresh_links(peers, self.link_failures.avoided_pairs(now_s))
         network = self.measured_links.build_network(peers)
         at = {peer: place for place, peer in enumerate(peers)}
         return None if network is None else pair_cost(network, at)
@@ -152,7 +153,7 @@ class GenerationPlanner:
         )
         if preparation is None or not is_continued:
             self._choose_exchange(peers, now_s, is_urgent=False)
-            avoided = self._measure_round_trips(peers, now_s)
+            avoided = self._begin_avoiding(peers, now_s)
             if run.partition.is_pipeline:
                 return True
             firsts = [peer for peer in peers if peer in run.members]
@@ -163,7 +164,7 @@ class GenerationPlanner:
             self._preparation = preparation
             return False
         if is_continued:  # reports that arrived in the meantime do not invalidate the result
-            self._measure_round_trips(peers, now_s)
+            self._begin_avoiding(peers, now_s)
             basis = replace(basis, links=self.measured_links.between(frozenset(peers)))
         self._prepared = basis, ranks
         return True
@@ -195,7 +196,7 @@ class GenerationPlanner:
         self._comparison = None
         is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
-        avoided = self._measure_round_trips(peers, now_s)
+        avoided = self._begin_avoiding(peers, now_s)
         ranks: rank_order.RankOrder | RankPlacement
         if placement is None:
             ranks = self._prepared_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
@@ -212,19 +213,22 @@ class GenerationPlanner:
         self.plan_reason = "; ".join(reason for reason in reasons if reason)
         return ranks.order, shares.counts
 
-    def _measure_round_trips(
-        self, peers: Sequence[m.PeerId], now_s: float
-    ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
-        """Adopt the latest routes and round trips between `peers`; return the pairs with broken links.
+    def _begin_avoiding(self, peers: Sequence[m.PeerId], now_s: float) -> frozenset[rank_order.PeerPair]:
+        """Refresh the links between `peers`, and return the pairs with broken links.
 
         Called after `_choose_exchange`, which measures them without these pairs.
         """
         avoided = self.link_failures.begin_avoiding(now_s)
+        self._refresh_links(peers, avoided)
+        return avoided
+
+    def _refresh_links(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> None:
+        """Adopt the latest round trips and routes between `peers`; those of `avoided` pairs count as long."""
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
-        routes = self._addresses.relayed_pairs(peers) if len(peers) <= MAX_LISTED else ()
+        is_routed = len(peers) <= MAX_ROUTED_MEMBERS
+        routes = self._addresses.relayed_pairs(peers, MAX_ROUTED_MEMBERS) if is_routed else ()
         pairs = [(peers[a], peers[b]) for a, b, _ in routes]
         self.measured_links.relayed = frozenset([*pairs, *((b, a) for a, b in pairs)])
-        return avoided
 
     def _basis(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> PlanBasis:
         run, choice = self._run, self.exchange_choice
@@ -380,8 +384,8 @@ class GenerationPlanner:
             return
         load, shares = self.exchange_choice.workload, self._current_entry_shares
         if self._comparison is None:
-            avoided = self.link_failures.avoided_pairs(now_s)
-            links.rtt_s = round_trip_times(list(run.workers.values()), avoided)
+            known = [peer for peer in run.member_order if peer in run.workers]
+            self._refresh_links(known, self.link_failures.avoided_pairs(now_s))
             present = run.workers.sort_by_seniority(run.present_members)
             order = run.member_order if len(present) == len(run.member_order) else ()
             compared = rank_order.compare_rank_orders(load, links, order, present, shares)

@@ -116,13 +116,14 @@ class LinkMeasurements:
             {pair: rate_Bps for pair, rate_Bps in self.received_Bps.items() if pair[1] != peer},
         )
 
-    def between(self, peers: Collection[PeerId]) -> tuple[dict[PeerPair, float], ...]:
-        """Return copies of the measurements of these members' links: the round trips, and the rates that
-        senders and receivers report."""
-        return tuple(
+    def between(self, peers: Collection[PeerId]) -> LinkMeasurements:
+        """Return a copy of the measurements and routes of these members' links."""
+        rtt_s, sent_Bps, received_Bps = (
             {(a, b): value for (a, b), value in known.items() if a in peers and b in peers}
             for known in (self.rtt_s, self.sent_Bps, self.received_Bps)
         )
+        relayed = frozenset((a, b) for a, b in self.relayed if a in peers and b in peers)
+        return LinkMeasurements(rtt_s, sent_Bps, received_Bps, relayed)
 
     def forget(self, peer: PeerId) -> None:
         for known in (self.sent_Bps, self.received_Bps):
@@ -329,9 +330,7 @@ def compare_rank_orders(
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
         return ""
     peers = peers or current
-    relayed = measured.relayed
-    measured = LinkMeasurements(*measured.between(frozenset(peers)))  # reports may arrive between two pieces
-    measured.relayed = relayed
+    measured = measured.between(frozenset(peers))  # reports may arrive between two pieces
     network = measured.build_network(peers)
     if network is None:
         return ""
@@ -412,10 +411,11 @@ _NOT_SEARCHED = "the order is not optimized"
 
 
 def _gain(found: RankOrderEstimate) -> str:
-    faster = found.exchange_s < found.join_order_s
-    return (
-        f" instead of {format_seconds(found.join_order_s)} in join order" if faster else ", as in join order"
-    )
+    if found.is_join_order:
+        return ", as in join order"
+    is_for_relays = found.saves_relays and found.exchange_s >= found.join_order_s
+    why = ", because fewer messages are relayed" if is_for_relays else ""
+    return f" instead of {format_seconds(found.join_order_s)} in join order{why}"
 
 
 def _latency_reason(found: RankOrderEstimate) -> str:

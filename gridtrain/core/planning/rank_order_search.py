@@ -117,11 +117,18 @@ OrderEstimator = Callable[[Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class RankOrderEstimate:
-    """The fastest order found, and the predicted exchange times with it and with the join order."""
+    """The best order found, and the predicted exchange times with it and with the join order.
+
+    Attributes:
+        is_join_order: whether the order found is the join order.
+        saves_relays: whether fewer messages are relayed than in join order.
+    """
 
     order: MemberOrder
     exchange_s: float
     join_order_s: float
+    is_join_order: bool
+    saves_relays: bool
 
 
 ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, *DIRECT_KINDS)
@@ -187,7 +194,8 @@ def search_order(
     best = min(
         timed, key=lambda order: timed[order] * weight(order) + (1e-3 * estimate(order) if estimate else 0.0)
     )
-    return RankOrderEstimate(best, timed[best], timed[starts[0]])
+    joined = starts[0]
+    return RankOrderEstimate(best, timed[best], timed[joined], best == joined, weight(best) < weight(joined))
 
 
 best_order = in_one_piece(search_order)

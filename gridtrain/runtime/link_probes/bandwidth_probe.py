@@ -7,7 +7,7 @@ one after the other, so that the bursts do not share the worker's link.
                                <------ BurstReceived
 
     receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15,
-                             or of the last 8 messages, if that rate is higher
+                             or of the last 8 messages, if that rate is higher, but at most 4 times as high
     sender    sent_Bps = bytes of 16 messages / (time until BurstReceived arrives - round-trip time)
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
@@ -16,9 +16,9 @@ measurement of the other peers by at most its own share of the time.
 
 A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
 too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
-now faster; the burst of a slow link, for which this matters little, is not repeated.  The coordinator uses
-the smaller of the rates that the two ends have measured, because a receiver whose loop was busy reads many
-buffered messages at once and measures a rate that is much too high.
+now faster; the burst of a slow link, for which this matters little, is not repeated.  A receiver whose loop
+was busy reads many buffered messages at once and measures a rate that is much too high: the second half does
+not count if it is far faster than the whole, and the coordinator uses the smaller of the two ends' rates.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ MAX_REQUESTS = 4
 RATE_LIFETIME_S = 300.0
 """Time for which a measured rate is valid.  If this worker is admitted again within this time, it reports
 the rate again instead of measuring it."""
+
+MAX_HALF_FACTOR = 4.0
+"""The rate of the second half of a burst counts if it is at most this many times that of the whole burst."""
 
 MIN_BURST_S = 1e-5
 MIN_BURST_FRACTION = 0.25
@@ -194,13 +197,15 @@ class BandwidthProbe:
         if burst.index < BURST_MESSAGES - 1:
             return None
         del self._incoming[peer]
-        self._received_Bps[peer] = max(
+        whole_Bps, half_Bps = (
             messages * BURST_MESSAGE_BYTES / max(MIN_BURST_S, now_s - since_s)
             for messages, since_s in (
                 (BURST_MESSAGES - 1, incoming.began_s),
                 (BURST_MESSAGES // 2, incoming.middle_s),
             )
         )
+        is_plausible = whole_Bps < half_Bps <= MAX_HALF_FACTOR * whole_Bps
+        self._received_Bps[peer] = half_Bps if is_plausible else whole_Bps
         self._has_new_rates = True
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 

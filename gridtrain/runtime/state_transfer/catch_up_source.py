@@ -63,12 +63,14 @@ class CatchUpSource:
     """Sends the snapshot and the updates to the receivers that the coordinator has named.
 
     Args:
-        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
+        rate_Bps: the initial value of the attribute.
         submit: a function that schedules a callable on the I/O thread; it is called from several threads.
         log_bytes: the maximum size of the update log in memory.
 
     Attributes:
         disabled_reason: why no worker can catch up from this worker; empty if workers can catch up from it.
+        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.  Any thread may
+            change it.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class CatchUpSource:
         submit: Callable[[Callable[[], None]], None],
         log_bytes: int = update_log.MAX_BYTES,
     ) -> None:
-        self._rate_Bps = rate_Bps
+        self.rate_Bps = rate_Bps
         self._submit = submit
         self._snapshot_sender = SnapshotSender()
         self._log = UpdateLog(max_bytes=log_bytes)
@@ -189,7 +191,7 @@ class CatchUpSource:
                     break
                 self._charge(block, now_s)
                 answers.append((peer, block))
-                if self._rate_Bps is None:
+                if self.rate_Bps is None:
                     break  # without a rate cap, receivers get one block each in turn
         return answers
 
@@ -212,8 +214,8 @@ class CatchUpSource:
             self._announcements += self._snapshot_sender.store(snapshot)
 
     def _charge(self, block: m.Message, now_s: float) -> None:
-        if self._rate_Bps is not None and isinstance(block, m.SnapshotBlock):
-            self._next_send_s = max(self._next_send_s, now_s) + len(block.payload) / self._rate_Bps
+        if (rate_Bps := self.rate_Bps) is not None and isinstance(block, m.SnapshotBlock):
+            self._next_send_s = max(self._next_send_s, now_s) + len(block.payload) / rate_Bps
 
     def _send_updates(self, peer: m.PeerId, transport: Transport) -> None:
         while transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:

@@ -103,12 +103,15 @@ class CheckpointCopier:
 
     Args:
         disk: the disk with this worker's checkpoints.
-        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
+        rate_Bps: the initial value of the attribute.
         max_bytes: the size in bytes of the largest checkpoint to accept.
+
+    Attributes:
+        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
     """
 
     def __init__(self, disk: CheckpointDisk, rate_Bps: float | None, max_bytes: int) -> None:
-        self._disk, self._rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
+        self._disk, self.rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
         self._waiting: deque[io.SendCheckpoint] = deque()
         # The copies for which the group waits:
         self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}
@@ -167,8 +170,8 @@ class CheckpointCopier:
         except TransportError:
             self._give_up()  # this peer is sent the next checkpoint instead
             return 0
-        if self._rate_Bps is not None and not self._outgoing.effect.is_awaited:
-            self._next_send_s = now_s + len(block.payload) / self._rate_Bps
+        if self.rate_Bps is not None and not self._outgoing.effect.is_awaited:
+            self._next_send_s = now_s + len(block.payload) / self.rate_Bps
         return 1
 
     def _prepare(self, generation: int) -> bool:

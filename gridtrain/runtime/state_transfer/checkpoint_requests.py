@@ -23,11 +23,14 @@ class CheckpointRequests:
 
     Args:
         mailbox: the mailbox between the two threads.
-        rate_Bps: the rate cap of the `CheckpointCopier`.
+        rate_Bps: the initial value of the attribute.
+
+    Attributes:
+        rate_Bps: the rate cap of the `CheckpointCopier`.  Any thread may change it.
     """
 
     def __init__(self, mailbox: Mailbox, rate_Bps: float | None) -> None:
-        self._mailbox, self._rate_Bps = mailbox, rate_Bps
+        self._mailbox, self.rate_Bps = mailbox, rate_Bps
         self._copier: CheckpointCopier | None = None
         self._pending: dict[type[DiskTask], DiskTask] = {}
 
@@ -39,7 +42,7 @@ class CheckpointRequests:
         Call this method before this worker joins the group.
         """
         if self._copier is None:
-            self._copier = CheckpointCopier(disk, self._rate_Bps, max_bytes)
+            self._copier = CheckpointCopier(disk, self.rate_Bps, max_bytes)
 
     def finish(self, task: DiskTask) -> None:
         """Remove a request that the trainer has carried out or cannot carry out.
@@ -90,7 +93,10 @@ class CheckpointRequests:
 
     def send_pending(self, transport: Transport, now_s: float, generation: int) -> int:
         """Send the next block of a copy if it is due; return the number of blocks sent."""
-        return self._copier.send_next(transport, now_s, generation) if self._copier is not None else 0
+        if self._copier is None:
+            return 0
+        self._copier.rate_Bps = self.rate_Bps
+        return self._copier.send_next(transport, now_s, generation)
 
     def close(self) -> None:
         """Close the copier; call this method when no more blocks will arrive."""

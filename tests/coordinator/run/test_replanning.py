@@ -119,6 +119,26 @@ def test_in_a_ring_workers_that_need_no_relay_are_neighbours() -> None:
     assert relayed == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)], "all pairs but that of a and c"
 
 
+def test_a_plan_and_each_comparison_use_the_present_routes() -> None:
+    """The pair of a and c alone needs no relay; what was known before says that no pair does."""
+    hosts = {A: "198.51.100.1", B: "198.51.100.2", C: "198.51.100.1", D: "198.51.100.4"}
+    run = Run(hosts=hosts)
+    planner = run.core._planner
+    links, routes = planner.measured_links, planner.measured_links.relayed
+    assert {frozenset(pair) for pair in routes} == {
+        frozenset((a, b)) for a in PEERS for b in PEERS if a != b and {a, b} != {A, C}
+    }
+    basis = planner._basis(PEERS, ())
+    links.relayed = frozenset()
+    assert planner._basis(PEERS, ()) != basis, "an order found for other routes is not used"
+    planner.link_cost(PEERS, run.now_s)
+    assert links.relayed == routes
+    links.relayed = frozenset()
+    run.rates({frozenset((A, B)), frozenset((B, D))})
+    run.heartbeat_until_frozen(120.0)
+    assert links.relayed == routes
+
+
 def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generation_on() -> None:
     run = Run()
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}

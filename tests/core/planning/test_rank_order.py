@@ -205,6 +205,9 @@ def test_of_orders_that_take_about_as_long_one_with_fewer_relayed_pairs_is_chose
         made = plan_rank_order(Workload(kind, 1_000_000), measured, PEERS, [A], is_urgent=is_urgent)
         pairs = messages_by_pair(Workload(kind, 1_000_000), len(PEERS))
         found.append(any({made.order[src], made.order[dst]} == one for src, dst in pairs))
+        is_for_relays = ", because fewer messages are relayed" in made.reason
+        assert is_for_relays == (bool(relayed) and are_neighbours), made.reason
+        assert (", as in join order" in made.reason) == (made.order == tuple(PEERS)), made.reason
     assert found == [False, are_neighbours]
 
 

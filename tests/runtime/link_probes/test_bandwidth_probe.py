@@ -110,6 +110,15 @@ def test_slow_start_does_not_make_a_link_seem_slow(rate_Mbit: float, rtt_s: floa
     assert 0.8 * tcp.link_Bps < min(sent_Bps, received_Bps) <= 1.1 * tcp.link_Bps
 
 
+def test_messages_that_a_busy_receiver_reads_at_once_do_not_make_a_link_seem_fast() -> None:
+    """Its loop is blocked from message 7 to message 15 of a burst on a link of 1 MB/s."""
+    receiver = BandwidthProbe(Random(1))
+    for index in range(BURST_MESSAGES):
+        arrived = index + 1 if index < BURST_MESSAGES // 2 - 1 else BURST_MESSAGES
+        receiver.handle_burst(ANNA, Burst(5, index, FULL), arrived * BURST_MESSAGE_BYTES / 1e6)
+    assert receiver.take_new_rates() == ((ANNA, 0.0, pytest.approx(1e6)),)
+
+
 def test_a_repeated_burst_that_is_not_answered_leaves_the_first_rate() -> None:
     sender, transport = BandwidthProbe(Random(1)), RecordingTransport()
     sender.begin({BERT: 0.020}, until_s=1.0, now_s=0.0)
