@@ -183,6 +183,7 @@ def test_a_json_log_has_no_other_lines(invitation: Invitation, capfd: pytest.Cap
     code = "import sys; print('out'); print('one', file=sys.stderr); sys.stderr.write('two')"
     console = JsonConsole(sys.stderr)
     assert supervise(Job(python(code), invitation), console.say, console=console) == 0
+    console.flush()
     captured = capfd.readouterr()
     lines = [json.loads(line) for line in captured.err.splitlines()]
     assert [line["fields"]["text"] for line in lines if line["event"] == "output"] == ["one", "two"]
@@ -195,6 +196,7 @@ def test_the_last_failure_of_a_script_is_an_error_in_a_json_log(
     console = JsonConsole(sys.stderr)
     job = Job(python("exit(5)"), invitation, restarts=1, backoff_s=0.01)
     assert supervise(job, console.say, console=console) == 5
+    console.flush()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     (error,) = [line["fields"] for line in lines if line["level"] == "error"]
     assert lines[-1]["event"] == "error" and error["exit_code"] == 5
@@ -209,6 +211,7 @@ def test_a_removal_is_an_error_in_a_json_log_and_in_text_only_the_script_says_it
     job = Job(python("exit(4)"), invitation)
     console = JsonConsole(sys.stderr)
     assert supervise(job, console.say, console=console) == 4
+    console.flush()
     *others, last = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert (last["event"], last["level"], last["fields"]["exit_code"]) == ("error", "error", 4)
     assert "was removed from the run" in last["fields"]["text"] and "removed" not in str(others)

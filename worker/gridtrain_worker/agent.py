@@ -58,7 +58,6 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_age
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
 from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
-from gridtrain.tools.log_output import QueuedStream
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -230,6 +229,7 @@ def supervise(
         public = Identity.read(entry.identity).public
         job = replace(job, name=job.name or name_of_key(public))
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
+        console.flush()  # before a question to the user
         if job.dry_run:
             show(job, offer)
         if offer is not None and offer.missing is not None:
@@ -717,7 +717,6 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
     with pipe:
         if name:
             for line in pipe:
-                _wait_for_reader(stream)
                 console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -732,16 +731,9 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
                 until_s = time.monotonic() + PARTIAL_LINE_S
             partial = text[len(shown) :]
             if shown:
-                _wait_for_reader(stream)
                 console.write_output(shown, stream)
             if not piece and not is_late:
                 return
-
-
-def _wait_for_reader(stream: TextIO) -> None:
-    """Wait while the script writes faster than somebody reads, so that none of its lines are dropped."""
-    if isinstance(stream, QueuedStream):
-        stream.wait_for_reader()
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:
