@@ -724,6 +724,23 @@ def test_a_closed_terminal_lets_the_script_leave_gracefully(agent: StartAgent) -
     assert process.returncode == 128 + signal.SIGHUP and "stopped by SIGHUP" in err
 
 
+@pytest.mark.parametrize(
+    ("numbers", "first", "count"),
+    [
+        ([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], signal.SIGTERM, 1),
+        ([signal.SIGHUP, signal.SIGTERM, signal.SIGTERM], signal.SIGTERM, 2),
+        ([signal.SIGINT, signal.SIGHUP], signal.SIGINT, 1),
+        ([signal.SIGINT, signal.SIGINT], signal.SIGINT, 2),
+    ],
+)
+def test_the_end_of_a_session_is_one_request(numbers: list[int], first: int, count: int) -> None:
+    """Kernel and shell send SIGHUP, and logind SIGTERM; a second request would kill the script."""
+    with agent_module.SignalWatcher() as signals:
+        for number in numbers:
+            signal.raise_signal(number)
+    assert (signals.first, signals.count) == (first, count)
+
+
 def test_an_agent_under_nohup_outlives_its_terminal(agent: StartAgent) -> None:
     process = agent(LEAVES_GRACEFULLY, nohup=True)
     process.send_signal(signal.SIGHUP)

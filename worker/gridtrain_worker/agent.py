@@ -500,8 +500,8 @@ class SignalWatcher:
 
     Attributes:
         first: the number of the first SIGINT, SIGTERM or SIGHUP; 0 if none has arrived.
-        count: the number of these signals received.  Kernel and shell both send SIGHUP, so it counts only if
-            it is the first one.
+        count: the number of these signals received.  SIGHUP counts only if it is the first one, and the next
+            SIGINT or SIGTERM replaces it: at the end of a session, kernel, shell and logind each send one.
     """
 
     def __init__(self) -> None:
@@ -522,8 +522,10 @@ class SignalWatcher:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += number != signal.SIGHUP or not self.first
-        self.first = self.first or number
+        if self.first in (0, signal.SIGHUP):
+            self.first, self.count = number, 1
+        else:
+            self.count += number != signal.SIGHUP
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
