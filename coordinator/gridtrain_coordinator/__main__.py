@@ -12,7 +12,6 @@ import os
 import sys
 
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.tools.log_output import queue_output
 from gridtrain.tools.options import RunFile, resolve
 from gridtrain_coordinator.serving import serve_and_log_errors
 from gridtrain_coordinator.settings import settings_from
@@ -21,9 +20,7 @@ from gridtrain_coordinator.settings import settings_from
 def main() -> int:
     try:
         chosen = resolve("coordinator", {}, os.environ, RunFile.find(os.environ))
-        settings = settings_from(chosen)
-        queue_output(settings.log_format)
-        return serve_and_log_errors(settings, out=sys.stdout, err=sys.stderr)
+        return serve_and_log_errors(settings_from(chosen), out=sys.stdout, err=sys.stderr)
     except GridtrainError as error:
         print(f"gridtrain: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

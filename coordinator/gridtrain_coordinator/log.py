@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from gridtrain.quantities import format_fields
-from gridtrain.tools.log_output import is_json, json_line, put
+from gridtrain.tools.log_output import LineWriter, json_line
 from gridtrain_coordinator.run.events import Log as Log
 
 _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
@@ -43,12 +43,18 @@ def log_to(stream: TextIO, log_format: str = "") -> Log:
     Args:
         log_format: "text" or "json"; "" means text if `stream` is a terminal, otherwise JSON.
     """
+    return log_of(LineWriter(stream, log_format))
+
+
+def log_of(writer: LineWriter) -> Log:
+    """Return a log that writes with `writer`, in its format."""
     format_event = json_line
-    if not is_json(stream, log_format):
-        format_event = partial(_as_text, coloured=stream.isatty() and "NO_COLOR" not in os.environ)
+    if not writer.is_json:
+        coloured = writer.stream.isatty() and "NO_COLOR" not in os.environ
+        format_event = partial(_as_text, coloured=coloured)
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
-        put(stream, format_event(level, event, fields) + "\n")
+        writer.write(format_event(level, event, fields) + "\n")
 
     return log
 

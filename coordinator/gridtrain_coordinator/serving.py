@@ -30,7 +30,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
-from gridtrain.tools.log_output import is_json
+from gridtrain.tools.log_output import LineWriter, put
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
@@ -40,7 +40,7 @@ from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashb
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.log import log_to, to_both
+from gridtrain_coordinator.log import Log, log_of, to_both
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +116,37 @@ def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int
 
     If the log is JSON, an error that stops the coordinator is written as the log's last line.
     """
+    writer = LineWriter(err, settings.log_format)
+    log = log_of(writer)
     try:
-        return serve(settings, out=out, err=err)
+        return serve(settings, out=out, log=log)
     except GridtrainError as error:
-        if not is_json(err, settings.log_format) or os.environ.get("GRIDTRAIN_DEBUG"):
+        if not writer.is_json or os.environ.get("GRIDTRAIN_DEBUG"):
             raise
-        fields = {"text": str(error), "exit_code": error.exit_code}
-        log_to(err, settings.log_format)("error", "error", fields)
+        log("error", "error", {"text": str(error), "exit_code": error.exit_code})
         return error.exit_code
+    finally:
+        writer.flush()
 
 
-def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
+def serve(settings: Settings, *, out: TextIO, log: Log) -> int:
     """Run a coordinator over TCP in this process's main thread; return the exit code.
 
     The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
         out: the stream for the coordinator's address and the commands with which workers join.
-        err: the stream to which the log is written.
+        log: a function that receives the log's events; it must not block.
 
     Raises:
         JournalError, TransportError, ConfigError: the coordinator cannot start or continue.
     """
     stop = StopOnSignal()
     folder = settings.state or state_directory(settings.run)
-    coordinator, board, endpoint = _open(settings, folder, err)
+    coordinator, board, endpoint = _open(settings, folder, log)
     with contextlib.closing(board), endpoint.published(folder):
         board.start()
-        out.write(_greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
-        out.flush()
+        put(out, _greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
         coordinator.run(stop)
     if not stop.signal_number:
         return 0
@@ -155,12 +157,12 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     elif status["world_size"]:
         text = f"the members continue to train until one fails or a worker joins; {text}"
     fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}
-    log_to(err, settings.log_format)("info", "stopped", fields)
+    log("info", "stopped", fields)
     return 128 + stop.signal_number
 
 
 def _open(
-    settings: Settings, folder: Path, err: TextIO
+    settings: Settings, folder: Path, own_log: Log
 ) -> tuple[Coordinator, DashboardStartup, EndpointFile]:
     """Open all parts of the coordinator.
 
@@ -169,7 +171,7 @@ def _open(
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
-        log = own_log = log_to(err, settings.log_format)
+        log = own_log
         if settings.from_backup is not None:
             source = restore(settings.from_backup, folder)
             opened.callback((folder / JOURNAL).unlink)  # so that the same command can be repeated

@@ -17,10 +17,8 @@ def coordinator(**given: Any) -> None:
 
     Prints how to invite workers, then logs each event.  Receives no gradients and needs no torch.
     """
-    from gridtrain.tools.log_output import queue_output
     from gridtrain_coordinator.serving import serve_and_log_errors
     from gridtrain_coordinator.settings import settings_from
 
     settings = settings_from(resolve_settings("coordinator", given))
-    queue_output(settings.log_format)
     sys.exit(serve_and_log_errors(settings, out=sys.stdout, err=sys.stderr))

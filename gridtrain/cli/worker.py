@@ -73,7 +73,6 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
     """
     from gridtrain.cli import bundle_prompt
-    from gridtrain.tools.log_output import queue_output
     from gridtrain_worker.agent import supervise
     from gridtrain_worker.console import JsonConsole, console_for
 
@@ -81,9 +80,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
     chosen = resolve_settings("worker", given)
     if invitation is None and not chosen.text("invitation"):
         raise _no_invitation()  # otherwise the command's first word would count as the invitation
-    job = make_job(words, chosen)
-    queue_output(chosen.text("log_format"))
-    console = console_for(sys.stderr, chosen.text("log_format"))
+    job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
         partial(bundle_prompt.ask_consent, chosen, job)
         if sys.stdin.isatty() and sys.stderr.isatty()
@@ -97,6 +94,8 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
             raise
         console.report_error(str(error), error.exit_code)
         sys.exit(error.exit_code)
+    finally:
+        console.flush()
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:

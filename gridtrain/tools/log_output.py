@@ -1,8 +1,8 @@
-"""Formats log lines as JSON, and keeps a process from waiting for the reader of its output.
+"""Formats log lines as JSON, and keeps threads from waiting for the reader of their log.
 
-    write() --> queue, at most MAX_QUEUED_BYTES --> thread --> stdout, stderr
-                |
-                full: dropped, and counted in a line that is written once somebody reads again
+    LineWriter.write() --> queue, at most MAX_QUEUED characters --> its thread --> put() --> stream
+                           |
+                           full: dropped, and counted in a line that is written once the queue is empty
 
 A write to a pipe that nobody reads, or to a stopped terminal, never returns.  The agent would no longer obey
 its owner, and the coordinator would no longer serve its workers.
@@ -10,14 +10,10 @@ its owner, and the coordinator would no longer serve its workers.
 
 from __future__ import annotations
 
-import atexit
-import io
 import json
-import math
 import os
-import sys
+import select
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,15 +22,12 @@ from typing import Any, TextIO
 
 from gridtrain.quantities import format_count
 
-MAX_QUEUED_BYTES = 1 << 20
-MAX_WRITE_BYTES = 1 << 12
-"""The size of a single write, after which a reader counts as reading."""
-
-STALLED_S = 1.0
-"""If nothing has been read for this long while output was awaited, output is awaited no longer."""
+MAX_QUEUED = 1 << 20
+ROOM = 1 << 16
+"""How much may be queued when output is added that must not be dropped."""
 
 MAX_WAIT_S = 5.0
-"""The longest time that `flush` waits for a slow reader."""
+"""The longest time that `flush` waits for a slow or absent reader."""
 
 
 def is_json(stream: TextIO, log_format: str = "") -> bool:
@@ -53,148 +46,102 @@ def json_line(level: str, event: str, fields: Mapping[str, Any]) -> str:
 
 
 def put(stream: TextIO, text: str) -> None:
-    """Write text at once, or drop it if it cannot be written (full disk, closed pipe or terminal)."""
-    with suppress(OSError):
-        stream.write(text)
-        if not isinstance(stream, QueuedStream):
+    """Write text, however long it takes, or drop it if it cannot be written (full disk, closed pipe).
+
+    The stream's buffer is not used: it would keep what cannot be written, and its lock would be held by a
+    thread that waits for the reader when the process ends.
+    """
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        if not _has_file(stream):
+            stream.write(text)
             stream.flush()
+            return
+        data = text.encode(stream.encoding, "backslashreplace")
+        while data:
+            try:
+                data = data[os.write(stream.fileno(), data) :]
+            except BlockingIOError:  # another process has made the pipe non-blocking
+                ready = select.poll()
+                ready.register(stream.fileno(), select.POLLOUT)
+                ready.poll()
 
 
-class _Writer:
-    """The queue of one or more streams, and the thread that writes it in order."""
+def is_same_file(one: TextIO, other: TextIO) -> bool:
+    """Return whether both streams write to the same file, pipe or terminal."""
+    if one is other or not (_has_file(one) and _has_file(other)):
+        return one is other
+    return os.path.sameopenfile(one.fileno(), other.fileno())
 
-    def __init__(self) -> None:
-        self._queue: deque[tuple[QueuedStream, bytes]] = deque()
-        self._queued_bytes = 0
-        self._written_bytes = 0
-        self._is_stalled = False
+
+def _has_file(stream: TextIO) -> bool:
+    with suppress(OSError):
+        return stream.fileno() >= 0
+    return False
+
+
+class LineWriter:
+    """Writes to a stream in a thread of its own; `write` never waits.
+
+    A stream without a file, such as `io.StringIO`, is written at once.
+
+    Args:
+        log_format: the format of the line that reports dropped lines; see `is_json`.
+    """
+
+    def __init__(self, stream: TextIO, log_format: str = "") -> None:
+        self.stream = stream
+        self.is_json = is_json(stream, log_format)
+        self._queue: deque[str] = deque()
+        self._queued = 0
+        self._dropped_lines = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="gridtrain-output", daemon=True).start()
+        self._has_thread = _has_file(stream)
+        if self._has_thread:
+            threading.Thread(target=self._run, name="gridtrain-log", daemon=True).start()
 
-    def put(self, stream: QueuedStream, data: bytes) -> None:
+    def write(self, text: str) -> bool:
+        """Queue text, or drop it if the queue is full; return whether it is queued."""
+        if not self._has_thread:
+            put(self.stream, text)
+            return True
         with self._changed:
-            if self._queued_bytes < MAX_QUEUED_BYTES // 2:
-                self._report_dropped(stream)
-            is_full = self._queue and self._queued_bytes + len(data) > MAX_QUEUED_BYTES
-            if stream.dropped_lines or is_full:
-                stream.dropped_lines += max(1, data.count(b"\n"))
-            else:
-                self._append(stream, data)
+            if self._dropped_lines or self._queued + len(text) > MAX_QUEUED:
+                self._dropped_lines += max(1, text.count("\n"))
+                return False
+            self._append(text)
+            return True
 
-    def _report_dropped(self, stream: QueuedStream) -> None:
-        if stream.dropped_lines:
-            notice, stream.dropped_lines = stream.describe_dropped(), 0
-            self._append(stream, notice)
+    def wait_for_room(self) -> None:
+        """Wait, however long it takes, until text can be added that must not be dropped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued <= ROOM and not self._dropped_lines)
 
-    def _append(self, stream: QueuedStream, data: bytes) -> None:
-        self._queue.append((stream, data))
-        self._queued_bytes += len(data)
+    def flush(self) -> None:
+        """Wait until everything is written, at most `MAX_WAIT_S`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue, MAX_WAIT_S)
+
+    def _append(self, text: str) -> None:
+        self._queue.append(text)
+        self._queued += len(text)
         self._changed.notify_all()
-
-    def wait(self, most_s: float = MAX_WAIT_S) -> None:
-        """Wait until everything is written, or nobody reads, at most `most_s`."""
-        until_s = time.monotonic() + most_s
-        with self._changed:
-            while self._queue and not self._is_stalled and time.monotonic() < until_s:
-                before = self._written_bytes
-                self._is_stalled = not self._changed.wait_for(
-                    lambda before=before: self._written_bytes != before,  # type: ignore[misc]
-                    STALLED_S,
-                )
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue))
-                stream, data = self._queue[0]
-            written = stream.write_now(data[:MAX_WRITE_BYTES])
+                text = self._queue[0]
+            put(self.stream, text)
             with self._changed:
                 self._queue.popleft()
-                if data[written:]:
-                    self._queue.appendleft((stream, data[written:]))
-                self._queued_bytes -= written
-                self._written_bytes += written
-                self._is_stalled = False
-                if not self._queue:
-                    self._report_dropped(stream)
+                self._queued -= len(text)
+                if self._dropped_lines and not self._queue:
+                    self._append(self._describe_dropped())
+                    self._dropped_lines = 0
                 self._changed.notify_all()
 
-
-class QueuedStream(io.TextIOBase):
-    """A text stream whose writes never wait; only `flush` and `wait_for_reader` wait.
-
-    Attributes:
-        dropped_lines: how many lines were dropped since the last line that reported them.
-    """
-
-    encoding: str = ""  # the base class's attributes cannot be set
-    errors: str | None = None
-
-    def __init__(self, stream: TextIO, writer: _Writer, log_format: str = "") -> None:
-        self._stream = stream
-        self._fd = stream.fileno()
-        self._writer = writer
-        self._is_json = is_json(stream, log_format)
-        self.encoding = stream.encoding or "utf-8"
-        self.errors = stream.errors or "backslashreplace"
-        self.dropped_lines = 0
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        data = str.encode(text, self.encoding, self.errors or "strict")  # TypeError for bytes
-        if data:
-            self._writer.put(self, data)
-        return len(text)
-
-    def flush(self) -> None:
-        """Wait until everything is written, unless nobody reads or it takes too long."""
-        self._writer.wait()
-
-    def wait_for_reader(self) -> None:
-        """Wait until everything is written, however long it takes, unless nobody reads."""
-        self._writer.wait(math.inf)
-
-    def write_now(self, data: bytes) -> int:
-        """Write data; return how many bytes are done, which is all of them if they cannot be written."""
-        try:
-            return os.write(self._fd, data)
-        except OSError:
-            return len(data)
-
-    def describe_dropped(self) -> bytes:
-        text = f"{format_count(self.dropped_lines, 'line')} of output dropped, because nobody was reading"
-        if self._is_json:
-            text = json_line("warning", "dropped", {"lines": self.dropped_lines, "text": text})
-        else:
-            text = f"gridtrain: {text}"
-        return f"{text}\n".encode()
-
-
-def queue_output(log_format: str = "") -> None:
-    """Replace `sys.stdout` and `sys.stderr` for the rest of this process by streams that do not block it.
-
-    Their last lines are written before the process exits, if somebody reads them.  A stream that is not
-    an open file is left as it is.
-
-    Args:
-        log_format: the format of the line that reports dropped lines; see `is_json`.
-    """
-    writer = None
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, QueuedStream):
-            return
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-            writer = writer or _Writer()
-            setattr(sys, name, QueuedStream(stream, writer, log_format))
-    if writer is not None:
-        atexit.register(writer.wait)
+    def _describe_dropped(self) -> str:
+        text = f"{format_count(self._dropped_lines, 'line')} of output dropped, because nobody was reading"
+        if self.is_json:
+            return json_line("warning", "dropped", {"lines": self._dropped_lines, "text": text}) + "\n"
+        return f"gridtrain: {text}\n"

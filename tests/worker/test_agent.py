@@ -31,7 +31,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.runtime.client import enrollment
-from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
+from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Answer, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker import policy_enforcer, script_processes
 from gridtrain_worker.agent import Job, check_joinable, supervise
@@ -183,6 +183,7 @@ def test_a_json_log_has_no_other_lines(invitation: Invitation, capfd: pytest.Cap
     code = "import sys; print('out'); print('one', file=sys.stderr); sys.stderr.write('two')"
     console = JsonConsole(sys.stderr)
     assert supervise(Job(python(code), invitation), console.say, console=console) == 0
+    console.flush()
     captured = capfd.readouterr()
     lines = [json.loads(line) for line in captured.err.splitlines()]
     assert [line["fields"]["text"] for line in lines if line["event"] == "output"] == ["one", "two"]
@@ -195,6 +196,7 @@ def test_the_last_failure_of_a_script_is_an_error_in_a_json_log(
     console = JsonConsole(sys.stderr)
     job = Job(python("exit(5)"), invitation, restarts=1, backoff_s=0.01)
     assert supervise(job, console.say, console=console) == 5
+    console.flush()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     (error,) = [line["fields"] for line in lines if line["level"] == "error"]
     assert lines[-1]["event"] == "error" and error["exit_code"] == 5
@@ -205,10 +207,11 @@ def test_a_removal_is_an_error_in_a_json_log_and_in_text_only_the_script_says_it
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(agent_module, "ACCESS_CHECK_S", 0.0)
-    monkeypatch.setattr(agent_module, "is_still_admitted", lambda entry, timeout_s: False)
+    monkeypatch.setattr(agent_module, "ask_coordinator", lambda entry, timeout_s: Answer(refusal="denied"))
     job = Job(python("exit(4)"), invitation)
     console = JsonConsole(sys.stderr)
     assert supervise(job, console.say, console=console) == 4
+    console.flush()
     *others, last = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert (last["event"], last["level"], last["fields"]["exit_code"]) == ("error", "error", 4)
     assert "was removed from the run" in last["fields"]["text"] and "removed" not in str(others)
@@ -432,8 +435,8 @@ def test_a_script_that_fails_because_the_run_has_finished_is_not_started_again(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """torchrun ends with code 1, whatever the code of its processes."""
-    answers = iter([False, True])  # the run finishes while the script waits for its restart
-    monkeypatch.setattr(agent_module, "_is_finished", lambda entry: next(answers))
+    answers = iter([False, True])  # the run finishes while the script waits for its restart; one per failure
+    monkeypatch.setattr(agent_module, "ask_coordinator", lambda entry, timeout_s: Answer(next(answers)))
     lines: list[str] = []
     job = Job(python(f"raise SystemExit({code})"), invitation, restarts=100, backoff_s=0.01)
     assert supervise(job, lines.append) == code
@@ -444,7 +447,7 @@ def test_a_script_that_fails_because_the_run_has_finished_is_not_started_again(
 def test_a_finished_run_is_no_reason_to_suggest_restarts(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "_is_finished", lambda entry: True)
+    monkeypatch.setattr(agent_module, "ask_coordinator", lambda entry, timeout_s: Answer(is_finished=True))
     said: list[str] = []
     assert supervise(Job(python("raise SystemExit(1)"), invitation), said.append) == 1
     assert "--restarts" not in said[-1]
@@ -492,9 +495,14 @@ def test_failures_in_a_row_are_counted_and_a_while_of_training_ends_the_row(
 def test_a_script_that_failed_waits_for_its_coordinator(
     invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_counted: bool
 ) -> None:
-    """It ends twice while the coordinator does not answer; with code 3, that is not its failure."""
-    answers = iter([False, False, True, False, True])
-    monkeypatch.setattr(agent_module, "_is_answering", lambda entry: next(answers))
+    """It ends twice while the coordinator does not answer; with code 3, that is not its failure.
+
+    The coordinator is asked once after each end of the script, and until it answers.
+    """
+    answers = iter([True, True, False, True, False, False])
+    monkeypatch.setattr(
+        agent_module, "ask_coordinator", lambda entry, timeout_s: Answer(is_away=next(answers))
+    )
     log, lines = tmp_path / "starts", list[str]()
     script = FAILS_TWICE.format(path=str(log)).replace("else 5", f"else {code}")
     job = Job(python(script), invitation, restarts=2 if is_counted else 1, backoff_s=0.01)
@@ -531,11 +539,11 @@ def test_one_refused_handshake_does_not_remove_a_worker(
     """A peer on the path can refuse one; only after repeated refusals the script is not started again."""
     now_s, asked = [0.0], iter(answers)
 
-    def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
+    def ask_coordinator(entry: Enrollment, timeout_s: float) -> Answer:
         now_s[0] += 1.0
-        return next(asked, True)
+        return Answer(refusal="" if next(asked, True) else "denied")
 
-    monkeypatch.setattr(agent_module, "is_still_admitted", is_still_admitted)
+    monkeypatch.setattr(agent_module, "ask_coordinator", ask_coordinator)
     monkeypatch.setattr(agent_module, "ACCESS_RETRY_S", 0.0)
     monkeypatch.setattr(agent_module, "_clock", lambda: now_s[0])
     lines: list[str] = []
@@ -719,6 +727,23 @@ def test_a_closed_terminal_lets_the_script_leave_gracefully(agent: StartAgent) -
     out, err = process.communicate(timeout=WITHIN_S)
     assert out == "leaving on SIGTERM\n"
     assert process.returncode == 128 + signal.SIGHUP and "stopped by SIGHUP" in err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "first", "count"),
+    [
+        ([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], signal.SIGTERM, 1),
+        ([signal.SIGHUP, signal.SIGTERM, signal.SIGTERM], signal.SIGTERM, 2),
+        ([signal.SIGINT, signal.SIGHUP], signal.SIGINT, 1),
+        ([signal.SIGINT, signal.SIGINT], signal.SIGINT, 2),
+    ],
+)
+def test_the_end_of_a_session_is_one_request(numbers: list[int], first: int, count: int) -> None:
+    """Kernel and shell send SIGHUP, and logind SIGTERM; a second request would kill the script."""
+    with agent_module.SignalWatcher() as signals:
+        for number in numbers:
+            signal.raise_signal(number)
+    assert (signals.first, signals.count) == (first, count)
 
 
 def test_an_agent_under_nohup_outlives_its_terminal(agent: StartAgent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -9,7 +10,8 @@ import os
 import pty
 import termios
 import threading
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +19,7 @@ import pytest
 from brisk import WITHIN_S
 
 from gridtrain.runtime.contribution import REPORT_INTERVAL_S, Contribution, ContributionReporter
+from gridtrain.tools import log_output
 from gridtrain_worker import agent
 from gridtrain_worker.console import (
     CLEAR,
@@ -184,6 +187,68 @@ def test_a_full_disk_and_a_closed_pipe_cost_only_lines_of_the_log(
     out.error = None
     console.write_output("loss 0.8\n", out)
     assert out.getvalue().endswith("loss 0.8\n")
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[int, TextIO]]:
+    """A terminal that is stopped, as by Ctrl-S, until its other end is read."""
+    master, slave = pty.openpty()
+    tty.setraw(slave)
+    os.set_blocking(slave, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(slave, b"\n")
+    os.set_blocking(slave, True)
+    with open(slave, "w") as out:
+        yield master, out
+        os.close(master)
+
+
+@pytest.mark.parametrize("kind", [TerminalConsole, TextConsole, JsonConsole])
+def test_a_stopped_terminal_costs_nothing_of_what_the_script_writes_to_a_file(
+    kind: Callable[[TextIO], Console], stuck: tuple[int, TextIO], tmp_path: Path
+) -> None:
+    """`gridtrain worker ... > results.txt`"""
+    console = kind(stuck[1])
+    for _ in range(200):
+        console.say("x" * 100)
+    results = tmp_path / "results.txt"
+    with results.open("w") as file:
+        for number in range(200):
+            console.write_output(f"{number:9999}\n", file)
+        console.say("it ends")
+        assert [int(line) for line in results.read_text().splitlines()] == list(range(200))
+
+
+def test_a_reader_of_the_scripts_output_who_stops_delays_only_the_script(
+    stuck: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message is written while a copier waits; once the terminal continues, nothing is missing."""
+    monkeypatch.setattr(log_output, "ROOM", 1000)
+    master, out = stuck
+    console, is_waiting = TerminalConsole(out), threading.Event()
+
+    def copy() -> None:
+        for number in range(200):
+            if number == 5:
+                is_waiting.set()
+            console.write_output(f"{number:999}\n", out)
+
+    copier = threading.Thread(target=copy, daemon=True)
+    console.show_progress(CONTRIBUTION, 0.0)
+    for _ in range(10):
+        console.say("x" * 100)  # no room for output is left
+    copier.start()
+    console.say("paused by its owner")
+    console.show_progress(Contribution(step=411), 1.0)
+    assert not is_waiting.is_set()
+    shown = ""
+    while "    199\n" not in shown:
+        shown += os.read(master, 1 << 16).decode()
+    copier.join(WITHIN_S)
+    written = [line for line in shown.replace(CLEAR, "").splitlines() if line.startswith("    ")]
+    assert [int(line) for line in written] == list(range(200))
+    assert "gridtrain worker: paused by its owner\n" in shown
 
 
 def test_in_a_json_log_the_lines_of_the_script_are_json_too() -> None:

@@ -21,7 +21,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.network.transport.identity import Identity
-from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted
+from gridtrain.runtime.client.enrollment import Answer, Enrollment, ask_coordinator, enroll
 from gridtrain.runtime.client.invitation_store import STORE_FILE
 
 WITHIN_S = 60.0
@@ -97,9 +97,9 @@ def test_a_removed_worker_needs_a_new_invitation(coordinator: LiveCoordinator, s
     once, often = coordinator.invitation(), coordinator.invitation(uses=9)
     with enroll(once, WITHIN_S) as entry:
         peer = key(entry)
-        assert is_still_admitted(entry, WITHIN_S)
+        assert ask_coordinator(entry, WITHIN_S) == Answer(is_finished=False)
         coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
-        assert not is_still_admitted(entry, WITHIN_S)
+        assert ask_coordinator(entry, WITHIN_S) == Answer(refusal="denied")
     digits = peer.hex()[:12]
     expected = (
         f'this worker, key {digits}, was removed from the run "default" .* -> ask the run\'s owner for a new'

@@ -48,7 +48,6 @@ from gridtrain.errors import (
     BudgetSpent,
     ConfigError,
     CoordinatorUnreachable,
-    GridtrainError,
     JoinRefused,
 )
 from gridtrain.network.transport.identity import Identity
@@ -56,9 +55,9 @@ from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_age
-from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
+from gridtrain.runtime.client.coordinator_client import DENIED
+from gridtrain.runtime.client.enrollment import Answer, Enrollment, ask_coordinator, enroll, revoked_error
 from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
-from gridtrain.tools.log_output import QueuedStream
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -109,7 +108,7 @@ STEADY_S = 60.0
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
 the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
-and "full" and "stale-model" may end.  A worker that was removed is not restarted (`_is_removed`), nor is one
+and "full" and "stale-model" may end.  A worker that was removed is not restarted, nor is one
 whose run has finished or whose coordinator has another version, whatever the code: torchrun does not pass on
 the codes of its processes."""
 
@@ -230,6 +229,7 @@ def supervise(
         public = Identity.read(entry.identity).public
         job = replace(job, name=job.name or name_of_key(public))
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
+        console.flush()  # before a question to the user
         if job.dry_run:
             show(job, offer)
         if offer is not None and offer.missing is not None:
@@ -363,17 +363,17 @@ def _run(
                 when = f"when training is allowed; the reason now: {why}" if why else "now"
                 tell(f"the script has ended; it is started again {when}")
                 continue
-            is_removed = _is_removed(entry, signals)
+            answer = _ask_after_failure(entry, signals)
+            is_removed = answer.refusal == DENIED
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
-            has_finished = not is_removed and _is_finished(entry) is True
-            is_final = has_finished or (not is_removed and _has_other_version(entry))
+            is_final = answer.is_finished or answer.refusal == VERSION
             may_restart = not is_removed and not is_final
             failure = _failure(job, code, ran_s, suggest_restarts=may_restart and job.restarts == 0)
-            if has_finished:
+            if answer.is_finished:
                 failure += f'; the run "{entry.run}" has finished'
-            is_away = job.restarts > 0 and not (is_removed or has_finished or _is_answering(entry))
+            is_away = job.restarts > 0 and answer.is_away
             is_counted = not (is_away and code == CoordinatorUnreachable.exit_code)
             is_last = is_final or (failures == job.restarts and is_counted and not is_removed)
             if not (is_last and console.report_error(failure, code)):
@@ -395,7 +395,7 @@ def _run(
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
     """Return a text that explains why a script may have ended early without an error; "" if it has not."""
-    if enforcer.is_stopping or _is_finished(entry) is not False:
+    if enforcer.is_stopping or ask_coordinator(entry, ANSWER_S).is_finished is not False:
         return ""
     if stats.is_empty:
         return (
@@ -405,37 +405,6 @@ def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: Cont
         f"the script ended after step {stats.step}, before the end of the run; start this worker again to "
         "contribute more"
     )
-
-
-def _is_finished(entry: Enrollment) -> bool | None:
-    """Return whether the run has finished; None if the coordinator does not answer."""
-    with contextlib.suppress(GridtrainError), entry.connect() as client:
-        return bool(client.status(ANSWER_S).get("finished"))
-    return None
-
-
-def _has_other_version(entry: Enrollment) -> bool:
-    """Return whether the coordinator uses another version of the protocol, so that a restart cannot help."""
-    try:
-        with entry.connect() as client:
-            client.status(ANSWER_S)
-    except JoinRefused as refusal:
-        return refusal.code == VERSION
-    except GridtrainError:
-        pass
-    return False
-
-
-def _is_answering(entry: Enrollment) -> bool:
-    """Return whether the coordinator answers, even if only with a refusal."""
-    try:
-        with entry.connect() as client:
-            client.status(ANSWER_S)
-    except CoordinatorUnreachable:
-        return False
-    except GridtrainError:  # the script, which is started next, reports it
-        pass
-    return True
 
 
 def _await_coordinator(
@@ -455,7 +424,7 @@ def _await_coordinator(
     what = f"restart {restart} of {job.restarts}" if restart else "the script is started again"
     until = datetime.now() + timedelta(seconds=job.paused_s)  # local time, as in the rule "hours"
     tell(f"{what} once the coordinator at {entry.coordinator} answers; waiting for it until {until:%H:%M}")
-    while not (enforcer.is_stopping or signals.wait(pause_s) or _is_answering(entry)):
+    while not enforcer.is_stopping and not signals.wait(pause_s) and ask_coordinator(entry, ANSWER_S).is_away:
         if _clock() >= until_s:
             raise CoordinatorUnreachable(
                 f"the coordinator at {entry.coordinator} has not answered for {format_age(job.paused_s)}",
@@ -464,18 +433,13 @@ def _await_coordinator(
         pause_s = min(MAX_BACKOFF_S, 2 * pause_s)
 
 
-def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """Return whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S` seconds.
-
-    Returns False if it admits the worker or does not answer, or if a signal arrives first.
-    """
+def _ask_after_failure(entry: Enrollment, signals: SignalWatcher) -> Answer:
+    """Return the coordinator's answer; a refusal of this worker's key only after `ACCESS_CHECK_S` of them."""
     until_s = _clock() + ACCESS_CHECK_S
-    while not is_still_admitted(entry, ANSWER_S):
-        if _clock() >= until_s:
-            return True
+    while (answer := ask_coordinator(entry, ANSWER_S)).refusal == DENIED and _clock() < until_s:
         if signals.wait(ACCESS_RETRY_S):
-            return False
-    return False
+            return Answer()
+    return answer
 
 
 def _await_permission(
@@ -500,8 +464,8 @@ class SignalWatcher:
 
     Attributes:
         first: the number of the first SIGINT, SIGTERM or SIGHUP; 0 if none has arrived.
-        count: the number of these signals received.  Kernel and shell both send SIGHUP, so it counts only if
-            it is the first one.
+        count: the number of these signals received.  SIGHUP counts only if it is the first one, and the next
+            SIGINT or SIGTERM replaces it: at the end of a session, kernel, shell and logind each send one.
     """
 
     def __init__(self) -> None:
@@ -522,8 +486,10 @@ class SignalWatcher:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += number != signal.SIGHUP or not self.first
-        self.first = self.first or number
+        if self.first in (0, signal.SIGHUP):
+            self.first, self.count = number, 1
+        else:
+            self.count += number != signal.SIGHUP
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -717,7 +683,6 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
     with pipe:
         if name:
             for line in pipe:
-                _wait_for_reader(stream)
                 console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -732,16 +697,9 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
                 until_s = time.monotonic() + PARTIAL_LINE_S
             partial = text[len(shown) :]
             if shown:
-                _wait_for_reader(stream)
                 console.write_output(shown, stream)
             if not piece and not is_late:
                 return
-
-
-def _wait_for_reader(stream: TextIO) -> None:
-    """Wait while the script writes faster than somebody reads, so that none of its lines are dropped."""
-    if isinstance(stream, QueuedStream):
-        stream.wait_for_reader()
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
-from gridtrain.tools.log_output import is_json, json_line, put
+from gridtrain.tools.log_output import LineWriter, is_json, is_same_file, json_line, put
 
 CLEAR = "\x1b[A\r\x1b[J"
 """Erases the last row of the live line and anything below it, such as ^C.
@@ -55,18 +55,48 @@ class Console:
         """Show the contributions since this start (`given`) and over all starts on this machine (`total`)."""
 
     def write_output(self, text: str, stream: TextIO) -> None:
-        """Write a piece of the script's output."""
+        """Write a piece of the script's output, however long it takes.
+
+        A console that writes to the same file inserts the text between its own lines.
+        """
         put(stream, text)
+
+    def flush(self) -> None:
+        """Wait for some seconds until everything is written."""
 
     def end_output(self) -> None:
         """Write the rest of the script's last line; called once the script has ended."""
 
 
-class _LogConsole(Console):
+class _StreamConsole(Console):
+    """A console that writes to a stream; only `write_output` and `flush` wait for its reader."""
+
+    def __init__(self, stream: TextIO, log_format: str) -> None:
+        self._stream = stream
+        self._writer = LineWriter(stream, log_format)
+
+    def write_output(self, text: str, stream: TextIO) -> None:
+        if self._is_own(stream):
+            self._writer.wait_for_room()
+            self._insert_output(text)
+        else:
+            put(stream, text)
+
+    def _is_own(self, stream: TextIO) -> bool:
+        return is_same_file(stream, self._stream)
+
+    def _insert_output(self, text: str) -> None:
+        self._writer.write(text)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+
+class _LogConsole(_StreamConsole):
     """A console that writes lines, with figures only occasionally."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, log_format: str) -> None:
+        super().__init__(stream, log_format)
         self._next_s = float("-inf")
         self._shown: Contribution | None = None
 
@@ -86,9 +116,8 @@ class JsonConsole(_LogConsole):
     """
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+        super().__init__(stream, "json")
         self._unended = ""  # the incomplete last line that the script has written so far
-        self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
         self._line("says", {"text": text})
@@ -103,16 +132,17 @@ class JsonConsole(_LogConsole):
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         self._line("contributed", {**_figures(given), "total": _figures(total)})
 
-    def write_output(self, text: str, stream: TextIO) -> None:
-        if stream is not self._stream:
-            put(stream, text)
-            return
+    def _is_own(self, stream: TextIO) -> bool:
+        return stream is self._stream
+
+    def _insert_output(self, text: str) -> None:
         *lines, unended = (self._unended + text).split("\n")
         while len(unended) > MAX_LINE:
             lines.append(unended[:MAX_LINE])
             unended = unended[MAX_LINE:]
         self._unended = unended
         for line in lines:
+            self._writer.wait_for_room()
             self._line("output", {"text": line.rstrip("\r")})
 
     def end_output(self) -> None:
@@ -121,15 +151,17 @@ class JsonConsole(_LogConsole):
             self._unended = ""
 
     def _line(self, event: str, fields: dict[str, object], level: str = "info") -> None:
-        with self._lock:
-            put(self._stream, json_line(level, event, fields) + "\n")
+        self._writer.write(json_line(level, event, fields) + "\n")
 
 
 class TextConsole(_LogConsole):
     """A console for files and pipes that writes messages and figures as lines of text."""
 
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, "text")
+
     def say(self, text: str) -> None:
-        put(self._stream, f"gridtrain worker: {text}\n")
+        self._writer.write(f"gridtrain worker: {text}\n")
 
     def _write_figures(self, given: Contribution) -> None:
         self.say(live_line(given))
@@ -138,53 +170,45 @@ class TextConsole(_LogConsole):
         self.say(summary(given, total))
 
 
-class TerminalConsole(Console):
+class TerminalConsole(_StreamConsole):
     """A console for a terminal, whose last line shows live figures and is erased before other output."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        super().__init__(stream, "text")
         self._live = ""
-        self._drawn = ""  # the live line on the screen
+        self._is_drawn = False  # whether the live line is on the screen
         self._mid_line = False  # whether the script's last line is incomplete; if so, nothing may follow it
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
         with self._lock:
-            self._wipe()
-            put(self._stream, f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
+            line = f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n"
             self._mid_line = False
-            self._draw()
+            self._write_above(line)
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
         with self._lock:
             line = live_line(given, untrained)
             if line != self._live:
-                self._wipe()
                 self._live = line
-                self._draw()
+                self._write_above("")
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
-        with self._lock:
-            self._wipe()
-            self._live = ""
+        self._live = ""
         self.say(summary(given, total))
 
-    def write_output(self, text: str, stream: TextIO) -> None:
+    def _insert_output(self, text: str) -> None:
         with self._lock:
-            self._wipe()
-            put(stream, text)
             self._mid_line = not text.endswith("\n")
-            self._draw()
+            self._write_above(text)
 
-    def _wipe(self) -> None:
-        if self._drawn:
-            put(self._stream, CLEAR)
-            self._drawn = ""
-
-    def _draw(self) -> None:
+    def _write_above(self, text: str) -> None:
+        """Erase the live line, write the text, and draw the live line again."""
+        live = ""
         if self._live and not self._mid_line:
-            self._drawn = fit_line(self._live, _columns(self._stream) - 1)
-            put(self._stream, self._drawn + "\n")
+            live = fit_line(self._live, _columns(self._stream) - 1) + "\n"
+        text = (CLEAR if self._is_drawn else "") + text + live
+        self._is_drawn = bool(text) and self._writer.write(text) and bool(live)
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:

@@ -19,7 +19,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -39,7 +39,8 @@ MAX_ORDERS = 16
 MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
 MONITORED = ("/healthz", "/metrics")  # answered however many connections are open
-MAX_LOGGED_ERRORS = 20
+MAX_LOGGED_ERRORS = 20  # different ones, per `LOG_EVERY_S`
+LOG_EVERY_S = 60.0
 BACKLOG = 64
 """How many connections wait to be accepted; at the limit of open files, asyncio tries as often at a time."""
 
@@ -213,19 +214,31 @@ class DashboardService:
 
 
 class _ErrorHandler(logging.Handler):
-    """Writes the web server's first errors to the coordinator's log."""
+    """Writes the web server's errors to the coordinator's log: each once per `LOG_EVERY_S`, and how often it
+    occurred in the interval before."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.ERROR)
         self._log = log
-        self._left = MAX_LOGGED_ERRORS
+        self._counts: Counter[str] = Counter()
+        self._counts_before = self._counts
+        self._next_s = float("-inf")
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]
-        if self._left and not reason.startswith("Cancel "):  # uvicorn logs it for pages still open at the end
-            self._left -= 1
-            error = record.exc_info[1] if record.exc_info else None
-            self._log("error", "dashboard_failed", {"reason": f"{reason} {error!r}" if error else reason})
+        if reason.startswith("Cancel "):  # uvicorn logs it for pages still open at the end
+            return
+        if error := record.exc_info and record.exc_info[1]:
+            reason = f"{reason} {error!r}"
+        if (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + LOG_EVERY_S
+            self._counts_before, self._counts = self._counts, Counter()
+        if reason in self._counts:
+            self._counts[reason] += 1
+        elif len(self._counts) < MAX_LOGGED_ERRORS:
+            self._counts[reason] = 1
+            times = {"times_before": self._counts_before[reason]} if self._counts_before[reason] else {}
+            self._log("error", "dashboard_failed", {"reason": reason, **times})
 
 
 def encoded(status: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ import json
 import os
 import sqlite3
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -341,7 +341,7 @@ class JournalStore:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         chain = self._chain
-        with _explained(self._path):
+        with _explained(self._path, lambda: self._is_at(chain)):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -351,6 +351,18 @@ class JournalStore:
                 if self._connection.in_transaction:  # if the disk is full, SQLite has already rolled back
                     self._connection.execute("ROLLBACK")
                 raise
+
+    def _is_at(self, chain: bytes) -> bool:
+        """Return whether the latest entry has this digest, or none (early versions), outside a transaction.
+
+        A commit that fails after the file was written, for example when the folder is synchronized, may be
+        complete.
+        """
+        try:
+            row = self._connection.execute("SELECT chain FROM journal ORDER BY id DESC LIMIT 1").fetchone()
+        except sqlite3.Error:
+            return False
+        return not self._connection.in_transaction and (row or (None,))[0] in (None, chain)
 
 
 def _now() -> str:
@@ -403,10 +415,11 @@ def _migrations() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files]
 
 
-def _is_quota_used_up(folder: Path) -> bool:
-    """Return whether nothing can be written to the folder because of a disk quota or a full disk.
+def _lack_of_space(folder: Path) -> str:
+    """Return "SQLITE_FULL" or "SQLITE_QUOTA" if one of them keeps the folder from growing, otherwise "".
 
-    The sqlite3 module does not tell the number of the error behind "disk I/O error".
+    SQLite reports a quota as "disk I/O error", also when NFS notices it only while writing back, and the
+    sqlite3 module does not tell the number of the error.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
@@ -415,13 +428,17 @@ def _is_quota_used_up(folder: Path) -> bool:
                 left = left[probe.write(left) :]
             os.fsync(probe)
     except OSError as error:
-        return error.errno in (errno.EDQUOT, errno.ENOSPC)
-    return False
+        return {errno.ENOSPC: "SQLITE_FULL", errno.EDQUOT: "SQLITE_QUOTA"}.get(error.errno or 0, "")
+    return ""
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Convert SQLite's errors into `JournalError`, or `JournalFull` if the disk is full, with a remedy."""
+def _explained(path: str, is_unchanged: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Convert SQLite's errors into `JournalError`, or `JournalFull` if the disk is full, with a remedy.
+
+    Args:
+        is_unchanged: returns whether a failed transaction was rolled back, so that it can be repeated.
+    """
     try:
         yield
     except UnicodeDecodeError as error:  # a name in a damaged schema
@@ -430,8 +447,8 @@ def _explained(path: str) -> Iterator[None]:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
         if code.startswith("SQLITE_NOTADB") and _key_beside(path).exists():
             code = "SQLITE_CORRUPT"  # it was a journal
-        if code == "SQLITE_IOERR_WRITE" and _is_quota_used_up(Path(path).absolute().parent):
-            code = "SQLITE_QUOTA"
+        if code.startswith("SQLITE_IOERR") and is_unchanged():
+            code = _lack_of_space(Path(path).absolute().parent) or code
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
         what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
         kind = JournalFull if code.startswith(("SQLITE_FULL", "SQLITE_QUOTA")) else JournalError

@@ -290,16 +290,32 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
     )
 
 
-def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """Return whether the coordinator still admits this worker's key; True if it does not answer."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The coordinator's answer to a request for the run's status.
+
+    Attributes:
+        is_finished: whether the run has finished; None if the coordinator did not say.
+        refusal: the code of its refusal, `DENIED` if this worker's key is not admitted; "" if there is none.
+        is_away: whether there was no answer.
+    """
+
+    is_finished: bool | None = None
+    refusal: str = ""
+    is_away: bool = False
+
+
+def ask_coordinator(entry: Enrollment, timeout_s: float) -> Answer:
+    """Request the run's status once, without raising an error."""
     try:
         with entry.connect() as client:
-            client.status(timeout_s)
+            return Answer(is_finished=bool(client.status(timeout_s).get("finished")))
     except JoinRefused as refusal:
-        return refusal.code != DENIED
+        return Answer(refusal=refusal.code)
+    except CoordinatorUnreachable:
+        return Answer(is_away=True)
     except GridtrainError:
-        pass
-    return True
+        return Answer()
 
 
 def _status_if_admitted(

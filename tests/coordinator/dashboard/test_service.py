@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -228,7 +229,7 @@ class OutOfFiles(socket.socket):
         return super().accept()
 
 
-def test_the_limit_of_open_files_is_logged_a_few_times(
+def test_the_limit_of_open_files_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listening = bind(DashboardAddress(port=0))
@@ -236,10 +237,30 @@ def test_the_limit_of_open_files_is_logged_a_few_times(
     made = Running()
     assert made.get("/healthz")[0] in (200, 503)
     made.service.close()
-    assert 0 < len(made.logged) <= service.MAX_LOGGED_ERRORS
-    (reason,) = {fields["reason"] for _, _, fields in made.logged}
+    (reason,) = [fields["reason"] for _, _, fields in made.logged]
     assert reason.startswith("socket.accept() out of system resource OSError(24")
     assert not caplog.messages
+
+
+def test_an_error_that_repeats_hides_no_other_and_is_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, logged = 0.0, list[Mapping[str, Any]]()
+    monkeypatch.setattr(service.time, "monotonic", lambda: now_s)
+    errors = service._ErrorHandler(lambda level, event, fields: logged.append(fields))
+
+    def fail(*reasons: str) -> list[Mapping[str, Any]]:
+        logged.clear()
+        for reason in reasons:
+            errors.emit(logging.LogRecord("asyncio", logging.ERROR, "", 0, reason, (), None))
+        return [*logged]
+
+    assert fail(*64 * ["no file"], "no page") == [{"reason": "no file"}, {"reason": "no page"}]
+    now_s = service.LOG_EVERY_S
+    assert fail("no file", "no file") == [{"reason": "no file", "times_before": 64}]
+    now_s *= 3
+    assert fail("no page") == [{"reason": "no page"}]
+    assert len(fail(*map(str, range(1000)))) == service.MAX_LOGGED_ERRORS - 1
 
 
 def test_it_closes_in_bounded_time_with_pages_open(running: Running) -> None:

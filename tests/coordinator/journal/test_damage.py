@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -269,6 +270,71 @@ def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
     assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], (
         "the chain of digests continues"
     )
+
+
+class FailingCommit:
+    """A connection whose commit fails as over NFS, which writes late."""
+
+    def __init__(self, connection: sqlite3.Connection, code: str, is_committed: bool) -> None:
+        self.connection, self.code, self.is_committed = connection, code, is_committed
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.connection, name)
+
+    def execute(self, command: str, *values: object) -> sqlite3.Cursor:
+        if command != "COMMIT":
+            return self.connection.execute(command, *values)
+        self.connection.execute("COMMIT" if self.is_committed else "ROLLBACK")
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorname = self.code
+        raise error
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["", "without digests"])
+@pytest.mark.parametrize(
+    ("code", "is_committed", "number", "text"),
+    [
+        ("SQLITE_IOERR_FSYNC", False, errno.EDQUOT, "the disk quota is used up"),
+        ("SQLITE_IOERR_TRUNCATE", False, errno.ENOSPC, "the disk is full"),
+        ("SQLITE_IOERR_FSYNC", False, errno.EIO, "cannot be read or written"),
+        ("SQLITE_IOERR_DIR_FSYNC", True, errno.EDQUOT, "cannot be read or written"),
+    ],
+)
+def test_a_commit_beyond_a_quota_can_be_repeated_if_it_was_rolled_back(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    is_committed: bool,
+    number: int,
+    text: str,
+    is_early: bool,
+) -> None:
+    """Otherwise the entries would be written twice."""
+
+    def fail(**options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store = JournalStore.open(path)
+    store.append_all([("state", {"n": 1})])
+    store.close()
+    if is_early:
+        with contextlib.closing(sqlite3.connect(path)) as early:
+            early.execute("DROP TRIGGER journal_is_not_changed")
+            early.execute("UPDATE journal SET chain = NULL")
+            early.commit()
+    store = JournalStore.open(path)
+    connection = store._connection
+    store._connection = FailingCommit(connection, code, is_committed)  # type: ignore[assignment]
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", fail)
+    with pytest.raises(JournalError, match=text) as raised:
+        store.append_all([("state", {"n": 2})])
+    is_full = isinstance(raised.value, JournalFull)
+    assert is_full is (not is_committed and number != errno.EIO)
+    store._connection = connection
+    if is_full:
+        store.append_all([("state", {"n": 2})])
+        assert [entry.body["n"] for entry in store.entries()] == [1, 2]
+    store.close()
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO])
