@@ -186,7 +186,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
 @brief_option(
     "--density",
     0.001,
-    "Share of elements sent; in local steps 0.03.",
+    "Share of elements sent.",
     metavar="SHARE",
     type=click.FloatRange(0.0, 1.0, min_open=True),
 )

@@ -302,7 +302,7 @@ WORKER: tuple[Option, ...] = (
     _optional(
         "donate_limit",
         TEXT,
-        "Upload limit for sending the model; unset, at most a quarter of --upload-limit.",
+        "Upload limit for sending the model.",
         "",
         unset_value=DEFAULT_DONATE_LIMIT,
         metavar="RATE",
