@@ -676,7 +676,8 @@ class Grid:
         newcomers; not available for a pipeline.
 
         If a gradient overflows, all workers skip the step and reduce the scale.  The log and `gridtrain
-        status` name this as a problem of a worker only from the tenth skipped step in a row on.
+        status` name this as a problem of a worker only from the tenth skipped step within 100
+        steps on.
         """
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()

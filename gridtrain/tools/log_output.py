@@ -99,20 +99,24 @@ class LineWriter:
         if self._has_thread:
             threading.Thread(target=self._run, name="gridtrain-log", daemon=True).start()
 
-    def write(self, text: str) -> bool:
-        """Queue text, or drop it if the queue is full; return whether it is queued."""
+    def write(self, text: str, *, keep: bool = False) -> bool:
+        """Queue text, or drop it if the queue is full; return whether it is queued.
+
+        A text of any length is queued if nothing else is, or if it must be kept (see `wait_for_room`).
+        """
         if not self._has_thread:
             put(self.stream, text)
             return True
         with self._changed:
-            if self._dropped_lines or self._queued + len(text) > MAX_QUEUED:
+            is_full = self._dropped_lines or (self._queue and self._queued + len(text) > MAX_QUEUED)
+            if is_full and not keep:
                 self._dropped_lines += max(1, text.count("\n"))
                 return False
             self._append(text)
             return True
 
     def wait_for_room(self) -> None:
-        """Wait, however long it takes, until text can be added that must not be dropped."""
+        """Wait, however long it takes, until text can be added that must be kept."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued <= ROOM and not self._dropped_lines)
 

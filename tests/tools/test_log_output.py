@@ -66,19 +66,28 @@ def test_lines_are_dropped_while_nobody_reads_and_counted_afterwards(unread: Unr
 
 
 def test_output_that_waits_for_room_is_not_dropped(unread: Unread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that writes faster than a terminal shows."""
+    """A script that writes faster than a terminal shows, in lines longer than the queue."""
     monkeypatch.setattr(log_output, "ROOM", 0)
     writer = LineWriter(unread.file)
 
     def script() -> None:
         for number in range(200):
             writer.wait_for_room()
-            writer.write(f"{number:999}\n")
+            writer.write("so far: ")
+            writer.write(f"{number:1999}\n", keep=True)
 
     writing = threading.Thread(target=script)
     writing.start()
-    assert [int(line) for line in unread.read("199")] == list(range(200))
+    assert [int(line.split()[-1]) for line in unread.read("199")] == list(range(200))
     writing.join(WITHIN_S)
+
+
+def test_a_text_longer_than_the_queue_does_not_end_the_log(unread: Unread) -> None:
+    writer = LineWriter(unread.file)
+    assert writer.write(f"{'long':>1999}\n")
+    assert unread.read("long")
+    writer.flush()
+    assert writer.write("later\n") and unread.read("later")
 
 
 def test_a_non_blocking_pipe_loses_nothing(unread: Unread) -> None:

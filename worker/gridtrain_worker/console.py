@@ -86,7 +86,7 @@ class _StreamConsole(Console):
         return is_same_file(stream, self._stream)
 
     def _insert_output(self, text: str) -> None:
-        self._writer.write(text)
+        self._writer.write(text, keep=True)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -143,12 +143,15 @@ class JsonConsole(_LogConsole):
         self._unended = unended
         for line in lines:
             self._writer.wait_for_room()
-            self._line("output", {"text": line.rstrip("\r")})
+            self._output_line(line.rstrip("\r"))
 
     def end_output(self) -> None:
         if self._unended:
-            self._line("output", {"text": self._unended})
+            self._output_line(self._unended)
             self._unended = ""
+
+    def _output_line(self, text: str) -> None:
+        self._writer.write(json_line("info", "output", {"text": text}) + "\n", keep=True)
 
     def _line(self, event: str, fields: dict[str, object], level: str = "info") -> None:
         self._writer.write(json_line(level, event, fields) + "\n")
@@ -200,15 +203,15 @@ class TerminalConsole(_StreamConsole):
     def _insert_output(self, text: str) -> None:
         with self._lock:
             self._mid_line = not text.endswith("\n")
-            self._write_above(text)
+            self._write_above(text, keep=True)
 
-    def _write_above(self, text: str) -> None:
+    def _write_above(self, text: str, *, keep: bool = False) -> None:
         """Erase the live line, write the text, and draw the live line again."""
         live = ""
         if self._live and not self._mid_line:
             live = fit_line(self._live, _columns(self._stream) - 1) + "\n"
         text = (CLEAR if self._is_drawn else "") + text + live
-        self._is_drawn = bool(text) and self._writer.write(text) and bool(live)
+        self._is_drawn = bool(text) and self._writer.write(text, keep=keep) and bool(live)
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import socket
-import sys
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -43,6 +43,7 @@ removes it.  This restrains no malicious script: it has the permissions of the s
 
 MIN_DIGITS = 6
 ASK_S = 5.0
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, as in `struct ucred`
 _POLL_S = 0.25
 
 Body = dict[str, Any]
@@ -173,7 +174,9 @@ class ControlSocket:
     def _answer_or_refuse(self, talk: socket.socket, question: Body) -> Body:
         try:
             is_allowed = question.get("ask") in ALLOWED_FROM_SCRIPT
-            if not is_allowed and is_from_script(_peer_pid(talk), f"{CONTROL_VARIABLE}="):
+            pid, uid = _peer(talk)
+            is_own_user = uid == os.getuid()  # not root, whose processes may be hidden
+            if not is_allowed and is_own_user and is_from_script(pid, f"{CONTROL_VARIABLE}="):
                 raise ConfigError(
                     "a training script may not pause, stop or resume its worker, nor set its rules",
                     remedy="run the command in a terminal",
@@ -242,16 +245,19 @@ def ask_agent(path: Path, question: Body) -> Body:
     return answer
 
 
-def _peer_pid(talk: socket.socket) -> int:
-    """Return the id of the process at the other end; 0 if this is not Linux."""
+def _peer(talk: socket.socket) -> tuple[int, int]:
+    """Return the ids of the process at the other end and of its user; (0, 0) if this is not Linux."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return 0
-    return int.from_bytes(talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        return 0, 0
+    pid, uid, _ = _CREDENTIALS.unpack(
+        talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid
 
 
 def _suspended_peer(talk: socket.socket) -> int:
     """Return the id of the process that listens at the other end if it is suspended; otherwise 0."""
-    pid = _peer_pid(talk)
+    pid, _ = _peer(talk)
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return pid
