@@ -6,6 +6,11 @@ the last line of a traceback tells users how to continue.
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The numbers of the errors of a disk without free space and of a quota that is used up."""
+
 
 class GridtrainError(Exception):
     """Base class of all errors of this package.

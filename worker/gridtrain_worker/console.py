@@ -142,7 +142,6 @@ class JsonConsole(_LogConsole):
             unended = unended[MAX_LINE:]
         self._unended = unended
         for line in lines:
-            self._writer.wait_for_room()
             self._output_line(line.rstrip("\r"))
 
     def end_output(self) -> None:

@@ -25,7 +25,7 @@ from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, MAX_LINE_BYTES
 from gridtrain.runtime.client.worker_defaults import state_directory
-from gridtrain_worker.script_processes import is_from_script
+from gridtrain_worker.script_processes import is_from_script, is_suspended
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
@@ -235,7 +235,8 @@ def ask_agent(path: Path, question: Body) -> Body:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
         talk.settimeout(ASK_S)
         talk.connect(target)
-        if pid := _suspended_peer(talk):
+        pid, _ = _peer(talk)
+        if is_suspended(pid):
             raise WorkerSuspended(pid)
         talk.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(next(_lines(talk)))
@@ -253,15 +254,6 @@ def _peer(talk: socket.socket) -> tuple[int, int]:
         talk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, uid
-
-
-def _suspended_peer(talk: socket.socket) -> int:
-    """Return the id of the process that listens at the other end if it is suspended; otherwise 0."""
-    pid, _ = _peer(talk)
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-            return pid
-    return 0
 
 
 def running_workers() -> list[tuple[Path, Body]]:

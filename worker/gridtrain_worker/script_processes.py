@@ -141,6 +141,12 @@ def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
         return None
 
 
+def is_suspended(pid: int) -> bool:
+    """Return whether a process is suspended, for example by Ctrl-Z; False if it has ended."""
+    process = _read_process(pid)
+    return process is not None and process[1][2] == "T"
+
+
 def is_from_script(pid: int, mark: str) -> bool:
     """Return whether a process, or one of its ancestors, was started with an environment variable that begins
     with `mark`, or is a descendant of this process; also if it has ended already.

@@ -20,7 +20,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridtrain.errors import AddressTaken, ConfigError, TransportError
+from gridtrain.errors import DISK_FULL, AddressTaken, ConfigError, TransportError
 from gridtrain.extras import install_command
 
 HOST, PORT = "127.0.0.1", 7780
@@ -165,9 +165,7 @@ def load_token(folder: Path) -> str:
 
 
 def _unwritable_error(path: Path, error: OSError) -> ConfigError:
-    remedy = (
-        "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
-    )
+    remedy = "free disk space" if error.errno in DISK_FULL else "check the folder's permissions"
     return ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy)
 
 

@@ -87,6 +87,7 @@ class NetworkModel:
     def reordered(self, order: Sequence[int]) -> NetworkModel:
         """Return this network with member `order[rank]` as rank `rank`."""
         link = self.link
+        rank_of = {member: rank for rank, member in enumerate(order)}
         return NetworkModel(
             lambda src, dst: link(order[src], order[dst]),
             [self.up_Bps[member] for member in order],
@@ -94,7 +95,7 @@ class NetworkModel:
             self.shared_Bps,
             [self.entry_shares[member] for member in order] if self.entry_shares else (),
             self.burst_bytes,
-            {(order.index(a), order.index(b)) for a, b in self.relayed_pairs if a in order and b in order},
+            {(rank_of[a], rank_of[b]) for a, b in self.relayed_pairs if a in rank_of and b in rank_of},
         )
 
 

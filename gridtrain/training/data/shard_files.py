@@ -28,7 +28,7 @@ from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gridtrain.errors import BudgetSpent, ConfigError, DataError
+from gridtrain.errors import DISK_FULL, BudgetSpent, ConfigError, DataError
 from gridtrain.extras import require
 from gridtrain.quantities import format_bytes, parse_bytes, shorten
 from gridtrain.training.data.fetch_meter import FetchMeter
@@ -58,8 +58,7 @@ limit."""
 _UNFINISHED = (".part", ".expanding")
 """The suffixes of files that a worker writes while it holds the lock of the same name."""
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_ERRORS = (*_DISK_FULL, errno.EROFS)
+_DISK_ERRORS = (*DISK_FULL, errno.EROFS)
 _CHANGED = (
     "fetch the file again; if the new file is the right one, regenerate the index with "
     "`gridtrain data index` and give it to all workers"
@@ -501,7 +500,7 @@ class ShardCache:
         Args:
             own: as for `_make_room`.
         """
-        if not isinstance(error, OSError) or error.errno not in _DISK_FULL:
+        if not isinstance(error, OSError) or error.errno not in DISK_FULL:
             return False
         has_closed, freed = self.close_idle(), 0
         with self._locked("room"):

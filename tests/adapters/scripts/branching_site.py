@@ -6,32 +6,15 @@ end, each process prints the parameters of both branches as JSON.
 
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from lone_site import Grid
 from torch import nn
 
 from gridtrain.adapters import site as sites
-from gridtrain.training.checkpoint.frozen_base import FrozenBase
 
 rank, file, branches_by_step = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-
-
-class Grid:
-    is_first = True
-
-    def optimizer(self, optimizer: Any, model: nn.Module, **options: Any) -> Any:
-        optimizer.base = FrozenBase(model)
-        return optimizer
-
-    def sampler(self, dataset: Any, *, steps: int, **options: Any) -> Iterator[list[int]]:
-        return iter([[0, 1]] * steps)
-
-    def close(self, reason: str) -> None:
-        pass
-
 
 sites.join = lambda *_: Grid()  # type: ignore[assignment]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)

@@ -5,33 +5,16 @@ Each process prints `stepped` after its second step, and then ends as HOW says.
 
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from lone_site import Grid
 from torch import nn
 
 from gridtrain.adapters import site as sites
 from gridtrain.runtime.process_hooks import install_error_hook
-from gridtrain.training.checkpoint.frozen_base import FrozenBase
 
 rank, file, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-
-
-class Grid:
-    is_first = True
-
-    def optimizer(self, optimizer: Any, model: nn.Module, **options: Any) -> Any:
-        optimizer.base = FrozenBase(model)
-        return optimizer
-
-    def sampler(self, dataset: Any, *, steps: int, **options: Any) -> Iterator[list[int]]:
-        return iter([[0, 1]] * steps)
-
-    def close(self, reason: str) -> None:
-        print(f"closed: {reason}", flush=True)
-
 
 install_error_hook()
 sites.join = lambda *_: Grid()  # type: ignore[assignment]
