@@ -92,6 +92,7 @@ class MiniBatchStatistics:
         self._norms = [m for m in found if is_torch_norm(m) and m.running_mean is not None]
         self._single_values = SingleValueNorms(found, self._record_lone, _collect)
         self._sums: dict[_BatchNorm, _Moments] = {}
+        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and their values before `update`
         self.lone: nn.Module | None = None
 
     def _record_lone(self, norm: nn.Module) -> None:
@@ -126,14 +127,26 @@ class MiniBatchStatistics:
             for norm in training:
                 norm.track_running_stats = True
 
+    @torch.no_grad()
     def discard(self) -> None:
+        """Drop the statistics of the mini-batch, and restore the running statistics that `update` changed."""
+        for statistic, value in self._before:
+            statistic.copy_(value)
+        self._before.clear()
         self._sums.clear()
 
-    @torch.no_grad()
     def commit(self) -> None:
         """Update the running statistics with the statistics of the mini-batch."""
+        self.update()
+        self._before.clear()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the running statistics as `commit` does; until then, `discard` restores them."""
         for norm, sums in self._sums.items():
             assert norm.running_mean is not None and norm.running_var is not None
+            running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            self._before += [(each, each.clone()) for each in running if each is not None]
             factor = norm.momentum
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.add_(1)

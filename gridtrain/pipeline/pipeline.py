@@ -333,6 +333,9 @@ class Pipeline:
         assert not isinstance(attempt.buffer, BucketedBuffer)
         update = attempt.buffer
         buffers: dict[Channel, CollectiveBuffer] = {UPDATE_CHANNEL: update}
+        if state.buffer_averaging.is_due(stage_plan):
+            assert state.executor is not None
+            state.executor.stage.update_statistics()
         averages = state.buffer_averaging.make_collective_buffer(stage_plan)
         if averages is not None:
             buffers[AVERAGES_CHANNEL] = averages

@@ -351,6 +351,10 @@ class Stage:
         self._gradients_before = None
         self._clear_mini_batch()
 
+    def update_statistics(self) -> None:
+        """Update the running statistics of batch norm with the mini-batch; `abort` restores them."""
+        self._statistics.update()
+
     def commit(self) -> None:
         """Update the running statistics of batch norm with the mini-batch, and keep the changed buffers."""
         self._statistics.commit()

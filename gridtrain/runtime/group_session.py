@@ -798,6 +798,7 @@ def _make_step_plan(snapshot: WorkerSnapshot, open_round: m.RoundId) -> StepPlan
         samples=snapshot.samples,
         total_samples=snapshot.total_samples,
         compare_after=snapshot.compare_after_step,
+        is_last=snapshot.is_last_step,
         exchange=snapshot.exchange,
         stage_bounds=snapshot.stage_bounds,
         generation=open_round.generation,

@@ -360,6 +360,7 @@ class IoLoop:
             samples=0,
             total_samples=0,
             compare_after=generation.is_comparison_due,
+            is_last=generation.is_last_step,
             exchange=assignment.exchange,
             generation=round_id.generation,
             first_step=generation.first_step,

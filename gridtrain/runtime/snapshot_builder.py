@@ -35,13 +35,13 @@ class SnapshotBuilder:
     _residuals: ResidualMailbox
     _checkpoint_requests: CheckpointRequests
     _step_rounds: StepRounds
-    _assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int] = (None, (), 0, 0)
+    _assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int, bool] = (None, (), 0, 0, False)
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
         """Return a snapshot of the current state."""
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
-        spans, samples, total = self._step_data(core)
+        spans, samples, total, is_last_step = self._step_data(core)
         is_running = core.phase is io.MemberPhase.RUNNING
         return WorkerSnapshot(
             is_welcomed=core.coordinator_link.is_welcomed,
@@ -61,6 +61,7 @@ class SnapshotBuilder:
             is_ended_early=core.is_ended_early and is_running,
             run_state=core.coordinator_link.run_state,
             compare_after_step=generation is not None and generation.is_comparison_due,
+            is_last_step=is_last_step,
             tasks=self._tasks(core, me.digest if me is not None else b""),
             is_synced=core.is_synced,
             is_modified=state.is_modified,
@@ -98,15 +99,16 @@ class SnapshotBuilder:
         is_complete = self._state_receiver.blobs.is_complete_for(core.generation) and not core.is_synced
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
-    def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return this worker's data positions in the open step, its samples, and the samples of all members.
+    def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int, bool]:
+        """Return this worker's data positions in the open step, its samples, the samples of all members, and
+        whether the step is the last one.
 
-        The values are those of `Generation.data_positions`, which is computed once for each round.  If no
-        round is open, there are no positions, and both counts are 0.
+        The values are those of `Generation.data_positions` and `Generation.is_last_step`, which are computed
+        once for each round.  If no round is open, there are no positions, and both counts are 0.
         """
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:
-            return (), 0, 0
+            return (), 0, 0, False
         if open_round != self._assigned[0]:
-            self._assigned = (open_round, *generation.data_positions())
+            self._assigned = (open_round, *generation.data_positions(), generation.is_last_step)
         return self._assigned[1:]

@@ -19,6 +19,7 @@ class StepPlan:
         exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
         compare_after: whether all members compare their replicas after this step, because workers have
             joined or the run has just begun.
+        is_last: whether the run ends with this step, if no member is absent from it.
         stage_bounds: the first layer of each stage, followed by the number of layers; empty for a model
             without stages.
         generation, first_step: the generation that runs the step, and the first step of that generation.
@@ -32,6 +33,7 @@ class StepPlan:
     samples: int
     total_samples: int
     compare_after: bool = False
+    is_last: bool = False
     exchange: str = ""
     stage_bounds: tuple[int, ...] = ()
     generation: int = 0

@@ -259,8 +259,8 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.  At the end of the run they differ between workers, and so do evaluations, unless
-                the number of steps is a multiple of it.
+                averaged.  They are also averaged in the last step of the run.  0 disables both.  In between
+                they differ between workers, and so do evaluations.
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
                 of the majority, about a second later or at the end of the run.  0 disables comparisons.
@@ -391,7 +391,7 @@ class Grid:
             wire: the encoding in which activations are sent: "exact", "fp16", "bf16" or "int8".
             clip_norm: the maximum 2-norm of the whole model's update.
             average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
-                stage's replicas.
+                stage's replicas; as in `optimizer`.
             compare_every: the interval, in steps, at which the states of a stage's replicas are compared; 0
                 disables comparisons.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all

@@ -47,7 +47,7 @@ class AbsentOptimizer(Protocol):
     @property
     def calls_per_turn(self) -> int: ...
 
-    def is_state_needed(self, step: int) -> bool: ...
+    def is_state_needed(self, plan: StepPlan) -> bool: ...
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None: ...
 
@@ -137,7 +137,7 @@ class Absence:
             previous: the buffers of the previous attempt at the step, which a ring can resume.
         """
         optimizer = self._optimizer
-        if optimizer.is_state_needed(plan.step) or self.find_obstacle():
+        if optimizer.is_state_needed(plan) or self.find_obstacle():
             return None
         if plan.compare_after:
             self._comparisons.add(plan.step)

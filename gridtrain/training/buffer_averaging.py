@@ -1,6 +1,6 @@
 """Averages batch norm's statistics and other buffers of a model over the workers every N steps.
 
-The buffers are summed as one more dense vector in the step's round, so that they commit or abort together
+They are also averaged in the last step of the run, so that all workers evaluate the same model.  The buffers are summed as one more dense vector in the step's round, so that they commit or abort together
 with the update.  The vector consists of:
 
     elements              the contribution of a member             what the sum shows
@@ -34,7 +34,7 @@ _HEAD = 1 + _DIGEST_BITS
 
 
 class BufferAveraging:
-    """Averages the buffers of one model every `every` steps; 0 disables averaging."""
+    """Averages the buffers of one model every `every` steps and in the last one; 0 disables averaging."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
@@ -46,14 +46,14 @@ class BufferAveraging:
         text = model_buffers.describe_buffers(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, plan: StepPlan) -> bool:
         """Whether the buffers are averaged in this step."""
-        return bool(self._every) and (step + 1) % self._every == 0
+        return bool(self._every) and (plan.is_last or (plan.step + 1) % self._every == 0)
 
     def make_collective_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
         """Return the collective buffer with this worker's contribution to the averages; None if no averages
         are due in this step."""
-        if not self.is_due(plan.step):
+        if not self.is_due(plan):
             return None
         limit = largest_summable(plan.world_size)
         floats: list[FloatArray] = []

@@ -580,9 +580,9 @@ class GridOptimizer(WrappingOptimizer):
         if kept_N is not None:
             self._flat.flat_N.copy_(kept_N)
 
-    def is_state_needed(self, step: int) -> bool:
-        """Whether the buffers are averaged in `step`, so that the step needs this worker's buffers."""
-        return self.buffer_averaging.is_due(step)
+    def is_state_needed(self, plan: StepPlan) -> bool:
+        """Whether the buffers are averaged in the step, so that the step needs this worker's buffers."""
+        return self.buffer_averaging.is_due(plan)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """See `Exchanger.make_empty_buffer`."""

@@ -85,6 +85,11 @@ class RandomRun:
         taken = positions(spans for peer, spans in contributed.items() if peer not in absent)
         self.taken.update(taken)
         self.state = data_ledger.commit(self.spec, before, assignment, skipped=is_skipped, absent=absent)
+        is_last = data_ledger.can_be_last(self.spec, before, assignment)
+        if not set(absent) & contributed.keys():
+            assert is_last == data_ledger.is_finished(self.spec, self.state)
+        else:
+            assert is_last or not data_ledger.is_finished(self.spec, self.state)
         assert self.state.step == before.step + 1
         assert self.state.skipped - before.skipped == (len(taken) if is_skipped else 0)
 

@@ -73,6 +73,31 @@ def test_a_norm_with_its_own_forward_changes_as_other_layers_do(rematerialise: b
             assert torch.equal(buffer, expected.get_buffer(name)), name
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_for_an_average_are_undone_if_the_step_is_not_committed(momentum: float | None) -> None:
+    norm, plain = nn.BatchNorm1d(2, momentum=momentum), nn.BatchNorm1d(2, momentum=momentum)
+    stage = Stage([norm, nn.Linear(2, 1)], loss=lambda output, _: output.mean())
+    for is_committed in (True, False, True):
+        inputs = torch.randn(6, 2)
+        before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        stage.begin(0, [2, 4], inputs=inputs)
+        for m in range(2):
+            stage.forward(m)
+            stage.backward(m)
+        stage.finish()
+        assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+        stage.update_statistics()
+        stage.update_statistics()  # a second attempt to exchange the same mini-batch
+        if is_committed:
+            plain(inputs)
+        updated = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        stage.commit() if is_committed else stage.abort()
+        expected = updated if is_committed else before
+        for name, buffer in norm.named_buffers():
+            assert torch.equal(buffer, expected[name]) and not torch.equal(updated[name], before[name]), name
+            torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
 class Counter(nn.Module):
     """A layer with a buffer that each forward changes."""
 

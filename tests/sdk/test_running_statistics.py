@@ -1,7 +1,8 @@
-"""A value of the data that is not finite: its steps are skipped, and the model's statistics stay finite."""
+"""Batch norm's statistics: finite in spite of values that are not, and equal on all workers at the end."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,3 +44,26 @@ def test_a_bad_sample_does_not_spoil_the_statistics_of_later_batches(together: A
 
     (skipped, _), (other_skipped, _) = results = together(train)
     assert skipped == other_skipped > 0 and any(bad for _, bad in results)
+
+
+@pytest.mark.parametrize("end", [{"epochs": 2}, {"steps": 5}], ids=lambda end: str(*end))
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_all_workers_end_with_the_same_statistics(together: Any, name: str, end: dict[str, int]) -> None:
+    """The run ends before any multiple of the interval; the last step of each pass is a short one."""
+    data = [torch.randn(4, generator=torch.Generator().manual_seed(i)) * (1 + i % 7) for i in range(44)]
+
+    def train(grid: gridtrain.Grid, number: int, every: int) -> list[list[float]]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(wrapped, model, exchange=EXCHANGES[name], average_buffers_every=every)
+        for batch in grid.batches(data, batch_size=4, **end):
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+        return [buffer.tolist() for buffer in model.buffers()]
+
+    first, second = together(partial(train, every=1000))
+    assert first == second and first[0] != [0.0, 0.0, 0.0]
+    first, second = together(partial(train, every=0))
+    assert first != second

@@ -28,6 +28,7 @@ class PerfectNetwork:
         self.world_size = len(self.samples)
         self.aborts = set(aborts)
         self.step, self.attempt = 0, 0
+        self.last_step = None
         self.updates = []  # digest of each committed update
         self._submitted = [None] * self.world_size
         self._barrier = threading.Barrier(self.world_size, action=self._round)
@@ -121,7 +122,13 @@ class _Session:
         network = self.network
         samples = network.samples
         plan = StepPlan(
-            network.step, network.attempt, self.rank, network.world_size, samples[self.rank], sum(samples)
+            network.step,
+            network.attempt,
+            self.rank,
+            network.world_size,
+            samples[self.rank],
+            sum(samples),
+            is_last=network.step == network.last_step,
         )
         self.plans.append(plan)
         return replace(plan)

@@ -56,6 +56,16 @@ def test_averages_are_those_computed_by_hand(network, exchange, aborts):
     ]
 
 
+def test_the_last_step_averages_them_unless_averaging_is_disabled(network):
+    def until_step_1(*args, **options):
+        made = network(*args, **options)
+        made.last_step = 1
+        return made
+
+    means = [[row[0] for row in run(until_step_1, models(), 2, every, Dense())] for every in (0, 7)]
+    assert means == [[[1.0, 2.0], [3.0, 2.0], [5.0, -1.0]], [[3.0, 1.0]] * 3]
+
+
 def test_statistics_that_are_not_finite_are_replaced_by_the_average(network):
     broken = models()
     broken[1].mean[0] = math.nan

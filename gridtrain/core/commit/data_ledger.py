@@ -92,6 +92,15 @@ def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
     return spec.steps is not None and state.step >= spec.steps + spec.delay
 
 
+def can_be_last(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> bool:
+    """Return whether the run is over once step `state.step` commits, if no member is absent from it."""
+    if spec.epochs is None:
+        return is_finished(spec, replace(state, step=state.step + 1))
+    batches = [batch.spans for batch in state.pending] if spec.delay else assignment.values()
+    consumed = sum(count_samples(spans) for spans in batches)
+    return is_finished(spec, replace(state, consumed=state.consumed + consumed))
+
+
 def count_samples(spans: Iterable[Span]) -> int:
     """Return the number of positions in `spans`."""
     return sum(span.stop - span.start for span in spans)

@@ -173,6 +173,12 @@ class Generation:
         return self._assigned[1]
 
     @property
+    def is_last_step(self) -> bool:
+        """Whether the open step ends the run, if no member is absent from it."""
+        ledger = self._context.replica_state.ledger
+        return data_ledger.can_be_last(self._ledger_spec, ledger, self.data_assignment())
+
+    @property
     def _ledger_spec(self) -> m.LedgerSpec:
         setup = self._context.setup
         if setup is None:

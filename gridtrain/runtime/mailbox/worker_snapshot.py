@@ -25,6 +25,7 @@ class WorkerSnapshot:
         applied: the last step that this worker has applied; -1 if it has applied none.
         is_ended_early: whether the owner ended the run before all of its steps were completed.
         compare_after_step: whether all members must compare their replicas after the open step.
+        is_last_step: whether the open step ends the run, if no member is absent from it.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
         is_modified: whether the model has changed since the script created it or loaded it from a checkpoint.
@@ -59,6 +60,7 @@ class WorkerSnapshot:
     is_ended_early: bool = False
     run_state: tuple[str, str] = ("", "")
     compare_after_step: bool = False
+    is_last_step: bool = False
     tasks: tuple[WorkerTask, ...] = ()
     is_synced: bool = False
     is_modified: bool = False

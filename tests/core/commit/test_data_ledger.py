@@ -68,6 +68,7 @@ def test_a_run_of_so_many_steps_cycles_through_the_data() -> None:
     state, rows = LedgerState(), []
     while not data_ledger.is_finished(spec, state):
         assignment = data_ledger.assign(spec, state, [(A, 2), (B, 1)])
+        assert data_ledger.can_be_last(spec, state, assignment) is (state.step == 4)
         rows.append(row(assignment))
         state = data_ledger.commit(spec, state, assignment, skipped=False)
     assert rows == [
