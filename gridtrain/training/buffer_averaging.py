@@ -1,7 +1,8 @@
 """Averages batch norm's statistics and other buffers of a model over the workers every N steps.
 
-They are also averaged in the last step of the run, so that all workers evaluate the same model.  The buffers are summed as one more dense vector in the step's round, so that they commit or abort together
-with the update.  The vector consists of:
+They are also averaged in the last step of the run, so that all workers evaluate the same model.  The buffers
+are summed as one more dense vector in the step's round, so that they commit or abort together with the
+update.  The vector consists of:
 
     elements              the contribution of a member             what the sum shows
     float buffers         their values, or zeros                   the average times the contributors
