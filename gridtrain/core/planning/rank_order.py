@@ -299,7 +299,7 @@ def search_rank_order(
     searched = _LATENCY_ONLY if load is None or by_latency else load
     found = yield from _search_best_order(searched, network, peers, firsts, current, is_urgent=is_urgent)
     order = tuple(peers[member] for member in found.order)
-    reason = _latency_reason(found) if by_latency else _reason(searched, network, found, has_rates)
+    reason = _latency_reason(found) if by_latency else _reason(searched, measured, order, found)
     return RankOrder(order, reason)
 
 
@@ -426,8 +426,9 @@ def _latency_reason(found: RankOrderEstimate) -> str:
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
 
 
-def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has_rates: bool) -> str:
-    order = found.order
+def _reason(
+    load: Workload, measured: LinkMeasurements, order: Sequence[PeerId], found: RankOrderEstimate
+) -> str:
     shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
     text = f"{shape} ordered by predicted time: {format_seconds(found.exchange_s)} per exchange{_gain(found)}"
     if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
@@ -435,11 +436,19 @@ def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has
             f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
             f"{format_seconds(found.exchange_s)} per exchange"
         )
-    if not has_rates:
+    if not (measured.sent_Bps or measured.received_Bps):
         return f"{text} (no rate has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed)"
-    ordered = network.reordered(order)
-    thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
-    return f"{text}; its slowest link is {format_rate(thin_Bps)}, rank {src} to {dst}"
+    # Only measured rates, in both directions, as in the status; others are assumed in the prediction.
+    rates = [
+        (rate_Bps, min(src, dst), max(src, dst))
+        for pair in messages_by_pair(load, len(order))
+        for src, dst in (pair, pair[::-1])
+        if (rate_Bps := measured.rate_Bps(order[src], order[dst])) is not None
+    ]
+    if not rates:
+        return text
+    slowest_Bps, low, high = min(rates)
+    return f"{text}; its slowest link is {format_rate(slowest_Bps)}, between ranks {low} and {high}"
 
 
 def format_rate(rate_Bps: float) -> str:

@@ -156,6 +156,16 @@ def test_three_members_are_ordered_too() -> None:
     assert reorder_reason(LOAD, measured, [C, A, B]) == ""
 
 
+def test_the_slowest_link_is_a_measured_one() -> None:
+    """The rate from rank 0 to 1 is assumed, from the link between ranks 1 and 2, which exchange nothing."""
+    measured = LinkMeasurements({(a, b): 0.0003 for a in (A, B, C) for b in (A, B, C) if a != b})
+    measured.record(B, [(A, 70e6, 0.0)])
+    measured.record(C, [(A, 42e6, 0.0), (B, 30e6, 0.0)])
+    planned = plan_rank_order(LOAD, measured, [A, B, C], [A])
+    assert planned.order == (A, B, C)
+    assert planned.reason.endswith("; its slowest link is 336 Mbit/s, between ranks 0 and 2")
+
+
 SIX = [bytes([i]) * 32 for i in range(1, 7)]
 
 
