@@ -64,7 +64,9 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
+from gridtrain_coordinator.run.slow_member import describe_idle
 from gridtrain_coordinator.run.unique_names import WorkerNames
+from gridtrain_coordinator.run.worker_problems import SkippedSteps
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.placement import StagePlacement
@@ -379,7 +381,7 @@ class Membership:
             "step": self._latest_step,
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
-            "alert": missing if run.is_finished else skipped.alert if run.present_members else "",
+            "alert": missing if run.is_finished else self._unfinished_alert(skipped),
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
@@ -402,6 +404,14 @@ class Membership:
             "resting": run.paused_workers.status_rows(now_s),
             "events": [dict(event) for event in self._events],
         }
+
+    def _unfinished_alert(self, skipped: SkippedSteps) -> str:
+        """Return the alert about skipped steps, or about members without progress; "" if there is none."""
+        run = self.run
+        if run.present_members and skipped.alert:
+            return skipped.alert
+        is_training = run.phase is RunPhase.TRAINING and run.view_change.is_idle
+        return describe_idle([run.workers[peer] for peer in run.connected_members]) if is_training else ""
 
     def _log_events(self, effects: list[Effect], now_s: float) -> list[Effect]:
         for effect in effects:

@@ -1,4 +1,4 @@
-"""Finds the member that delays the others noticeably, which the status and the web page then name."""
+"""Finds the member that delays the others noticeably, or members without progress, which the status names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from statistics import median
 from typing import Any
 
 from gridtrain.core.planning.rank_order import format_rate
+from gridtrain.quantities import format_age, format_seconds, list_first
+from gridtrain_coordinator.run.registry import Worker
+from gridtrain_coordinator.run.worker_problems import MAX_CAUSES_SHOWN
 
 SLOW = 1.25
 """A member delays the others if it is busy for at least `SLOW` times the median, and if the difference to the
@@ -23,6 +26,10 @@ link is at least `SLOW_LINK` times its rate: measured rates of equal links diffe
 SLOW_LINK = 2.0
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 SHARED_METRICS = ("communicating_s", "waiting_s")
+
+IDLE_S, IDLE_STEPS = 30.0, 10
+"""Members are idle if none of them has made progress for `IDLE_S`, and for `IDLE_STEPS` times the duration of
+the latest step."""
 
 BATCH_HINT = "if it always is, global_batch_size gives it fewer samples"
 
@@ -64,6 +71,24 @@ def find_slow_member(
     if exchange_s < EXCHANGE_PART * step_s or exchange_s < NOTICEABLE_S:
         return None
     return _find_slow_link({member["rank"]: member for _, member in known}, links, exchange_s)
+
+
+def describe_idle(members: Sequence[Worker]) -> str:
+    """Return the alert that none of the members makes progress, as far as their heartbeats show; "" if one
+    does, or if one has not reported a step yet.
+
+    While others wait for a single idle member, it is dismissed (`Complaints`).
+    """
+    if not members or not all("computing_s" in worker.figures for worker in members):
+        return ""
+    parts = BUSY_METRICS + SHARED_METRICS, ("step_s",)  # a pipeline reports the whole step
+    step_s = max(_sum(worker.figures, names) for worker in members for names in parts)
+    idle_s = min(worker.liveness.last_heard_s - worker.progressed_s for worker in members)
+    if idle_s < max(IDLE_S, IDLE_STEPS * step_s):
+        return ""
+    names = list_first([worker.name for worker in members], MAX_CAUSES_SHOWN)
+    usual = f"the latest took {format_seconds(step_s)}"
+    return f"no step for {format_age(idle_s)}, {usual}: check that the training loop of {names} continues"
 
 
 def _find_slow_link(

@@ -1240,6 +1240,35 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
     assert (status["alert"], status["skipped_in_a_row"], status["skipped_samples"]) == ("", 0, 280)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "after_s", "said"),
+    [
+        (0.055, 29, ""),
+        (0.055, 41, "no step for 41 s, the latest took 55 ms"),
+        (8.0, 79, ""),
+        (8.0, 81, "no step for 81 s, the latest took 8 s"),
+        (None, 81, ""),
+    ],
+)
+def test_the_status_says_that_no_member_makes_progress(
+    step_s: float | None, after_s: float, said: str
+) -> None:
+    """Not in a long first step, and only as long as it lasts."""
+    run = Run(A, B)
+    run.event_s = 0.0
+    figures = () if step_s is None else (("computing_s", step_s),)
+
+    def alert(progress: int, *, in_s: float = 0.0) -> str:
+        run.now_s += in_s
+        run.say(A, m.Heartbeat(1, 7, 3, figures))
+        run.say(B, m.Heartbeat(1, 7, progress, figures))
+        return str(run.core.snapshot(run.now_s)["alert"])
+
+    assert alert(3) == ""
+    assert alert(3, in_s=after_s) == (said and f"{said}: check that the training loop of a, b continues")
+    assert alert(4) == ""
+
+
 def test_all_workers_and_the_log_are_told_who_causes_skipped_steps_and_when_they_end() -> None:
     run = Run(A, B, C)
     run.event_s = 0.0
