@@ -1,6 +1,7 @@
 """Builds the status for the CLI and the dashboard, including average rates of steps and bytes per second.
 
-A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds:
+A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds, and for the
+remaining time `LONG_WINDOW_S`:
 
     time     now - 10 s    now
     step     410           430     2 steps per second
@@ -18,7 +19,7 @@ from typing import Any
 
 from gridtrain_coordinator.run.slow_member import busy_s, find_slow_member
 
-WINDOW_S = 10.0
+WINDOW_S, LONG_WINDOW_S = 10.0, 300.0
 SAMPLE_S = 1.0
 RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 
@@ -26,7 +27,6 @@ RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 @dataclass(frozen=True, slots=True)
 class _Sample:
     at_s: float
-    step: int | None  # None while the run is not training
     figures: dict[str, dict[str, float]]  # by peer
 
 
@@ -35,35 +35,40 @@ class RateMeter:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
+        self._steps: deque[tuple[float, int | None]] = deque()  # None while the run is not training
         self._due_s = -math.inf
 
     def restart(self, now_s: float) -> None:
         """Forget the counters; the next `observe` is due when workers have reported later ones."""
         self._samples.clear()
+        self._steps.clear()
         self._due_s = now_s + SAMPLE_S
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
         step = snapshot["step"] if snapshot["phase"] == "training" else None
-        self._samples.append(_Sample(now_s, step, figures))
+        self._samples.append(_Sample(now_s, figures))
+        self._steps.append((now_s, step))
         self._due_s = now_s + SAMPLE_S
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()
+        while now_s - self._steps[0][0] > LONG_WINDOW_S:
+            self._steps.popleft()
 
     def due_s(self) -> float:
         """Return the time at which to call `observe` next."""
         return self._due_s
 
-    def steps_per_s(self) -> float | None:
+    def steps_per_s(self, window_s: float = WINDOW_S) -> float | None:
         """Return the steps per second, measured since training last resumed but at most over the window.
 
         Returns None if the rate is not known yet, the run is not training, or it was rolled back.
         """
         known: list[tuple[float, int]] = []
-        for sample in reversed(self._samples):
-            if sample.step is None:
+        for at_s, step in reversed(self._steps):
+            if step is None or self._steps[-1][0] - at_s > window_s:
                 break
-            known.append((sample.at_s, sample.step))
+            known.append((at_s, step))
         return _slope(*known[-1], *known[0]) if len(known) > 1 else None
 
     def figure_per_s(self, peer: str, figure: str) -> float | None:
@@ -102,6 +107,17 @@ def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
+def _remaining_s(snapshot: Mapping[str, Any], steps_per_s: float | None) -> float | None:
+    """Return the predicted time until the end of the run in seconds; None if it is unknown."""
+    left: float | None = None
+    if (steps := snapshot["total_steps"]) is not None:
+        left = steps - snapshot["step"]
+    elif (total := snapshot["total_samples"]) is not None and snapshot["samples"] is not None:
+        share, size = sum(member["share"] or 0 for member in snapshot["members"]), total // snapshot["epochs"]
+        left = (total - snapshot["samples"]) / size * math.ceil(size / share) if share else None
+    return max(0.0, left) / steps_per_s if left is not None and steps_per_s else None
+
+
 def _separate_wait(figures: dict[str, float], slowest_s: float) -> dict[str, float]:
     """Return the figures with the time spent waiting for the slowest member moved from `communicating_s` to
     `waiting_s`.
@@ -134,8 +150,8 @@ def build_status(
 
     It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the member that is slow
     or has a slow link, or None), software, address, now_s (read from the same clock as the events' `at_s`),
-    uptime_s, wall_s and steps_per_s, and adds sent_Bps and received_Bps to each member; these are None while
-    they are unknown.
+    uptime_s, wall_s, steps_per_s and remaining_s, and adds sent_Bps and received_Bps to each member; these
+    are None while they are unknown.
     """
     active = [member for member in snapshot["members"] if member.get("rank") is not None]
     reported = [member["figures"] for member in active if "computing_s" in member["figures"]]
@@ -164,4 +180,5 @@ def build_status(
         "uptime_s": round(uptime_s, 3),
         "wall_s": round(time.time(), 3),
         "steps_per_s": rates.steps_per_s(),
+        "remaining_s": _remaining_s(snapshot, rates.steps_per_s(LONG_WINDOW_S)),
     }

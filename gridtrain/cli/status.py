@@ -129,7 +129,8 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     skipped = f" ({count(samples)} samples skipped)" if samples else ""
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
-        f"step {count(snapshot.get('step'))}{skipped}  {_rate(snapshot.get('steps_per_s'))} steps/s"
+        f"step {count(snapshot.get('step'))}{_total(snapshot)}{skipped}  "
+        f"{_rate(snapshot.get('steps_per_s'))} steps/s{_remaining(snapshot)}"
         + (f"  loss {loss:.4g}" if isinstance(loss, int | float) else "")
     )
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
@@ -291,6 +292,22 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
     return f"{age}  {event_text(event)}"
+
+
+def _total(snapshot: Mapping[str, Any]) -> str:
+    """Return how long the whole run is, as text to append to the step."""
+    if isinstance(steps := snapshot.get("total_steps"), int):
+        return f" of {steps}"
+    samples, total, epochs = (snapshot.get(name) for name in ("samples", "total_samples", "epochs"))
+    if not (isinstance(samples, int) and isinstance(total, int) and isinstance(epochs, int) and total > 0):
+        return ""
+    samples = min(samples, total)
+    return f" in pass {min(epochs, samples * epochs // total + 1)} of {epochs} ({100 * samples // total} %)"
+
+
+def _remaining(snapshot: Mapping[str, Any]) -> str:
+    left_s = snapshot.get("remaining_s")
+    return f", {format_age(left_s)} left" if isinstance(left_s, int | float) else ""
 
 
 def _rate(value: Any) -> str:

@@ -61,6 +61,21 @@ def test_the_mean_of_the_reported_losses_is_shown() -> None:
     assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "loss": 3.5})
 
 
+@pytest.mark.parametrize(
+    ("length", "line"),
+    [
+        ({"total_steps": 3000}, "step 41 of 3000  12.35 steps/s, 4 min left"),
+        (
+            {"total_steps": None, "samples": 656, "total_samples": 3000, "epochs": 5},
+            "step 41 in pass 2 of 5 (21 %)  12.35 steps/s, 4 min left",
+        ),
+        ({"samples": 3000, "total_samples": 3000, "epochs": 5}, "step 41 in pass 5 of 5 (100 %)  12.35"),
+    ],
+)
+def test_the_length_of_the_run_and_the_remaining_time_are_shown(length: dict[str, Any], line: str) -> None:
+    assert line in drawn({**STATUS, **length, "remaining_s": 239.6})
+
+
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
     reason = "fewer entries for slow uploads (usual upload 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
     line = "exchange: GTopK(density=0.05)\n"

@@ -37,7 +37,7 @@ class FakeCore:
         self.is_model_pending = False
         self.status: dict[str, Any] = {
             "phase": "waiting", "reason": "", "step": 0, "finished": False, "members": [], "events": [],
-            "links": [], "stages": 1, "global_batch_size": None,
+            "links": [], "stages": 1, "global_batch_size": None, "total_steps": None, "total_samples": None,
         }  # fmt: skip
         self.at_start: list[Effect] = []
         self.at_tick: list[Effect] = []

@@ -72,7 +72,8 @@ def test_addresses_and_nothing_else_are_removed() -> None:
     }
 
 
-NO_LINKS = {"stages": 1, "global_batch_size": 64, "links": []}
+ENDLESS: dict[str, Any] = {"total_steps": None, "samples": None, "total_samples": None, "epochs": None}
+NO_LINKS = {"stages": 1, "global_batch_size": 64, "links": [], **ENDLESS}
 
 
 def figures(computing_s: float, communicating_s: float, waiting_s: float = 0.0) -> dict[str, float]:
@@ -194,11 +195,34 @@ def test_a_global_batch_size_is_suggested_where_it_is_not_set(
     members = [
         {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
     ]
-    settings = {"stages": stages, "global_batch_size": global_batch_size, "links": []}
+    settings = {**NO_LINKS, "stages": stages, "global_batch_size": global_batch_size}
     taken = {"members": members, "step": 7, "phase": "training", **settings}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
     hint = "; if it always is, global_batch_size gives it fewer samples"
     assert status["waited_for"]["reason"].endswith("the median is 350 ms" + hint * is_hinted)
+
+
+@pytest.mark.parametrize(
+    ("length", "remaining_s"),
+    [
+        ({"total_steps": 100}, 160.0),
+        ({"total_steps": 19}, 0.0),
+        ({"total_samples": 1000, "epochs": 20, "samples": 200}, 224.0),
+        ({"total_samples": 1000, "epochs": 20}, None),
+        ({}, None),
+    ],
+    ids=["steps", "an old total", "16 passes of 7 steps", "samples unknown", "length unknown"],
+)
+def test_the_remaining_time_is_predicted_from_the_steps_of_five_minutes(
+    length: dict[str, int], remaining_s: float | None
+) -> None:
+    """Here the latest step was more than ten seconds ago."""
+    members = [{"peer": "a", "name": "a", "rank": 0, "share": 8, "figures": {}}]
+    taken = {**snapshot(20), "members": members, **NO_LINKS, **length}
+    rates = observed((0, {**taken, "step": 0}), (20, taken), (35, taken), (40, taken))
+    assert rates.steps_per_s() == 0.0
+    status = build_status(taken, rates, software="", address="", now_s=0.0, uptime_s=0.0)
+    assert status["remaining_s"] == remaining_s
 
 
 def test_the_loss_is_the_mean_of_the_members_losses_weighted_by_their_shares() -> None:

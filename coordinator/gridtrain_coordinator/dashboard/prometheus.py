@@ -20,6 +20,7 @@ OF_RUN = {
     "world_size": ("gridtrain_world_size", "Number of members in the current generation."),
     "loss": ("gridtrain_loss", "Mean of the losses that members report, weighted by their shares."),
     "steps_per_s": ("gridtrain_steps_per_second", "Steps that the run commits per second."),
+    "remaining_s": ("gridtrain_remaining_seconds", "Predicted seconds until the end of the run."),
     "samples_per_s": ("gridtrain_samples_per_second", "Samples that all members process per second."),
     "sent_Bps": ("gridtrain_sent_bytes_per_second", "Bytes that all workers send per second."),
     "uptime_s": ("gridtrain_uptime_seconds", "Seconds since the coordinator started."),

@@ -28,6 +28,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.commit import data_ledger
 from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
@@ -366,7 +367,7 @@ class Membership:
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
-        setup = choice.effective_setup
+        setup, spec = choice.effective_setup, run.definition.ledger if run.definition else None
         skipped, missing = run.skipped_steps, run.missing_model or run.pending_model
         is_pipeline = run.partition.is_pipeline
         waits = run.members or not is_pipeline or self._pipeline_recovery.describe_pending_end(now_s)
@@ -379,6 +380,10 @@ class Membership:
             "term": run.term,
             "generation": run.generation,
             "step": self._latest_step,
+            "total_steps": spec.steps + spec.delay if spec and spec.steps is not None else None,
+            "samples": self._predict_samples(),
+            "total_samples": spec.epochs * spec.size if spec and spec.epochs is not None else None,
+            "epochs": spec.epochs if spec else None,
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
             "alert": missing if run.is_finished else self._unfinished_alert(skipped),
@@ -404,6 +409,14 @@ class Membership:
             "resting": run.paused_workers.status_rows(now_s),
             "events": [dict(event) for event in self._events],
         }
+
+    def _predict_samples(self) -> int | None:
+        """Return how many samples are in the committed steps, as far as the latest generation shows."""
+        run, share = self.run, sum(member.share for member in self.run.member_list)
+        if run.view is None or run.definition is None or not share:
+            return None
+        steps = max(0, self._latest_step - run.view.applied - 1)
+        return data_ledger.predict_consumed(run.definition.ledger, run.view.ledger.consumed, steps, share)
 
     def _unfinished_alert(self, skipped: SkippedSteps) -> str:
         """Return the alert about skipped steps, or about members without progress; "" if there is none."""

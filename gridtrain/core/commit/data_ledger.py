@@ -106,6 +106,20 @@ def count_samples(spans: Iterable[Span]) -> int:
     return sum(span.stop - span.start for span in spans)
 
 
+def predict_consumed(spec: LedgerSpec, consumed: int, steps: int, share: int) -> int:
+    """Predict how many samples are consumed `steps` steps after `consumed`, if no member is absent.
+
+    Args:
+        share: the sum of all shares, at least 1.
+    """
+    rest_of_pass = spec.size - consumed % spec.size
+    in_next_passes = steps - -(-rest_of_pass // share)
+    if in_next_passes < 0:
+        return consumed + steps * share
+    passes, begun = divmod(in_next_passes, -(-spec.size // share))
+    return consumed + rest_of_pass + passes * spec.size + begun * share
+
+
 def assign(
     spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]]
 ) -> dict[PeerId, tuple[Span, ...]]:

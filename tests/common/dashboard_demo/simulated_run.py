@@ -242,6 +242,7 @@ class Run:
         return {
             "run": "byte-gpt", "phase": phase, "reason": reason, "term": 3,
             "generation": self._generation, "step": self._step, "world_size": len(present),
+            **self._length(steps_per_s),
             "finished": phase == "finished",
             "facts": {
                 "model": f"{self._parameters} parameters, digest 3f9a1c22", "exchange": EXCHANGES[self.shape],
@@ -256,6 +257,15 @@ class Run:
             "now_s": float(second), "uptime_s": float(second),
             "steps_per_s": steps_per_s if phase == "training" else None,
         }  # fmt: skip
+
+    def _length(self, steps_per_s: float) -> dict[str, Any]:
+        """Return the end of the run: after passes over the data for a ring, otherwise after steps."""
+        remaining_s = (200_000 - self._step) / steps_per_s if steps_per_s else None
+        samples, rest = 8 * self.workers * self._step, {"remaining_s": remaining_s}
+        if self.shape == "ring":
+            total = 200_000 * 8 * self.workers
+            return rest | {"samples": samples, "total_samples": total, "epochs": 1000, "total_steps": None}
+        return rest | {"samples": samples, "total_samples": None, "epochs": None, "total_steps": 200_000}
 
     def _member(self, worker: _Worker, rank: int, times_s: tuple[float, float], steps: int) -> dict[str, Any]:
         rng = self._rng

@@ -209,7 +209,9 @@ def test_the_page_names_the_same_slow_member_as_the_status() -> None:
     board = Board()
     slow = {"id": 2, "reason": "is busy for 1.00 s per step; the median is 500 ms"}
     for phase, named in (("training", slow), ("paused", None)):
-        report = status(1, members, stages=1, links=[], global_batch_size=8) | {"phase": phase}
+        report = status(
+            1, members, stages=1, links=[], global_batch_size=8, total_steps=None, total_samples=None
+        ) | {"phase": phase}
         report = build_status(report, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
         board.update(report, 0.0)
         assert board.run["waited_for"] == named

@@ -1241,6 +1241,24 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
 
 
 @pytest.mark.parametrize(
+    ("spec", "length"),
+    [
+        (m.LedgerSpec(100, 0, epochs=3), {"total_steps": None, "total_samples": 300, "epochs": 3}),
+        (m.LedgerSpec(100, 0, steps=40), {"total_steps": 40, "total_samples": None, "epochs": None}),
+        (m.LedgerSpec(100, 0, steps=40, delay=1), {"total_steps": 41, "total_samples": None, "epochs": None}),
+    ],
+)
+def test_the_status_has_the_length_of_the_run(spec: m.LedgerSpec, length: dict[str, int | None]) -> None:
+    run = ScriptedCoordinator()
+    assert dict.fromkeys(length).items() <= run.core.snapshot(0.0).items(), "not known yet"
+    run.join(A, setup=replace(SETUP, ledger=spec))
+    run.pass_to(100.0, A)
+    run.start(A)
+    run.say(A, m.Heartbeat(1, 5, 5, ()))
+    assert (length | {"step": 5, "samples": 20}).items() <= run.core.snapshot(run.now_s).items()
+
+
+@pytest.mark.parametrize(
     ("step_s", "after_s", "said"),
     [
         (0.055, 29, ""),

@@ -104,6 +104,15 @@ def test_a_short_step_is_split_in_proportion(
     assert tuple(data_ledger.count_samples(spans) for spans in assignment.values()) == counts
 
 
+@pytest.mark.parametrize(("size", "begun"), [(12, 0), (10, 4), (11, 3), (3, 0)])
+def test_the_consumed_samples_are_predicted(size: int, begun: int) -> None:
+    spec, state = LedgerSpec(size, 0, steps=99), LedgerState(cursor=begun, consumed=begun)
+    for steps in range(20):
+        assert data_ledger.predict_consumed(spec, begun, steps, 4) == state.consumed
+        assignment = data_ledger.assign(spec, state, [(A, 1), (B, 3)])
+        state = data_ledger.commit(spec, state, assignment, skipped=False)
+
+
 def test_a_step_commits_after_a_chain_of_failures() -> None:
     spec = LedgerSpec(size=100, seed=0, epochs=1)
     members = [A, B, C, D]

@@ -93,10 +93,11 @@ function tiles(run, left) {
   const steps = run.steps_per_s ?? plots.mean("steps_per_s"), samples = run.samples_per_s ?? plots.mean("samples_per_s");
   const mean = (now) => (now === null || now === undefined ? " on average" : "");
   const pace = steps === null ? none : `${digits(steps)} a second${mean(run.steps_per_s)}`;
+  const remaining = typeof run.remaining_s === "number" ? `, ${about(run.remaining_s)} left` : "";
   const skipped = run.skipped_samples ? `, ${count(run.skipped_samples)} samples skipped` : "";
   const here = all ? (all === active ? "all active" : `of ${all}: ${others(run.workers)}`) : begun || left ? "present" : "none has joined yet";
   const lines = [
-    ["Step", count(run.step), begun ? `${pace}${skipped}` : "none is committed yet"],
+    ["Step", count(run.step), `${total(run)}${begun ? `${pace}${remaining}${skipped}` : "none is committed yet"}`],
     ["Loss", digits(loss, 4), loss === null ? (begun ? "no worker reports a loss" : soon) : loss === run.loss ? "mean of all workers" : "the last that was reported"],
     ["Samples/s", digits(run.samples_per_s), !begun ? soon : samples === null ? none : mean(run.samples_per_s) ? `${digits(samples)} on average` : "of all workers"],
     ["Workers", count(active), [here, left].filter(Boolean).join(all === active || !all ? ", " : "; ")],
@@ -108,6 +109,14 @@ function tiles(run, left) {
   const place = at("tiles");
   if (place.children.length !== lines.length) place.replaceChildren(...lines.map(() => el("div", {}, el("dt"), el("dd"), el("dd"))));
   lines.forEach((words, i) => words.forEach((text, j) => put(place.children[i].children[j], text)));
+}
+
+/** How long the whole run is, before the other words of the tile. */
+function total(run) {
+  if (run.total_steps) return `of ${count(run.total_steps)}; `;
+  if (!run.total_samples || run.samples === null) return "";
+  const part = Math.min(1, run.samples / run.total_samples), pass = Math.min(run.epochs, Math.floor(part * run.epochs) + 1);
+  return `pass ${count(pass)} of ${count(run.epochs)} (${Math.floor(100 * part)} %); `;
 }
 
 function others(workers) {
