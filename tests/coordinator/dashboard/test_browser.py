@@ -445,7 +445,9 @@ def test_the_switch_changes_the_theme(opened) -> None:  # type: ignore[no-untype
     assert seen == [("Theme: light", True), ("Theme: dark", False), ("Theme: system", True)]
 
 
-def test_a_reload_keeps_the_curves_and_a_restart_is_noticed(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+def test_a_reload_keeps_the_curves_and_old_values_are_grey_until_the_restart(
+    browser: chromium.Browser, stage
+) -> None:  # type: ignore[no-untyped-def]
     shown = stage(Run(4), past=400)
     page = browser.page()
     page.open(shown.address)
@@ -455,8 +457,13 @@ def test_a_reload_keeps_the_curves_and_a_restart_is_noticed(browser: chromium.Br
     assert page.run("fetch('api/v1/history').then((a) => a.json()).then((h) => h.points.length)") > 400
     shown.service.close()
     page.until("document.getElementById('live').textContent.includes('no connection')", 20.0)
+    age = "document.getElementById('age')"
+    page.until(f"/^values are \\d+ s old$/.test({age}.textContent) && !{age}.hidden", 20.0)
+    shown_as = f"[getComputedStyle(document.querySelector('main')).filter, {age}.hidden]"
+    assert page.run(shown_as) == ["grayscale(1)", False] and page.run(LAYOUT_CHECK) == []
     stage(Run(4), past=10, listen=shown.address.removeprefix("http://").rstrip("/"))
     page.until("document.getElementById('live').textContent === 'live'", 30.0)
+    assert page.run(shown_as) == ["none", True]
 
 
 def test_the_page_loads_from_its_own_address_only_and_is_below_300_kB(

@@ -162,10 +162,17 @@ function alive(words, kind) {
 }
 
 const stream = new EventSource("api/v1/stream");
-const heard = (use) => (event) => { heard_ms = performance.now(); alive("live", "on"); use(JSON.parse(event.data)); };
+const heard = (use) => (event) => { heard_ms = performance.now(); age(); alive("live", "on"); use(JSON.parse(event.data)); };
 stream.addEventListener("whole", heard(whole));
 stream.addEventListener("tick", heard(tick));
 stream.addEventListener("error", () => alive("no connection, trying again", "off"));
-setInterval(() => {
-  if (heard_ms && performance.now() - heard_ms > STALE_S * 1000 && stream.readyState === EventSource.OPEN) alive("no new data for a while", "");
-}, 1000);
+setInterval(age, 1000);
+
+/** Values of which nothing new was heard are grey, with their age. */
+function age() {
+  const age_s = (performance.now() - heard_ms) / 1000, old = heard_ms > 0 && age_s > STALE_S;
+  document.body.classList.toggle("old", old);
+  at("age").hidden = !old;
+  if (old) put(at("age"), `values are ${about(age_s)} old`);
+  if (old && stream.readyState === EventSource.OPEN) alive("no new data for a while", "");
+}
