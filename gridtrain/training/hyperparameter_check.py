@@ -24,7 +24,7 @@ import torch
 from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import MAX_NAMES, list_first
+from gridtrain.quantities import MAX_NAMES, list_first, make_printable
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import hyperparameters
@@ -121,11 +121,7 @@ def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
     if not pairs:  # the difference is in the truncated part
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
-    return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return ", ".join(make_printable(a) for a, _ in pairs), ", ".join(make_printable(b) for _, b in pairs)
 
 
 def _checksum(body: bytes) -> bytes:
