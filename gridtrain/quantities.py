@@ -51,6 +51,17 @@ def shorten(text: str, max_bytes: int) -> str:
     return (head[:space] if space > len(head) // 2 else head) + "..."
 
 
+def make_printable(text: str) -> str:
+    """Return a text from the network as one line: with spaces instead of line breaks and other blanks, and
+    U+FFFD instead of controls, bidirectional overrides and other characters that are not printable."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for letter in text
+    )
+
+
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -45,6 +45,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access_handler import AccessHandler, Order
 from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_coordinator.diagnostics import Checkups
@@ -75,6 +76,9 @@ WRITING_DELAY_S = 3600.0
 """The delay instead of `EXIT_DELAY_S` while a worker that is to write the final model is still writing it, or
 could not write its last checkpoint."""
 
+MAX_STATUS_REQUESTS, STATUS_WINDOW_S, MAX_STATUS_ASKERS = 50, 10.0, 1000
+"""How many requests for the status from one key other than the operator's are answered within the window, and
+the number of keys that are counted.  `gridtrain status --watch` asks once a second."""
 
 COMPACTION_BYTES = 2**20
 """A start removes superseded entries if their total size is at least this; reading them takes 0.02 s."""
@@ -204,6 +208,7 @@ class Coordinator:
         self._core_clock_lag_s = 0.0  # total time for which the core's clock was stopped
         self._disk_full: DiskFullMode | None = None
         self._checkups = Checkups(lambda pending, most: membership.introduce_pending_member(pending, most))
+        self._status_requests = RequestRate(STATUS_WINDOW_S, MAX_STATUS_ASKERS)
         self._connected: set[PeerId] = set()  # workers, excluding pending members and the operator
         self._backups = backups
         self._dashboard = dashboard
@@ -333,7 +338,7 @@ class Coordinator:
             case Received(peer) if (refused := self._access.refuse_ended_invitation(peer)) is not None:
                 return refused
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
-                return [io.Send(peer, StatusReply(self._encoded_status(peer, now_s)))]
+                return self._answer_status(peer, now_s)
             case Received(peer, message) if self._checkups.accepts(peer, message):
                 requester: PeerId = peer
                 return self._checkups.handle(
@@ -482,7 +487,7 @@ class Coordinator:
             case Received(peer) if not self._access.may_send(peer):
                 return []
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
-                return [io.Send(peer, StatusReply(self._encoded_status(peer, mode.core_stopped_s)))]
+                return self._answer_status(peer, mode.core_stopped_s)
             case Received(peer) if self._access.is_pending(peer) or self._access.is_operator(peer):
                 return [io.Send(peer, refusal(mode.cause))]
             case PeerUp(peer):
@@ -534,6 +539,16 @@ class Coordinator:
     def snapshot(self) -> dict[str, Any]:
         """Return the core's status; call it only from the loop's thread or after `run` has returned."""
         return self._membership.snapshot(self._clock())
+
+    def _answer_status(self, requester: PeerId, now_s: float) -> Sequence[io.Effect]:
+        """Return the effect that sends the status, or none if the requester has asked too often.
+
+        Requests that are not answered are read quickly, so that the transport notices a flood of them.
+        """
+        is_allowed = self._access.is_operator(requester) or self._status_requests.allow(
+            requester, self._real_clock(), MAX_STATUS_REQUESTS
+        )
+        return [io.Send(requester, StatusReply(self._encoded_status(requester, now_s)))] if is_allowed else []
 
     def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
         return encode_status(

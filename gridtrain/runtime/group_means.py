@@ -5,7 +5,7 @@ call, the call is repeated in the next one.  A newcomer makes all calls of its f
 members repeat their calls of the latest step in each new generation.
 
 A call that only some of the workers make delays each step by about one heartbeat interval.  Such a call is
-logged, and raises an error if it is repeated and at least half of the workers do not make it.
+logged, and on rank 0 raises an error if it is repeated and at least half of the workers do not make it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable
 
+from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, MAX_OPEN_MEANS, WEIGHTS_INDEX, MeanKey
 from gridtrain.core.messages import LONE_MEANS
@@ -25,8 +26,8 @@ from gridtrain.runtime.step_plan import StepPlan
 log = logging.getLogger("gridtrain")
 
 MAX_LONE_CALLS = 3
-"""Number of consecutive calls missed by other workers after which an error is raised, if at least half of all
-workers missed the latest one."""
+"""Number of consecutive calls missed by other workers after which rank 0 raises an error, if at least half of
+all workers missed the latest one."""
 
 REMEDY = (
     "call grid.mean on all workers at the same point of the loop: not under `if grid.is_first:`, and at "
@@ -75,7 +76,7 @@ class GroupMeans:
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
 
-        Raises `ConfigError` if other workers repeatedly do not make the call (`MAX_LONE_CALLS`).
+        Raises `ConfigError` on rank 0 if other workers repeatedly do not make the call (`MAX_LONE_CALLS`).
         """
         first = BEFORE_STEP_INDEX if is_before_step else 0
         if (step, first) != self._place:
@@ -146,14 +147,16 @@ class GroupMeans:
         """Log a call that other workers have not made, and count it in the figures for `gridtrain status`.
 
         Raises `ConfigError` after `MAX_LONE_CALLS` such calls in a row, unless more than half of the workers
-        have made the latest one: a worker with a different script must not end the run of the others.
+        have made the latest one: a worker with a different script must not end the run of the others.  Only
+        rank 0 raises it, because the others have only the word of rank 0 for who has not called.
         """
         count = self._lone_calls.get(answer.index, 0) + 1 if answer.missing else 0
         self._lone_calls[answer.index] = count
         if not count:
             return
         names, loop = list_first(answer.missing, MAX_NAMES), self._connection.loop
-        if count >= MAX_LONE_CALLS and 2 * len(answer.missing) >= loop.mailbox.snapshot.world_size:
+        here = loop.mailbox.snapshot
+        if count >= MAX_LONE_CALLS and here.rank == ROOT and 2 * len(answer.missing) >= here.world_size:
             raise ConfigError(
                 f"grid.mean was called {count} times in a row without {names}, up to step {answer.step + 1}",
                 remedy=REMEDY,

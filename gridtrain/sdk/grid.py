@@ -662,7 +662,7 @@ class Grid:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
 
         Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
-        with control characters, or for more than `reported_figures.MAX_FIGURES` names.
+        with control or invisible characters, or for more than `reported_figures.MAX_FIGURES` names.
         """
         self._session.report_figures(self._figures.filter_valid(figures))
 

@@ -15,6 +15,7 @@ round.  The workers whose settings differ from those of most workers then stop, 
 from __future__ import annotations
 
 import hashlib
+import logging
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,12 @@ import torch
 from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import MAX_NAMES, list_first
+from gridtrain.quantities import MAX_NAMES, list_first, make_printable
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import hyperparameters
+
+log = logging.getLogger("gridtrain")
 
 ROW_BYTES = 512
 _CHECKSUM_BYTES = 8
@@ -48,13 +51,8 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
     attempt."""
     if plan.attempt == 0:
         return None
-    body = (
-        hyperparameters.hyperparameter_digest(optimizer)
-        + "\n".join(hyperparameters.hyperparameter_lines(optimizer)).encode()
-    )
-    body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
     rows = np.zeros((plan.world_size, ROW_BYTES), np.float32)
-    rows[plan.rank] = np.frombuffer(_checksum(body) + body, np.uint8)
+    rows[plan.rank] = _make_row(optimizer)
     return _HyperparameterBuffer(rows.reshape(-1), plan.world_size)
 
 
@@ -64,12 +62,21 @@ def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
     return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
 
-def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
+def check_hyperparameters(plan: StepPlan, optimizer: torch.optim.Optimizer, sums: DenseRingBuffer) -> None:
     """Compare the settings of all ranks after an attempt with `make_hyperparameter_buffer` was aborted.
+
+    Nothing is compared if this worker's own row is not the one that it sent.
 
     Raises `ConfigError` if this worker's settings differ from the settings of the largest agreeing group.
     """
-    read = [_read_row(row) for row in sums.update.reshape(plan.world_size, ROW_BYTES)]
+    table = sums.update.reshape(plan.world_size, ROW_BYTES)
+    if not np.array_equal(table[plan.rank], _make_row(optimizer)):
+        text = (
+            "step %d: the workers' settings are not compared, because another worker altered this one's row"
+        )
+        log.warning(text, plan.step + 1)
+        return
+    read = [_read_row(row) for row in table]
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
         return  # the exchange failed for a reason other than different settings
@@ -85,6 +92,15 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
         remedy="change the optimizer's settings in the same way on all workers: step ReduceLROnPlateau with "
         "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
     )
+
+
+def _make_row(optimizer: torch.optim.Optimizer) -> npt.NDArray[np.uint8]:
+    body = (
+        hyperparameters.hyperparameter_digest(optimizer)
+        + "\n".join(hyperparameters.hyperparameter_lines(optimizer)).encode()
+    )
+    body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
+    return np.frombuffer(_checksum(body) + body, np.uint8)
 
 
 def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
@@ -105,11 +121,7 @@ def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
     if not pairs:  # the difference is in the truncated part
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
-    return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return ", ".join(make_printable(a) for a, _ in pairs), ", ".join(make_printable(b) for _, b in pairs)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -429,7 +429,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:
-            hyperparameter_check.check_hyperparameters(plan, compared)
+            hyperparameter_check.check_hyperparameters(plan, self._settings_of_step, compared)
         except ConfigError as error:
             self._session.close(error.reason)  # so that other workers do not wait for this script's end
             raise

@@ -277,6 +277,17 @@ def test_the_status_for_the_operator_contains_addresses_and_enrolments() -> None
     assert [row["peer"] for row in status["door"]["enrolled"]] == [ANNA.hex(), BERT.hex()]
 
 
+def test_a_worker_that_asks_for_the_status_without_end_is_not_answered() -> None:
+    """Each answer costs more than its request, so requests would pile up faster than they are read."""
+    most = daemon.MAX_STATUS_REQUESTS
+    flood: list[TransportEvent] = [Received(ANNA, m.StatusRequest(), 9)] * (2 * most)
+    others: list[TransportEvent] = [Received(OPERATOR, m.StatusRequest(), 9)] * (2 * most)
+    transcript, _ = run_loop(FakeCore(), flood, [*others, Received(BERT, m.StatusRequest(), 9)])
+    assert transcript.count("send StatusReply to anna") == most
+    assert transcript.count(f"send StatusReply to {NAMES[OPERATOR]}") == 2 * most
+    assert transcript.count("send StatusReply to bert") == 1
+
+
 # -- access control ------------------------------------------------------------------------------------
 
 CONNECTS = PeerUp(PENDING, "", "10.0.0.5", pending_key=INVITATION)

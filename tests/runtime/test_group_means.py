@@ -23,7 +23,7 @@ CALL = "call grid.mean on all workers"
 class Worker:
     """Means whose answers a test chooses; `figures` are those of the heartbeats."""
 
-    def __init__(self, world_size: int = 2) -> None:
+    def __init__(self, world_size: int = 2, rank: int = 0) -> None:
         self.answers: list[DeliverMean | None] = []
         self.waits_s: list[float] = []
         self.figures: dict[str, float] = {}
@@ -31,7 +31,7 @@ class Worker:
             request_average=lambda *request: self.requests.append(request),
             await_average=self._answer,
             heartbeat=SimpleNamespace(add_figures=self.figures.update),
-            mailbox=SimpleNamespace(snapshot=SimpleNamespace(world_size=world_size)),
+            mailbox=SimpleNamespace(snapshot=SimpleNamespace(world_size=world_size, rank=rank)),
         )
         config = SimpleNamespace(deadlines=DEADLINES)
         connection: Any = SimpleNamespace(loop=loop, config=config, should_interrupt=False)
@@ -84,6 +84,16 @@ def test_a_worker_with_another_script_does_not_end_the_run_of_the_others(
     assert len(caplog.messages) == 7, "after 1, 2, 4, ... steps"
     with pytest.raises(ConfigError, match="without bob, eve"):
         worker.call(100, "bob", "eve")
+
+
+def test_rank_0_does_not_end_the_scripts_of_others_by_naming_workers_that_have_not_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker(world_size=3, rank=2)
+    for step in range(8):
+        assert worker.call(step, "bob", "eve") == 3.0
+    assert len(caplog.messages) == 4, "after 1, 2, 4, 8 steps"
+    assert worker.figures == {LONE_MEANS: 8}
 
 
 def test_a_worker_that_computes_for_long_is_awaited_and_the_wait_is_logged(

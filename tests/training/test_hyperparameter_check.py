@@ -31,14 +31,13 @@ def summed(optimizers, skipping=()):
     return sum(part.update for part in parts)
 
 
-def answers_of(sums_N, world_size):
+def answers_of(optimizers, sums_N):
     """The answer for each rank: None to go on."""
     answers = []
-    for rank in range(world_size):
+    for rank, one in enumerate(optimizers):
+        sums = DenseRingBuffer(sums_N.copy(), len(optimizers))
         try:
-            hyperparameter_check.check_hyperparameters(
-                plan(rank, world_size), DenseRingBuffer(sums_N.copy(), world_size)
-            )
+            hyperparameter_check.check_hyperparameters(plan(rank, len(optimizers)), one, sums)
             answers.append(None)
         except ConfigError as error:
             answers.append(error.reason)
@@ -62,13 +61,15 @@ def test_a_first_attempt_sends_no_rows():
 )
 @pytest.mark.parametrize("skipping", [(), (0,)], ids=["", "a gradient is not finite"])
 def test_the_largest_group_of_equal_settings_goes_on(rates, leaving, skipping):
-    answers = answers_of(summed([sgd(lr=rate) for rate in rates], skipping), len(rates))
+    optimizers = [sgd(lr=rate) for rate in rates]
+    answers = answers_of(optimizers, summed(optimizers, skipping))
     assert [rank for rank, reason in enumerate(answers) if reason] == leaving
 
 
 def test_the_error_names_the_settings():
     rates = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.01, "momentum": 0.9, "nesterov": True}]
-    assert answers_of(summed([sgd(**options) for options in rates]), 3)[2] == (
+    optimizers = [sgd(**options) for options in rates]
+    assert answers_of(optimizers, summed(optimizers))[2] == (
         "step 8 cannot be committed: rank 2 has lr=0.01, momentum=0.9, nesterov=True, but 2 of 3 workers "
         "(ranks 0, 1) have lr=0.1, momentum=0, nesterov=False; the run continues without rank 2"
     )
@@ -79,7 +80,8 @@ def test_the_error_names_the_parameter_group():
     groups = [
         [{"params": first.parameters()}, {"params": second.parameters(), "lr": lr}] for lr in (1.0, 2.0)
     ]
-    reason = answers_of(summed([torch.optim.SGD(group, lr=0.1) for group in groups]), 2)[1]
+    optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+    reason = answers_of(optimizers, summed(optimizers))[1]
     assert "rank 1 has lr of group 1=2.0, but 1 of 2 workers (rank 0) has lr of group 1=1.0;" in reason
 
 
@@ -90,20 +92,36 @@ def test_settings_beyond_a_row_are_compared_by_their_digest():
         groups[-1]["weight_decay"] = last
         return torch.optim.SGD(groups, lr=0.1)
 
-    reason = answers_of(summed([many(0.0), many(0.5)]), 2)[1]
+    optimizers = [many(0.0), many(0.5)]
+    reason = answers_of(optimizers, summed(optimizers))[1]
     assert "rank 1 has settings " in reason and "has settings " in reason.partition(", but ")[2]
 
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf, 300.0, -1.0, 0.0])
 @pytest.mark.parametrize("at", [0, 20, 600])
 def test_no_worker_leaves_because_of_an_incomplete_row(at, damage):
-    sums_N = summed([sgd(lr=0.1), sgd(lr=0.2)])
+    optimizers = [sgd(lr=0.1), sgd(lr=0.2)]
+    sums_N = summed(optimizers)
     sums_N[at] = damage
-    assert answers_of(sums_N, 2) == [None, None] or damage == 0.0, "the value may have been 0"
+    assert answers_of(optimizers, sums_N) == [None, None] or damage == 0.0, "the value may have been 0"
+
+
+def test_no_worker_leaves_because_another_one_altered_its_row(caplog):
+    optimizers = [sgd(lr=0.1), sgd(lr=0.1), sgd(lr=0.1)]
+    forged_N = summed([sgd(lr=0.3), sgd(lr=0.1), sgd(lr=0.3)])
+    rank_0, rank_1, rank_2 = answers_of(optimizers, forged_N)
+    assert rank_0 is None and rank_2 is None, "their rows are not the ones that they sent"
+    assert "rank 1 has lr=0.1" in rank_1, "a member cannot check the rows of others"
+    assert (
+        caplog.messages
+        == ["step 8: the workers' settings are not compared, because another worker altered this one's row"]
+        * 2
+    )
 
 
 def test_texts_from_the_network_are_made_printable():
     evil = sgd()
     evil.param_groups[0]["lr"] = "\x1b[2J\x07"
-    (_, reason) = answers_of(summed([evil, sgd()]), 2)
-    assert "\x1b" not in reason and "\x07" not in reason and "lr=?[2J?" in reason
+    optimizers = [evil, sgd()]
+    (_, reason) = answers_of(optimizers, summed(optimizers))
+    assert "\x1b" not in reason and "\x07" not in reason and "lr=\ufffd[2J\ufffd" in reason

@@ -26,9 +26,14 @@ def test_the_number_of_names_is_bounded():
     assert figures.filter_valid({"figure 0": 1.0}) == {"figure 0": 1.0}
 
 
-@pytest.mark.parametrize("name", ["x" * 65, "\N{GREEK SMALL LETTER MU}" * 33, "a\x1b[31m", "a\nb"], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["x" * 65, "\N{GREEK SMALL LETTER MU}" * 33, "a\x1b[31m", "a\nb", "anna\u200b"], ids=repr
+)
 def test_an_invalid_name_is_refused(name):
-    bound = "must be at most 64 bytes of UTF-8 without control characters -> choose a shorter, plain string$"
+    bound = (
+        "must be at most 64 bytes of UTF-8 without control or invisible characters or spaces at its ends -> "
+        "choose a shorter, plain string$"
+    )
     with pytest.raises(ConfigError, match=f"^the name of a figure is .*; it {bound}"):
         ReportedFigures().filter_valid({name: 1.0})
     with pytest.raises(ConfigError, match=f"^the name of this worker is .*; it {bound}"):

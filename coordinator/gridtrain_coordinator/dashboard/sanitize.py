@@ -6,23 +6,19 @@ Markup needs no escaping, because the page writes text nodes only.
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from gridtrain.quantities import make_printable
+
 MAX_CHARACTERS = 400
 MAX_ITEMS = 64
-_INSTEAD = "\N{REPLACEMENT CHARACTER}"
-_HIDDEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # controls, bidirectional overrides, private use, surrogates
 
 
 def text(value: object, most: int = MAX_CHARACTERS) -> str:
     """Return `value` as one line of at most `most` characters."""
     raw = str(value)
-    cut = raw if len(raw) <= most else raw[: most - 1] + "…"
-    if cut.isascii() and cut.isprintable():
-        return cut  # the common case
-    return "".join(_INSTEAD if unicodedata.category(letter) in _HIDDEN else letter for letter in cut)
+    return make_printable(raw if len(raw) <= most else raw[: most - 1] + "…")
 
 
 def number(value: object) -> float | None:

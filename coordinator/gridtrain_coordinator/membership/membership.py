@@ -595,8 +595,10 @@ class Membership:
                 run.paused_workers.add(peer, worker.name, reason, now_s)
                 return self._departures.leave(peer, run.paused_workers.reason_text(peer))
             case m.RunFinished(applied):
+                is_repeated = peer in run.finished_members
                 run.record_finish(peer, applied)
-                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied + 1})]
+                fields = {"name": worker.name, "step": applied + 1}
+                return [] if is_repeated else [LogEvent("info", "worker_finished", fields)]
             case _:
                 return [RecordViolation(peer, f"sent {type(message).__name__}, which a worker may not send")]
         return []

@@ -52,7 +52,7 @@ from gridtrain.core.group.member_events import (
     SendPayload,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.group.round_flags import absent_flag, is_absent
+from gridtrain.core.group.round_flags import SKIP, absent_flag, is_absent
 from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
@@ -113,6 +113,7 @@ class Attempts:
 
     Args:
         step: the generation's first step.
+        may_be_absent: whether members may be absent from a step in this generation.
 
     Attributes:
         rank: rank of this member.
@@ -124,7 +125,7 @@ class Attempts:
         abort_reason, suspects, silent_s: details of the latest abort, see `two_phase_commit.Decided`.
     """
 
-    def __init__(self, assignment: RankAssignment, step: int) -> None:
+    def __init__(self, assignment: RankAssignment, step: int, *, may_be_absent: bool = False) -> None:
         self.rank = assignment.rank
         self.open_attempt: TwoPhaseCommit | None = None
         self.flags = 0
@@ -134,6 +135,7 @@ class Attempts:
         self.suspects: tuple[m.PeerId, ...] = ()
         self.silent_s = 0.0
         self.rank_assignment = assignment
+        self._possible_flags = absent_flag(assignment.world_size) - 1 if may_be_absent else SKIP
         self._step = step
         self._attempt = 0
         self._aborts = 0
@@ -306,15 +308,16 @@ class Attempts:
         self._early.pop(peer, None)
 
     def prepare(self, digest: bytes, now_s: float) -> list[AttemptEffect]:
-        """Vote YES on the open attempt, or NO if the flags are wrong (`find_wrong_flag`).
+        """Vote YES on the open attempt, or NO if the flags contradict `is_absent`.
 
         Nothing happens if no attempt is open, or if this member has already voted.
         """
         attempt = self.open_attempt
         if attempt is None or attempt.vote is not None:
             return []  # if voted: an effect before ComputeDigest failed, and the vote was NO
-        if problem := self.find_wrong_flag():
-            return self.fail(problem, now_s)
+        if is_absent(self.flags, self.rank) != self.is_absent:
+            state = "present" if self.is_absent else "absent"
+            return self.fail(f"the round's flags say that this member is {state}", now_s)
         return self._process_commit_effects(attempt, attempt.prepare(digest, now_s))
 
     def fail(self, reason: str, now_s: float) -> list[AttemptEffect]:
@@ -465,6 +468,12 @@ class Attempts:
         return self._process_commit_effects(attempt, attempt.accept_decision(rank, message))
 
     def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
+        if data.flags & ~self._possible_flags:
+            raise RemoteProtocolError(
+                f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only "
+                f"{self._possible_flags:#x} can be set",
+                remedy=NEVER_SENT,
+            )
         effects = collective.handle(rank, data.slot, data.flags, data.payload)
         translated = self._translate(data.channel, effects)
         return translated + self._check_complete() if collective.complete else translated
@@ -487,17 +496,6 @@ class Attempts:
         if self.open_attempt is None or self.open_attempt.vote is not None or self._has_more:
             return []
         return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
-
-    def find_wrong_flag(self) -> str:
-        """Return a text that says why the flags of the complete round cannot be correct, or "".
-
-        The flags are wrong if they contradict `is_absent`, or name a rank that is not a member.
-        """
-        if is_absent(self.flags, self.rank) != self.is_absent:
-            return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
-        if self.flags >= absent_flag(self.rank_assignment.world_size):
-            return f"the round's flags {self.flags:#x} name a rank that is not a member"
-        return ""
 
     def _process_commit_effects(
         self, attempt: TwoPhaseCommit, effects: list[CommitEffect]

@@ -76,7 +76,6 @@ class Generation:
         self.rank_assignment = assignment
         self.first_step = first_step
         self.phase = MemberPhase.FORMING
-        self.attempts = Attempts(assignment, first_step)
         self.required_peers = RequiredPeers(assignment, context, now_s)
         self.incoming_state = IncomingState(assignment, context, chained=chained)
         self._context = context
@@ -88,6 +87,7 @@ class Generation:
             context.usual_delays,
             is_enabled=trainer is not None and trainer.may_be_absent,
         )
+        self.attempts = Attempts(assignment, first_step, may_be_absent=self.stragglers.is_enabled)
         self._is_ready_sent = False
         self._is_stall_reported = False
         self._attempt_ended_s = now_s

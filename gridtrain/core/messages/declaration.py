@@ -173,9 +173,23 @@ class TextField(FieldType):
             size = len(value.encode())
         except UnicodeEncodeError:
             raise FieldError(f"{describe(value)}; it must be valid UTF-8") from None
-        if size > self.max_bytes or self._forbidden.search(value):
-            raise FieldError(f"{size} bytes, {reprlib.repr(value)}; it must be {self.bounds}")
+        found = self._forbidden.search(value)
+        if size > self.max_bytes or found:
+            what = f", with U+{ord(found[0]):04X}" if found else ""
+            raise FieldError(f"{size} bytes, {reprlib.repr(value)}{what}; it must be {self.bounds}")
         return value
+
+
+class NameField(TextField):
+    """A text without characters that are not visible, because people tell workers apart by their names."""
+
+    # A list, not `unicodedata`, whose version depends on that of Python: controls, blanks except the space,
+    # and code points that Unicode calls default-ignorable.
+    _forbidden = re.compile(
+        "[\x00-\x1f\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f"
+        "\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3"
+        "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]|^ | $"
+    )
 
 
 class ReasonField(TextField):
@@ -228,7 +242,9 @@ class AtMost:
 
 BOOL = BoolField()
 FLOAT = FloatField("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
-NAME = TextField("name", 64, "at most 64 bytes of UTF-8 without control characters")
+NAME = NameField(
+    "name", 64, "at most 64 bytes of UTF-8 without control or invisible characters or spaces at its ends"
+)
 ADDRESS = TextField("address", 128, "at most 128 bytes of UTF-8 without control characters")
 
 UInt = Annotated[int, IntField("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")]

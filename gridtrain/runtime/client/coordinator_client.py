@@ -47,6 +47,7 @@ from gridtrain.network.transport.interface import (
     Transport,
     TransportViolation,
 )
+from gridtrain.quantities import make_printable
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
@@ -216,7 +217,7 @@ def _printable(value: Any) -> Any:
     """Return a copy of `value` in which all strings (such as workers' names) are safe to print."""
     match value:
         case str():
-            return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
+            return make_printable(value[:MAX_TEXT])
         case list():
             return [_printable(item) for item in value]
         case dict():

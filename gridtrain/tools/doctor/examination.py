@@ -18,7 +18,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
-from gridtrain.quantities import format_count, format_number, format_seconds
+from gridtrain.quantities import format_count, format_number, format_seconds, make_printable
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_defaults import identity_folder
@@ -392,4 +392,4 @@ def _wall_of(status: Mapping[str, Any]) -> float | None:
 
 
 def _plain(value: object) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:200])
+    return make_printable(str(value)[:200])

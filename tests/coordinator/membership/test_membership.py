@@ -1353,6 +1353,13 @@ def test_a_member_that_says_too_early_that_it_could_not_write_the_model_is_not_b
     assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
 
 
+def test_a_worker_that_repeats_that_it_has_finished_is_logged_once() -> None:
+    run = Run(A, B)
+    run.say(A, *[m.RunFinished(9, b"history")] * 3)
+    events = [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    assert events.count("worker_finished") == 1
+
+
 def test_a_member_that_does_not_write_the_model_cannot_say_that_it_is_missing() -> None:
     run = Run(A, B)
     run.say(A, m.RunFinished(9, b"history"))

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
+from gridtrain.core.collectives.butterfly import ButterflyExchange
 from gridtrain.core.commit import attempts as module
 from gridtrain.core.commit.attempts import Attempts, StepCommitted
 from gridtrain.core.group.member_events import Send
 from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import SKIP, absent_flag
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 PEERS = [bytes([rank]) * 32 for rank in range(3)]
@@ -27,8 +29,8 @@ def at(step: int, attempt: int = 0) -> m.RoundId:
     return m.RoundId(1, 1, step, attempt)
 
 
-def data(round_id: m.RoundId, group: int = 0) -> m.Data:
-    return m.Data(round_id, m.Channel(group), SLOT, 0, b"")
+def data(round_id: m.RoundId, group: int = 0, flags: int = 0) -> m.Data:
+    return m.Data(round_id, m.Channel(group), SLOT, flags, b"")
 
 
 def yes(round_id: m.RoundId) -> m.Vote:
@@ -94,6 +96,23 @@ def test_data_of_an_unknown_channel_waits_only_while_more_collectives_follow() -
     mine.submit(at(0), {}, 10.0, 0.0)
     with pytest.raises(RemoteProtocolError, match="which is not a channel of round"):
         mine.receive(PEERS[0], data(at(0), group=5), 7, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("may_be_absent", "flags", "possible"),
+    [(False, absent_flag(2), "0x1"), (True, absent_flag(3), "0xf"), (True, absent_flag(61), "0xf")],
+)
+def test_impossible_flags_are_refused_on_arrival(may_be_absent: bool, flags: int, possible: str) -> None:
+    mine = Attempts(RankAssignment(PEERS[0], 1, 1, MEMBERS), 0, may_be_absent=may_be_absent)
+    mine.submit(at(0), {m.Channel(): ButterflyExchange(0, 3, 0)}, 10.0, 0.0)
+    only = f"rank 1 sent data with the flags {flags:#x}; in this generation only {possible} can be set"
+    for deliver in (
+        lambda message: mine.deliver_data(1, message),
+        lambda message: mine.receive(PEERS[1], message, 1, 0.0),
+    ):
+        with pytest.raises(RemoteProtocolError, match=only):
+            deliver(data(at(0), flags=flags))
+    mine.deliver_data(1, data(at(0), flags=SKIP | absent_flag(1) * may_be_absent))
 
 
 def test_a_vote_is_repeated_only_to_a_root_that_reconnects() -> None:

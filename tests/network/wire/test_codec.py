@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from typing import Any
 
@@ -19,6 +20,7 @@ from gridtrain.network.wire import field_encoding
 from gridtrain.network.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES, decode, encode
 
 FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
+FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that are not visible
 
 
 def values_of(kind: declaration.FieldType) -> st.SearchStrategy[Any]:
@@ -33,6 +35,9 @@ def values_of(kind: declaration.FieldType) -> st.SearchStrategy[Any]:
             return st.floats(allow_nan=False)
         case declaration.BytesField(low=low, high=high):
             return st.binary(min_size=low, max_size=high)
+        case declaration.NameField(max_bytes=max_bytes):
+            visible = st.characters(codec="utf-8", exclude_categories=["C", "M", "Z"])
+            return st.text(visible.filter(lambda letter: letter not in FILLERS), max_size=max_bytes // 4)
         case declaration.TextField(max_bytes=max_bytes):
             alphabet = st.characters(codec="utf-8", exclude_categories=["Cc"])
             return st.text(alphabet, max_size=max_bytes // 4)
@@ -185,6 +190,28 @@ def test_our_own_reasons_are_made_to_fit() -> None:
     assert isinstance(received, m.Leave)
     assert received.reason.startswith("line 1\nline 2  [31méé")
     assert len(received.reason.encode()) in (511, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("anna\u200b", "U+200B"),
+        ("\u202eanna", "U+202E"),
+        ("an\ufe0fna", "U+FE0F"),
+        ("an\xa0na", "U+00A0"),
+        ("an\U000e0061na", "U+E0061"),
+        ("anna\u3164", "U+3164"),
+        ("anna ", "U+0020"),
+        (" anna", "U+0020"),
+    ],
+)
+def test_a_name_that_looks_like_another_because_of_an_invisible_character_is_refused(
+    name: str, found: str
+) -> None:
+    for accepted in ("anna", "an na", "Zoë", "ann\u0430", "\U0001f600", ""):
+        assert declaration.NAME.unpack(accepted) == accepted
+    with pytest.raises(declaration.FieldError, match=rf", with {re.escape(found)}; it must be at most 64"):
+        declaration.NAME.unpack(name)
 
 
 def test_a_full_page_of_a_roster_fits_a_header() -> None:

@@ -119,7 +119,7 @@ class ZeroMQTransport:
         self._advertise_host = advertise_host
         self._send_queue: SendQueue[Frames] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
         self._receive_queue: ReceiveQueue[Connection, TransportEvent] = ReceiveQueue(download_Bps)
-        self._context: sockets.Context = zmq.Context()  # the global context does not survive a fork
+        self._context = sockets.open_context()
         curve_identity = identity if encrypted else None
         self._listener = Listener(self._context, gate, curve_identity)
         self._dialer = Dialer(self._context, curve_identity, self._hello)

@@ -386,6 +386,27 @@ def test_zmtp_framing_is_counted_as_it_is_on_the_wire():
     assert curve == [35, 257, 265, 2**20 + 42]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_short_messages_that_are_not_read_take_little_memory(zeromq_net):
+    """Each one arrives on its own; with libzmq's default it would keep a buffer of 18 kB."""
+    anna, bert = zeromq_net.pair()
+    (connection,) = bert.transport._connections[anna.key]
+    before_kB, messages = resident_kB(), 1000
+    deadline_s = time.monotonic() + 30.0
+    for _ in range(messages):
+        arrived_bytes = connection.tcp.received_bytes()
+        anna.transport.send(bert.key, Ping(7))
+        while connection.tcp.received_bytes() == arrived_bytes:
+            assert time.monotonic() < deadline_s
+            anna.transport.poll(0.0)
+    assert resident_kB() - before_kB < 4 * messages
+    zeromq_net.until(lambda: len(bert.got()) == messages, bert)
+
+
+def resident_kB():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // 1024
+
+
 def test_a_download_cap_slows_the_sender_instead_of_filling_memory(zeromq_net):
     """Everything that arrives is read; flow control makes the sender wait."""
     rate_Bps, block_bytes = 1e6, 2**20
