@@ -43,7 +43,7 @@ from gridtrain.training.batch_weights import BatchWeights, check_weighting
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
-from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
@@ -184,7 +184,7 @@ class GridOptimizer(WrappingOptimizer):
         # Of the latest turn, until its round is over.
         self._turn_start: serialization.TurnStartState | None = None
         self._statistics = RunningStatistics(model)
-        self.parameter_watch = ParameterWatch(model, self._flat.parameters)
+        self.parameter_watch = ParameterWatch(model, [p for _, p in state_parameters(model)])
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
@@ -248,6 +248,12 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self._apply()
 
+    def _disable_replay(self, reason: str) -> None:
+        """From now on, let the group wait for this worker in every step, and let no newcomer catch up from
+        it, because the updates alone do not determine the effect of a step."""
+        self._session.tasks.disable_replay(reason)
+        self.absence.set_obstacle(reason)
+
     # -- turns: the calls to `step` in one step of the run -------------------------------------------
 
     @property
@@ -291,8 +297,7 @@ class GridOptimizer(WrappingOptimizer):
         Raises:
             ConfigError: `exchange` was called twice for one step, or for one of the reasons of `step`.
         """
-        self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
-        self.absence.set_obstacle("its script may change updates between exchange() and step()")
+        self._disable_replay("its script may change updates between exchange() and step()")
         return self._exchange()
 
     def _exchange(self) -> bool:
@@ -303,6 +308,7 @@ class GridOptimizer(WrappingOptimizer):
             )
         check_applied(self.unapplied_step)
         self._check_batches()
+        self._check_script_changes(self.parameter_watch.is_written)
         self.weights.take()
         early = None
         if self._overlapper is not None:
@@ -481,7 +487,12 @@ class GridOptimizer(WrappingOptimizer):
         """Record that the script requests its next batch; raise `GridtrainError` if a committed update
         was not applied, so that this worker neither trains with a different state, nor sends or saves it."""
         check_applied(self.unapplied_step)
-        self.parameter_watch.record_turn()
+        self._check_script_changes(self.parameter_watch.record_turn())
+
+    def _check_script_changes(self, are_written: bool) -> None:
+        """Disable replay if the script has changed parameters outside of steps: an update lacks that."""
+        if are_written:
+            self._disable_replay("its script changes parameters outside of its steps")
 
     @property
     def is_unchanged(self) -> bool:
