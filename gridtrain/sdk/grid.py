@@ -261,10 +261,11 @@ class Grid:
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
                 averaged.  They are also averaged in the last step of the run.  0 disables both.  In between
                 they differ between workers, and so do evaluations.
-            compare_every: the interval, in steps, at which the workers' states are compared; a state that
-                differs (because of a flipped bit or a different kind of processor) is replaced by the state
-                of the majority, about a second later or at the end of the run.  0 disables comparisons.
-                The steps after the last multiple of this number are not compared.
+            compare_every: the interval, in steps, at which the workers' states are compared, and also after
+                steps 1, 2, 4, 8, ... before the first interval ends; a state that differs (because of a
+                flipped bit, a different kind of processor, or random numbers of the script) is replaced by
+                the state of the majority, about a second later or at the end of the run.  0 disables
+                comparisons.  The steps after the last comparison are not compared.
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
@@ -392,8 +393,8 @@ class Grid:
             clip_norm: the maximum 2-norm of the whole model's update.
             average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
                 stage's replicas; as in `optimizer`.
-            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; 0
-                disables comparisons.
+            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; as
+                in `optimizer`.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
                 other activations.
             device: the device of this worker's stage.

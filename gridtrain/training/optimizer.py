@@ -35,7 +35,7 @@ from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.step_plan import StepPlan, is_comparison_due
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
@@ -88,7 +88,8 @@ class GridOptimizer(WrappingOptimizer):
         average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
         compare_every: the interval, in steps, at which the whole state is compared with the other workers'
-            states; 0 disables comparisons.
+            states, and also after steps 1, 2, 4, 8, ... before the first interval ends; 0 disables
+            comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between `backward()` and `step`.
         wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
@@ -517,7 +518,7 @@ class GridOptimizer(WrappingOptimizer):
             is_due: whether a comparison is due regardless of the interval `compare_every`.  If that is 0, no
                 states are compared.
         """
-        if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
+        if self.compare_every and (is_due or is_comparison_due(step, self.compare_every)):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
     def _unscale(self, multiply: Callable[[float], object]) -> bool:

@@ -448,14 +448,18 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
 
 
 @EITHER
-def test_a_parameter_that_is_replaced_later_is_refused(network, exchange):
-    """Otherwise the run ends without having trained it."""
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_parameter_that_is_replaced_later_is_refused(network, exchange, taken):
+    """Otherwise the run ends without having trained it; it is checked in steps 1, 2, 4, 8, ..."""
     model = small_model()
     optimizer = wrapped(network().session(), model, exchange)
+    for step in range(taken):
+        train_step(model, optimizer, step)
     model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
     backward(model, 0)
     with pytest.raises(ConfigError, match=r"'0\.weight' was added or replaced"):
-        optimizer.step()
+        for _ in range(1 + taken // 2):
+            optimizer.step()
 
 
 def test_a_parameter_that_is_frozen_later_is_refused(network):

@@ -90,7 +90,7 @@ class FlatGradient:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _check_trainable(model, held)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
-        self._new_model: nn.Module | None = model  # until its parameters are checked once more
+        self._model, self._checks = model, 0
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
         self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
@@ -161,10 +161,11 @@ class FlatGradient:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
-        optimizer other parameters; the first call also checks whether parameters were replaced."""
-        if self._new_model is not None:
-            self._check_not_replaced(self._new_model)
-            self._new_model = None
+        optimizer other parameters; the first, second, fourth, ... call also checks whether parameters were
+        replaced."""
+        self._checks += 1
+        if self._checks & (self._checks - 1) == 0:
+            self._check_not_replaced()
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
@@ -179,9 +180,9 @@ class FlatGradient:
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
             )
 
-    def _check_not_replaced(self, model: nn.Module) -> None:
+    def _check_not_replaced(self) -> None:
         known = {id(parameter) for _, parameter in (*self._named, *self._frozen)}
-        named = canonical_parameters(model)
+        named = canonical_parameters(self._model)
         if replaced := [name for name, p in named if p.requires_grad and id(p) not in known]:
             raise ConfigError(
                 f"parameter {replaced[0]!r} was added or replaced after the optimizer was wrapped, so "
