@@ -596,6 +596,8 @@ class Grid:
         the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
         before each of the N backward passes, with the mean loss of each divided by N, or once for the step,
         if the accumulated gradient is the mean over all of them.  With a count of 0 the gradient is ignored.
+        Gradients that the loop sets itself, such as those of `torch.func.grad`, are not weighted within a
+        step: for them, call it once for the step.
         """
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):

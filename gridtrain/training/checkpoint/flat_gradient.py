@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gridtrain.errors import ConfigError
@@ -105,6 +106,7 @@ class FlatGradient:
         self.swap(self.flat_N)
         self.scale = 1.0  # factor of the gradients when they are gathered
         self._hooks: list[RemovableHandle] = []
+        self._accumulators: list[Node] = []  # that have the hooks; a parameter does not keep its own
 
     @property
     def n(self) -> int:
@@ -241,17 +243,24 @@ class FlatGradient:
                     parameter.grad.zero_()
 
     def scale_backward(self, factor: float) -> None:
-        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does."""
+        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does.  What
+        `torch.autograd.grad` returns, as within a loss that contains gradients, stays as it is."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._accumulators.clear()
 
-        def scaled(gradient: Tensor) -> Tensor:
-            return gradient * factor if factor else torch.zeros_like(gradient)
+        def scaled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(
+                each if each is None else each * factor if factor else torch.zeros_like(each)
+                for each in gradients
+            )
 
         if factor != 1.0:
             trained = [parameter for _, parameter in self._named if parameter.requires_grad]
-            self._hooks += [p.register_hook(scaled) for p in trained]  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
+                self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
+            self._hooks += [node.register_prehook(scaled) for node in self._accumulators]
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
