@@ -149,6 +149,14 @@ def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
     return scheduler
 
 
+def chained(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler that does not count its steps."""
+    part = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    scheduler = torch.optim.lr_scheduler.ChainedScheduler([part])
+    grid.track(scheduler=scheduler)
+    return scheduler
+
+
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -239,8 +247,9 @@ def test_an_average_does_not_wait_for_a_stalled_loop() -> None:
     [
         ("all", exponential),
         ("auto", lambda grid, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)),
+        ("auto", chained),
     ],
-    ids=["as usual", "an untracked scheduler"],
+    ids=["as usual", "an untracked scheduler", "a chained scheduler"],
 )
 def test_the_group_waits_for_a_loop_that_cannot_be_left_out(wait: str, schedule: Callable[..., Any]) -> None:
     stall = Stall()
