@@ -42,7 +42,11 @@ from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.batch_weights import BatchWeights, check_weighting
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
-from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
+from gridtrain.training.checkpoint.flat_gradient import (
+    FlatGradient,
+    finish_queued_work,
+    sparse_gradient_error,
+)
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
@@ -156,7 +160,13 @@ class GridOptimizer(WrappingOptimizer):
         self.replicated = inner
         self._session = session
         self.clip_norm = clip_norm
-        self._flat = FlatGradient(model, inner, exchange_device, has_used=unused == "skip")
+        self._flat = FlatGradient(
+            model,
+            inner,
+            exchange_device,
+            has_used=unused == "skip",
+            allows_sparse=isinstance(exchange, LocalSteps),
+        )
         self.unused = unused
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
@@ -678,8 +688,13 @@ def check_compatible(
     for part in parts_of(inner):
         if isinstance(part, GridOptimizer):
             raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
-        if isinstance(part, torch.optim.LBFGS | torch.optim.SparseAdam):
-            raise ConfigError(f"{type(part).__name__} cannot be used in a run", remedy="use SGD or AdamW")
+        if isinstance(part, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates a batch several times in one step, but its gradient is exchanged once",
+                remedy="use SGD or AdamW",
+            )
+        if isinstance(part, torch.optim.SparseAdam) and not isinstance(exchange, LocalSteps):
+            raise sparse_gradient_error("SparseAdam needs")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")

@@ -74,6 +74,7 @@ class FlatGradient:
         device: the device of the vector: the CPU or, by default, the device of the first parameter.
         has_used: whether the vector ends with `used`; `scatter` then sets a parameter's `grad` to None if its
             element is 0.
+        allows_sparse: whether gradients may be sparse; `gather` still refuses them.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
@@ -87,9 +88,10 @@ class FlatGradient:
         device: torch.device | str | None = None,
         *,
         has_used: bool = False,
+        allows_sparse: bool = False,
     ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_trainable(model, held)
+        _check_trainable(model, held, allows_sparse=allows_sparse)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
         self._model, self._checks = model, 0
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
@@ -221,7 +223,7 @@ class FlatGradient:
             if gradient is None:
                 view.zero_()
             elif gradient.layout is not torch.strided:
-                raise _sparse_gradient_error(name)
+                raise sparse_gradient_error(f"parameter {name!r} has")
             else:
                 view.copy_(gradient)
                 if self.scale != 1.0:
@@ -360,7 +362,7 @@ def exchange_device(asked: torch.device | str, own: torch.device) -> torch.devic
     )
 
 
-def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
+def _check_trainable(model: nn.Module, held: Iterable[Tensor], *, allows_sparse: bool) -> None:
     named = canonical_parameters(model)
     held_ids, model_ids = {id(p) for p in held}, {id(p) for _, p in named}
     unknown = len(held_ids - model_ids)
@@ -397,8 +399,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             remedy="build it without max_norm and normalize its output",
         )
     for name, parameter in trainable:
-        if id(parameter) in sparse_ids:
-            raise _sparse_gradient_error(name)
+        if id(parameter) in sparse_ids and not allows_sparse:
+            raise sparse_gradient_error(f"parameter {name!r} has")
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}; only real floating-point dtypes can be trained",
@@ -406,8 +408,9 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             )
 
 
-def _sparse_gradient_error(name: str) -> ConfigError:
+def sparse_gradient_error(subject: str) -> ConfigError:
     return ConfigError(
-        f"parameter {name!r} has sparse gradients, which the flat vector cannot hold",
-        remedy="build the embedding with sparse=False; with exchange=GTopK() only large entries are sent",
+        f"{subject} sparse gradients, but only dense gradients can be exchanged",
+        remedy="build the embedding with sparse=False and use SGD or AdamW (with exchange=GTopK() only large "
+        "entries are sent), or use exchange=LocalSteps(...), which exchanges no gradients",
     )
