@@ -493,7 +493,9 @@ class Grid:
             dataset: the data set, the same on all workers.  A `ShardedDataset` is read shard by shard: a
                 worker opens only the files that the group has leased to it.  An iterable data set must yield
                 the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
-                exists), and every worker skips the samples of the other workers.
+                exists), and every worker skips the samples of the other workers.  For data that the loop
+                generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
+                an iterable data set that generates other samples each time is refused.
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
                 end of a pass.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
