@@ -52,7 +52,7 @@ from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.runtime.step_plan import RoundOutcome, StepPlan, is_comparison_due
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
@@ -418,7 +418,7 @@ class Pipeline:
         self.held.record_step(plan.step)
         self._unapplied_step = None
         every = self._options.compare_every
-        if every and (plan.compare_after or (plan.step + 1) % every == 0):
+        if every and (plan.compare_after or is_comparison_due(plan.step, every)):
             self._session.report_digest(plan.step, serialization.replica_digest(state.module, state.inner))
         self.timings["step_s"] = time.perf_counter() - began_s
         self._session.report_figures(self.timings | state.residual.figures | {"stage": float(state.stage)})

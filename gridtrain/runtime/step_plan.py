@@ -46,6 +46,13 @@ class StepPlan:
         return self.samples / self.total_samples if self.samples else 0.0
 
 
+def is_comparison_due(step: int, every: int) -> bool:
+    """Whether replicas are compared after `step` in any case: after every `every` steps of the run, and, so
+    that short runs are compared, too, after its steps 1, 2, 4, 8, ... before that.  Never if `every` is 0."""
+    taken = step + 1
+    return every > 0 and (taken % every == 0 or (taken < every and taken & (taken - 1) == 0))
+
+
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
     """The outcome of an attempt, which is the same on every member.

@@ -260,11 +260,15 @@ class Grid:
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
                 averaged.  They are also averaged in the last step of the run.  0 disables both.  In between
-                they differ between workers, and so do evaluations.
-            compare_every: the interval, in steps, at which the workers' states are compared; a state that
-                differs (because of a flipped bit or a different kind of processor) is replaced by the state
-                of the majority, about a second later or at the end of the run.  0 disables comparisons.
-                The steps after the last multiple of this number are not compared.
+                they differ between workers, and so do evaluations.  An average destroys a queue of samples,
+                as in MoCo: register it with `persistent=False`, so that each worker keeps its own, which is
+                neither sent nor saved.  Make a codebook a frozen parameter (`send_frozen`) that the loop
+                changes in the same way on all workers.
+            compare_every: the interval, in steps, at which the workers' states are compared, and also after
+                steps 1, 2, 4, 8, ... before the first interval ends; a state that differs (because of a
+                flipped bit, a different kind of processor, or random numbers of the script) is replaced by
+                the state of the majority, about a second later or at the end of the run.  0 disables
+                comparisons.  The steps after the last comparison are not compared.
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
@@ -392,8 +396,8 @@ class Grid:
             clip_norm: the maximum 2-norm of the whole model's update.
             average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
                 stage's replicas; as in `optimizer`.
-            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; 0
-                disables comparisons.
+            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; as
+                in `optimizer`.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
                 other activations.
             device: the device of this worker's stage.
@@ -489,7 +493,9 @@ class Grid:
             dataset: the data set, the same on all workers.  A `ShardedDataset` is read shard by shard: a
                 worker opens only the files that the group has leased to it.  An iterable data set must yield
                 the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
-                exists), and every worker skips the samples of the other workers.
+                exists), and every worker skips the samples of the other workers.  For data that the loop
+                generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
+                an iterable data set that generates other samples each time is refused.
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
                 end of a pass.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
@@ -595,6 +601,8 @@ class Grid:
         the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
         before each of the N backward passes, with the mean loss of each divided by N, or once for the step,
         if the accumulated gradient is the mean over all of them.  With a count of 0 the gradient is ignored.
+        Gradients that the loop sets itself, such as those of `torch.func.grad`, are not weighted within a
+        step: for them, call it once for the step.
         """
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):

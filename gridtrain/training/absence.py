@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,7 @@ class Absence:
         in_one_call = optimizer.calls_per_turn == 1 and optimizer.backwards_per_step == 1
         for name, tracker in list(self._trackers.items()):  # the script may be adding one
             is_plateau = isinstance(tracker, lr_scheduler.ReduceLROnPlateau)
-            if is_plateau or not (in_one_call and isinstance(tracker, lr_scheduler.LRScheduler)):
+            if is_plateau or not (in_one_call and _counts_steps(tracker)):
                 return f"it tracks {name!r}, whose changes cannot be repeated for a missed step"
         return ""
 
@@ -104,7 +104,7 @@ class Absence:
             return
         if any(now != then + 1 for now, then in zip(schedulers, before[2], strict=True)):
             self.set_obstacle("its schedulers do not step once for each step of the run")
-        elif not schedulers and settings != before[1]:
+        elif not self._trackers and settings != before[1]:
             self.set_obstacle("its optimizer settings change, and grid.track names no scheduler")
         self._are_schedulers_seen = True
         self._log_obstacle()
@@ -123,7 +123,7 @@ class Absence:
 
     @property
     def _schedulers(self) -> list[lr_scheduler.LRScheduler]:
-        return [each for each in list(self._trackers.values()) if isinstance(each, lr_scheduler.LRScheduler)]
+        return [each for each in list(self._trackers.values()) if _counts_steps(each)]
 
     # -- I/O thread ------------------------------------------------------------------------------
 
@@ -188,3 +188,8 @@ class Absence:
             warnings.simplefilter("ignore")  # torch expects its own optimizer's step before each
             for scheduler in self._schedulers:
                 scheduler.step()
+
+
+def _counts_steps(tracker: object) -> TypeGuard[lr_scheduler.LRScheduler]:
+    """Whether the object is a scheduler that counts its steps; a `ChainedScheduler` does not."""
+    return isinstance(tracker, lr_scheduler.LRScheduler) and hasattr(tracker, "last_epoch")

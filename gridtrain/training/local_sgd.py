@@ -231,6 +231,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def _save_anchor(self) -> None:
         """Save the parameters as the anchor.  This is done in the first local step of a turn, because a state
         may have been loaded since the previous step."""
+        self._check_script_changes(self.parameter_watch.is_written)
         if self._calls_left is None:
             self._save_turn_start()
         for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):

@@ -35,15 +35,19 @@ from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.step_plan import StepPlan, is_comparison_due
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.batch_weights import BatchWeights, check_weighting
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
-from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
-from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.flat_gradient import (
+    FlatGradient,
+    finish_queued_work,
+    sparse_gradient_error,
+)
+from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
@@ -88,7 +92,8 @@ class GridOptimizer(WrappingOptimizer):
         average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
         compare_every: the interval, in steps, at which the whole state is compared with the other workers'
-            states; 0 disables comparisons.
+            states, and also after steps 1, 2, 4, 8, ... before the first interval ends; 0 disables
+            comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between `backward()` and `step`.
         wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
@@ -155,7 +160,13 @@ class GridOptimizer(WrappingOptimizer):
         self.replicated = inner
         self._session = session
         self.clip_norm = clip_norm
-        self._flat = FlatGradient(model, inner, exchange_device, has_used=unused == "skip")
+        self._flat = FlatGradient(
+            model,
+            inner,
+            exchange_device,
+            has_used=unused == "skip",
+            allows_sparse=isinstance(exchange, LocalSteps),
+        )
         self.unused = unused
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
@@ -184,7 +195,7 @@ class GridOptimizer(WrappingOptimizer):
         # Of the latest turn, until its round is over.
         self._turn_start: serialization.TurnStartState | None = None
         self._statistics = RunningStatistics(model)
-        self.parameter_watch = ParameterWatch(model, self._flat.parameters)
+        self.parameter_watch = ParameterWatch(model, [p for _, p in state_parameters(model)])
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
@@ -248,6 +259,12 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self._apply()
 
+    def _disable_replay(self, reason: str) -> None:
+        """From now on, let the group wait for this worker in every step, and let no newcomer catch up from
+        it, because the updates alone do not determine the effect of a step."""
+        self._session.tasks.disable_replay(reason)
+        self.absence.set_obstacle(reason)
+
     # -- turns: the calls to `step` in one step of the run -------------------------------------------
 
     @property
@@ -291,8 +308,7 @@ class GridOptimizer(WrappingOptimizer):
         Raises:
             ConfigError: `exchange` was called twice for one step, or for one of the reasons of `step`.
         """
-        self._session.tasks.disable_replay("its script may change updates between exchange() and step()")
-        self.absence.set_obstacle("its script may change updates between exchange() and step()")
+        self._disable_replay("its script may change updates between exchange() and step()")
         return self._exchange()
 
     def _exchange(self) -> bool:
@@ -303,6 +319,7 @@ class GridOptimizer(WrappingOptimizer):
             )
         check_applied(self.unapplied_step)
         self._check_batches()
+        self._check_script_changes(self.parameter_watch.is_written)
         self.weights.take()
         early = None
         if self._overlapper is not None:
@@ -481,7 +498,12 @@ class GridOptimizer(WrappingOptimizer):
         """Record that the script requests its next batch; raise `GridtrainError` if a committed update
         was not applied, so that this worker neither trains with a different state, nor sends or saves it."""
         check_applied(self.unapplied_step)
-        self.parameter_watch.record_turn()
+        self._check_script_changes(self.parameter_watch.record_turn())
+
+    def _check_script_changes(self, are_written: bool) -> None:
+        """Disable replay if the script has changed parameters outside of steps: an update lacks that."""
+        if are_written:
+            self._disable_replay("its script changes parameters outside of its steps")
 
     @property
     def is_unchanged(self) -> bool:
@@ -506,7 +528,7 @@ class GridOptimizer(WrappingOptimizer):
             is_due: whether a comparison is due regardless of the interval `compare_every`.  If that is 0, no
                 states are compared.
         """
-        if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
+        if self.compare_every and (is_due or is_comparison_due(step, self.compare_every)):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
     def _unscale(self, multiply: Callable[[float], object]) -> bool:
@@ -666,8 +688,13 @@ def check_compatible(
     for part in parts_of(inner):
         if isinstance(part, GridOptimizer):
             raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
-        if isinstance(part, torch.optim.LBFGS | torch.optim.SparseAdam):
-            raise ConfigError(f"{type(part).__name__} cannot be used in a run", remedy="use SGD or AdamW")
+        if isinstance(part, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates a batch several times in one step, but its gradient is exchanged once",
+                remedy="use SGD or AdamW",
+            )
+        if isinstance(part, torch.optim.SparseAdam) and not isinstance(exchange, LocalSteps):
+            raise sparse_gradient_error("SparseAdam needs")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")

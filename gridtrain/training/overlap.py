@@ -49,8 +49,8 @@ def make_overlapper(
     bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
     if len(bounds) == 2:
         text = (
-            "overlap is off: %d elements in %d parameters cannot be divided into two buckets of whole "
-            "parameters with at least %d elements each"
+            "overlap is off: %d elements in %d parameters, from the last one on, do not fill two buckets of "
+            "whole parameters with at least %d elements each"
         )
         log.warning(text, flat.n, len(flat.sizes), least)
         return None

@@ -131,6 +131,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             self._session.finish_computing()
             super()._report_local()
             self._keep_change()
+            self.parameter_watch.record_step()
             self._is_repeating = self.last_skipped = False
         else:
             self._exchange_latest()

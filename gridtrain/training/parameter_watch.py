@@ -1,6 +1,7 @@
 """Detects that a script has changed its model's parameters outside of the steps of the run.
 
-    for ... in grid.batches(...):    record_turn, when the next turn begins
+    for ... in grid.batches(...):    record_turn, when the next turn begins; True after a change by the loop
+        p.clamp_(-1, 1)              is_written is True
         optimizer.step()             record_step
         p.clamp_(-1, 1); break       record_end: changes by the loop after a step belong to that step
     model.load_state_dict(best)      has_changed is True: a checkpoint written now would contain these values
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 MAX_SAMPLED = 16
 """The approximate number of parameters whose values are compared, and the number of values in each."""
 
-_Reading = tuple[list[int], list[Tensor]]  # numbers of changes by parameter, and the values of those sampled
+_Reading = tuple[list[int], Tensor]  # numbers of changes by parameter, and the bytes of those sampled
 
 
 class ParameterWatch:
@@ -31,17 +32,15 @@ class ParameterWatch:
 
     Args:
         model: the model.
-        parameters: the model's trained parameters.
+        parameters: the parameters of the model's state.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._parameters = model, parameters
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._recorded: _Reading | None = None
-        self._step_end: _Reading | None = None  # of the turn in progress
-        self._loop_body: tuple[_Reading, _Reading] | None = (
-            None  # after the latest turn's step, and at its end
-        )
+        self._is_after_step = False  # of the turn in progress
+        self._loop_changes: bool | None = None  # whether the loop has changed some after the latest step
 
     def record(self) -> None:
         """Record the parameters as unchanged, before the script can change them."""
@@ -50,19 +49,22 @@ class ParameterWatch:
     def record_step(self) -> None:
         """Record the parameters after a step."""
         self.record()
-        self._step_end = self._recorded
+        self._is_after_step = True
 
-    def record_turn(self) -> None:
-        """Record the parameters when the script requests the first batch of the next turn."""
-        self._recorded = self._read()
-        if self._step_end is not None:
-            self._loop_body = self._step_end, self._recorded
-            self._step_end = None
+    def record_turn(self) -> bool:
+        """Record the parameters when the script requests the first batch of the next turn; return whether
+        they have been written since they were recorded last."""
+        is_written = self.is_written
+        if is_written or self._recorded is None:
+            self.record()
+        if self._is_after_step:
+            self._loop_changes, self._is_after_step = is_written, False
+        return is_written
 
     def record_end(self) -> None:
         """Record the parameters when the script's loop is closed, unless the latest turn shows that the loop
         changes no parameter after its steps: in that case any change came after the loop."""
-        if self._loop_body is None or _differ(*self._loop_body):
+        if self._loop_changes is not False:
             self.record()
 
     @property
@@ -71,26 +73,26 @@ class ParameterWatch:
         False if they were never recorded."""
         if self._recorded is None:
             return False
-        is_replaced = not {*self._parameters} <= {*self._model.parameters()}
-        return is_replaced or _differ(self._recorded, self._read())
+        return not {*self._parameters} <= {*self._model.parameters()} or self.is_written
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the parameters have changed since they were recorded last; False if they were never
+        recorded."""
+        return self._recorded is not None and _differ(self._recorded, self._read())
 
     def _read(self) -> _Reading:
-        values = [_first_values(parameter) for parameter in self._sampled]
-        return [parameter._version for parameter in self._parameters], values
+        device = self._sampled[0].device
+        values = [_first_bytes(parameter).to(device) for parameter in self._sampled]
+        return [parameter._version for parameter in self._parameters], torch.cat(values)
 
 
 def _differ(before: _Reading, after: _Reading) -> bool:
     (versions, values), (later_versions, later_values) = before, after
-    return versions != later_versions or any(
-        _to_bytes(value) != _to_bytes(later) for value, later in zip(values, later_values, strict=True)
-    )
+    # One comparison, because each waits for a GPU.
+    return versions != later_versions or not torch.equal(values.to(later_values.device), later_values)
 
 
-def _first_values(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().reshape(-1)[:MAX_SAMPLED].clone()
-
-
-def _to_bytes(values: Tensor) -> list[int]:
-    """Return the values as bytes, so that NaN is equal to a NaN with the same bits."""
-    found: list[int] = values.cpu().view(torch.uint8).tolist()
-    return found
+def _first_bytes(parameter: nn.Parameter) -> Tensor:
+    """Return the first values as bytes, so that NaN is equal to a NaN with the same bits."""
+    return parameter.detach().reshape(-1)[:MAX_SAMPLED].view(torch.uint8)

@@ -10,9 +10,10 @@ import torch
 from brisk import BRISK
 from group_snapshot import snapshot_of
 from torch import nn
-from training_loop import digest, sgd, train_batch
+from training_loop import digest, linear, sgd, train_batch
 
 import gridtrain
+from gridtrain.runtime.step_plan import is_comparison_due
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
 STEPS, FLIP_AT = 60, 13
@@ -80,3 +81,30 @@ def test_a_state_that_differs_is_announced_once_and_replaced_by_the_end_of_the_r
     assert len({*results}) == 1
     assert caplog.text.count("this worker's model differs from the other members' models at step 2") == 1
     assert caplog.text.count("this worker's model differs") == snapshot["drifts"] == 1
+
+
+def test_a_short_run_is_compared_too(new_group: Any) -> None:
+    """A script that resets a layer differently on each worker, in step 6 of 20, ends with equal models."""
+
+    def run(grid: gridtrain.Grid, number: int) -> str:
+        model = linear()
+        optimizer = sgd(grid, model, lr=0.001)
+        for batch in grid.batches(DATA, batch_size=4, steps=20):
+            if grid.step == 5:
+                nn.init.constant_(model.weight, float(number))
+            train_batch(model, optimizer, batch)
+        return digest(model, optimizer)
+
+    with new_group(workers=2) as group:
+        group.start_all(run)
+        results = group.finish()
+        (found,) = [event for event in snapshot_of(group)["events"] if event["event"] == "drifted"]
+    assert found["step"] == 8 and len({*results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("every", "compared"), [(0, []), (1, [1, 2, 3, 4]), (8, [1, 2, 4, 8, 16]), (10, [1, 2, 4, 8, 10, 20])]
+)
+def test_comparisons_are_denser_at_the_beginning(every: int, compared: list[int]) -> None:
+    last = compared[-1] if compared else 20
+    assert [step + 1 for step in range(last) if is_comparison_due(step, every)] == compared

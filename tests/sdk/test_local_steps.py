@@ -130,6 +130,29 @@ def test_schedulers_step_with_the_loop(together: Any) -> None:
     assert results[0][0] == pytest.approx(0.01 * 0.5 ** (2 * 2 * 3 // 3))
 
 
+def test_an_embedding_may_have_sparse_gradients(together: Any) -> None:
+    """They are not exchanged.  The workers are equal, and train as with dense gradients."""
+
+    def train(grid: gridtrain.Grid, is_sparse: bool) -> list[float]:
+        embedding, head = nn.Embedding(6, 2, sparse=is_sparse), nn.Linear(2, 1)
+        for parameter in (*embedding.parameters(), *head.parameters()):
+            nn.init.constant_(parameter, 0.5)
+        adam = torch.optim.SparseAdam if is_sparse else torch.optim.Adam
+        inner = [adam(embedding.parameters(), lr=0.1), adamw(head)]
+        model, exchange = nn.Sequential(embedding, head), gridtrain.LocalSteps(every=2)
+        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        for ids in grid.batches(torch.arange(6), batch_size=6, steps=1):
+            head(embedding(ids)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+    first, second = together(lambda grid, _: train(grid, True))
+    assert first == second
+    (dense, _) = together(lambda grid, _: train(grid, False))
+    assert first == pytest.approx(dense, rel=1e-5)
+
+
 def test_a_wrong_number_of_step_calls_is_refused(outcomes: Any) -> None:
     def train(grid: gridtrain.Grid, number: int, calls: int) -> None:
         loop = Loop(grid, gridtrain.Dense())

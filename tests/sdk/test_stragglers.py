@@ -149,6 +149,14 @@ def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
     return scheduler
 
 
+def chained(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler that does not count its steps."""
+    part = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    scheduler = torch.optim.lr_scheduler.ChainedScheduler([part])
+    grid.track(scheduler=scheduler)
+    return scheduler
+
+
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -239,8 +247,9 @@ def test_an_average_does_not_wait_for_a_stalled_loop() -> None:
     [
         ("all", exponential),
         ("auto", lambda grid, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)),
+        ("auto", chained),
     ],
-    ids=["as usual", "an untracked scheduler"],
+    ids=["as usual", "an untracked scheduler", "a chained scheduler"],
 )
 def test_the_group_waits_for_a_loop_that_cannot_be_left_out(wait: str, schedule: Callable[..., Any]) -> None:
     stall = Stall()
@@ -299,3 +308,49 @@ def test_a_worker_for_which_the_group_waits_logs_the_reason_once(
         gridtrain.local(one, workers=1)
     prefix = "the group will wait for this worker if its loop stalls: "
     assert [text.removeprefix(prefix) for text in caplog.messages if text.startswith(prefix)] == messages
+
+
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def move_teacher(model: Any) -> None:
+    for own, student in zip(model[3].parameters(), model[0].parameters(), strict=True):
+        own.lerp_(student, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_before_step", "exchange", "is_found"),
+    [
+        (None, False, gridtrain.GTopK(density=0.1), False),
+        (clamp, False, gridtrain.GTopK(density=0.1), True),
+        (clamp, True, gridtrain.Dense(), True),
+        (move_teacher, False, gridtrain.Dense(), True),
+        (None, False, gridtrain.LocalSteps(every=3, exchange=gridtrain.Dense(), overlap=2), False),
+        (clamp, True, gridtrain.LocalSteps(every=2, exchange=gridtrain.Dense()), True),
+    ],
+    ids=["none", "after", "before", "a frozen teacher", "overlapped local steps", "local steps"],
+)
+def test_the_updates_of_a_script_that_changes_parameters_are_not_applied_for_other_steps(
+    change: Any, is_before_step: bool, exchange: Any, is_found: bool
+) -> None:
+    """A worker that has missed such a step would lack the change."""
+
+    def one(grid: gridtrain.Grid) -> tuple[str, str]:
+        model = nn.Sequential(*copy.deepcopy(NET), nn.Linear(6, 16).requires_grad_(False))
+        inner = torch.optim.SGD(model[:3].parameters(), lr=0.1)
+        optimizer: Any = grid.optimizer(inner, model, exchange=exchange, wait="auto", send_frozen=["3.*"])
+        for inputs, labels in grid.batches(DATA, batch_size=4, steps=3):
+            nn.functional.cross_entropy(model[:3](inputs), labels).backward()
+            if change and is_before_step:
+                change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if change and not is_before_step:
+                change(model)
+        return grid._session.tasks._replay_obstacle, optimizer.absence.find_obstacle()
+
+    reason = "its script changes parameters outside of its steps" if is_found else ""
+    assert gridtrain.local(one, workers=1) == [(reason, reason)]

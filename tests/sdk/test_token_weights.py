@@ -164,6 +164,36 @@ def test_a_loop_clips_the_weighted_gradient(counts: tuple[int, int], clip: float
     torch.testing.assert_close(change_N, expected_N, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("counts", [(500, 100), (500, 0)])
+def test_a_gradient_within_a_loss_is_not_weighted(counts: tuple[int, int]) -> None:
+    """The loss is that of the model after a step of its own, as in MAML."""
+
+    def adapted_loss(model: nn.Linear, batch: Batch) -> Tensor:
+        loss = _loss(model, batch)
+        weight, bias = model.weight, model.bias
+        weight_gradient, bias_gradient = torch.autograd.grad(loss, [weight, bias], create_graph=True)
+        output = nn.functional.linear(batch[0], weight - weight_gradient, bias - bias_gradient)
+        return (output[..., 0] - batch[1]).square().mean()
+
+    expected = _model()
+    for batch, count in zip(DATA[1:], counts, strict=False):
+        (adapted_loss(expected, batch) * count / sum(counts)).backward()
+    model = _model()
+
+    def train(grid: gridtrain.Grid) -> None:
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(), weigh_by="tokens")
+        for number, _ in enumerate(grid.batches(DATA, batch_size=2, steps=1, accumulate=2)):
+            grid.weigh(counts[number])
+            (adapted_loss(model, DATA[1 + number]) / 2).backward()
+            if number == 1:
+                optimizer.step()
+
+    local(train, workers=1)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
 def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
     group = Group(exchange=gridtrain.LocalSteps(every=3, exchange=gridtrain.Dense()))
     local(group.train, workers=3)

@@ -395,7 +395,14 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS cannot be used in a run"),
+        (
+            lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())),
+            "^LBFGS evaluates a batch several times in one step, .* -> use SGD or AdamW",
+        ),
+        (
+            lambda: wrap(lambda m: torch.optim.SparseAdam(m.parameters())),
+            "^SparseAdam needs sparse gradients, but .* -> build the embedding with sparse=False",
+        ),
         (lambda: wrap(lambda m: wrap(sgd, m), None), "already wrapped"),
         (
             lambda: wrap(lambda m: sgd(small_model())),
@@ -407,7 +414,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         ),
         (
             lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)),
-            "^parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
+            "^parameter 'weight' has sparse gradients, but only dense gradients can be exchanged -> ",
         ),
         (lambda: wrap(sgd, nn.Embedding(4, 2, max_norm=1.0)), "embedding of 'weight' has max_norm"),
         (lambda: wrap(sgd, nn.Linear(2, 2).requires_grad_(False)), "no trainable parameter"),
@@ -448,14 +455,18 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
 
 
 @EITHER
-def test_a_parameter_that_is_replaced_later_is_refused(network, exchange):
-    """Otherwise the run ends without having trained it."""
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_parameter_that_is_replaced_later_is_refused(network, exchange, taken):
+    """Otherwise the run ends without having trained it; it is checked in steps 1, 2, 4, 8, ..."""
     model = small_model()
     optimizer = wrapped(network().session(), model, exchange)
+    for step in range(taken):
+        train_step(model, optimizer, step)
     model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
     backward(model, 0)
     with pytest.raises(ConfigError, match=r"'0\.weight' was added or replaced"):
-        optimizer.step()
+        for _ in range(1 + taken // 2):
+            optimizer.step()
 
 
 def test_a_parameter_that_is_frozen_later_is_refused(network):

@@ -203,6 +203,6 @@ def test_a_model_too_small_for_buckets_is_not_overlapped_and_this_is_logged(netw
     wrapped = GridOptimizer(sgd, model, exchange, session, overlap=gridtrain.Overlap())
     assert not wrapped.is_overlapping
     assert caplog.messages == [
-        "overlap is off: 160400 elements in 2 parameters cannot be divided into two buckets of whole "
-        "parameters with at least 600000 elements each"
+        "overlap is off: 160400 elements in 2 parameters, from the last one on, do not fill two buckets of "
+        "whole parameters with at least 600000 elements each"
     ]

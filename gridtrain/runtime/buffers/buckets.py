@@ -103,7 +103,8 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
 
     The buckets are filled from the end of the vector, where the backward pass begins, so the bucket of the
     first layers holds the elements that are left over.  It should be small, because the gradients of the
-    first layers are computed last, and their exchange cannot overlap with computation.
+    first layers are computed last, and their exchange cannot overlap with computation.  A large parameter,
+    such as an embedding, does not join the first bucket to be sent.
 
     Args:
         sizes: the number of elements in each parameter, in the vector's order.
@@ -113,11 +114,13 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))
     starts, filled, at = [n], 0, n
     for size in reversed(sizes):
+        if size >= target and filled >= least and len(starts) == 1 < most:
+            starts, filled = [n, at], 0
         at, filled = at - size, filled + size
         if filled >= target:
             starts, filled = [*starts, at], 0
     if starts[-1] != 0:  # the rest becomes a bucket if it is large enough, or else joins the last bucket
-        if filled < least and len(starts) > 1:
+        if (filled < least or len(starts) > most) and len(starts) > 1:
             starts.pop()
         starts.append(0)
     bounds = tuple(reversed(starts))

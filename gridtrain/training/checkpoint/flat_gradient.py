@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gridtrain.errors import ConfigError
@@ -73,6 +74,7 @@ class FlatGradient:
         device: the device of the vector: the CPU or, by default, the device of the first parameter.
         has_used: whether the vector ends with `used`; `scatter` then sets a parameter's `grad` to None if its
             element is 0.
+        allows_sparse: whether gradients may be sparse; `gather` still refuses them.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
@@ -86,11 +88,12 @@ class FlatGradient:
         device: torch.device | str | None = None,
         *,
         has_used: bool = False,
+        allows_sparse: bool = False,
     ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_trainable(model, held)
+        _check_trainable(model, held, allows_sparse=allows_sparse)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
-        self._new_model: nn.Module | None = model  # until its parameters are checked once more
+        self._model, self._checks = model, 0
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
         self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
@@ -105,6 +108,7 @@ class FlatGradient:
         self.swap(self.flat_N)
         self.scale = 1.0  # factor of the gradients when they are gathered
         self._hooks: list[RemovableHandle] = []
+        self._accumulators: list[Node] = []  # that have the hooks; a parameter does not keep its own
 
     @property
     def n(self) -> int:
@@ -161,10 +165,11 @@ class FlatGradient:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
-        optimizer other parameters; the first call also checks whether parameters were replaced."""
-        if self._new_model is not None:
-            self._check_not_replaced(self._new_model)
-            self._new_model = None
+        optimizer other parameters; the first, second, fourth, ... call also checks whether parameters were
+        replaced."""
+        self._checks += 1
+        if self._checks & (self._checks - 1) == 0:
+            self._check_not_replaced()
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
@@ -179,9 +184,9 @@ class FlatGradient:
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
             )
 
-    def _check_not_replaced(self, model: nn.Module) -> None:
+    def _check_not_replaced(self) -> None:
         known = {id(parameter) for _, parameter in (*self._named, *self._frozen)}
-        named = canonical_parameters(model)
+        named = canonical_parameters(self._model)
         if replaced := [name for name, p in named if p.requires_grad and id(p) not in known]:
             raise ConfigError(
                 f"parameter {replaced[0]!r} was added or replaced after the optimizer was wrapped, so "
@@ -218,7 +223,7 @@ class FlatGradient:
             if gradient is None:
                 view.zero_()
             elif gradient.layout is not torch.strided:
-                raise _sparse_gradient_error(name)
+                raise sparse_gradient_error(f"parameter {name!r} has")
             else:
                 view.copy_(gradient)
                 if self.scale != 1.0:
@@ -240,17 +245,24 @@ class FlatGradient:
                     parameter.grad.zero_()
 
     def scale_backward(self, factor: float) -> None:
-        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does."""
+        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does.  What
+        `torch.autograd.grad` returns, as within a loss that contains gradients, stays as it is."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._accumulators.clear()
 
-        def scaled(gradient: Tensor) -> Tensor:
-            return gradient * factor if factor else torch.zeros_like(gradient)
+        def scaled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            return tuple(
+                each if each is None else each * factor if factor else torch.zeros_like(each)
+                for each in gradients
+            )
 
         if factor != 1.0:
             trained = [parameter for _, parameter in self._named if parameter.requires_grad]
-            self._hooks += [p.register_hook(scaled) for p in trained]  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
+                self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
+            self._hooks += [node.register_prehook(scaled) for node in self._accumulators]
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
@@ -350,7 +362,7 @@ def exchange_device(asked: torch.device | str, own: torch.device) -> torch.devic
     )
 
 
-def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
+def _check_trainable(model: nn.Module, held: Iterable[Tensor], *, allows_sparse: bool) -> None:
     named = canonical_parameters(model)
     held_ids, model_ids = {id(p) for p in held}, {id(p) for _, p in named}
     unknown = len(held_ids - model_ids)
@@ -387,8 +399,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             remedy="build it without max_norm and normalize its output",
         )
     for name, parameter in trainable:
-        if id(parameter) in sparse_ids:
-            raise _sparse_gradient_error(name)
+        if id(parameter) in sparse_ids and not allows_sparse:
+            raise sparse_gradient_error(f"parameter {name!r} has")
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}; only real floating-point dtypes can be trained",
@@ -396,8 +408,9 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             )
 
 
-def _sparse_gradient_error(name: str) -> ConfigError:
+def sparse_gradient_error(subject: str) -> ConfigError:
     return ConfigError(
-        f"parameter {name!r} has sparse gradients, which the flat vector cannot hold",
-        remedy="build the embedding with sparse=False; with exchange=GTopK() only large entries are sent",
+        f"{subject} sparse gradients, but only dense gradients can be exchanged",
+        remedy="build the embedding with sparse=False and use SGD or AdamW (with exchange=GTopK() only large "
+        "entries are sent), or use exchange=LocalSteps(...), which exchanges no gradients",
     )
