@@ -231,13 +231,24 @@ class GroupSession:
         """Whether the script has received a turn's batch and has not requested the next one."""
         return self._turn is not None
 
-    def is_before_step(self, snapshot: WorkerSnapshot) -> bool:
-        """Return whether the script has ended the turn of the last step applied in `snapshot`, and no later
-        step is committed.  The next turn may have begun."""
+    def snapshot_of_model(self, snapshot: WorkerSnapshot) -> WorkerSnapshot | None:
+        """Return the snapshot whose last applied step is the last one in the model: `snapshot` or, if the
+        step of the turn in progress is committed, but its update not applied yet, the snapshot of that turn.
+
+        Returns None if the model's last step is not known, or its update may be applied in part.  The turn
+        may have changed the model (see `GridOptimizer.abort_turn`).
+        """
         if self._is_in_task or snapshot.tasks or self.is_turn_done:
-            return False
+            return None
         turn = self._turn
-        return turn is None or (turn.open_round is not None and turn.open_round.step == snapshot.applied + 1)
+        if turn is None:
+            return snapshot
+        if turn.open_round is None or turn.open_round.step > snapshot.applied + 1:
+            return None
+        if turn.open_round.step == snapshot.applied + 1:
+            return snapshot
+        is_latest = turn.open_round.step == snapshot.applied == turn.applied + 1 == self.tasks.applied + 1
+        return turn if is_latest else None
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:

@@ -488,11 +488,10 @@ class GridOptimizer(WrappingOptimizer):
         """Whether the parameters are still those after the last step, even if a new batch was requested."""
         return not self.parameter_watch.has_changed
 
-    def abort_turn(self) -> bool:
-        """Undo what the turn in progress has changed, so that `pack` can copy the state before the turn;
-        return whether this is possible.  No step may be taken afterwards."""
+    def abort_turn(self) -> None:
+        """Undo what the turn in progress has changed, so that `pack` can copy the state before the turn.  The
+        turn's update must not have been applied, not even in part."""
         self._statistics.restore()
-        return True
 
     def _compare(self) -> None:
         step, self._step = self._step, -1

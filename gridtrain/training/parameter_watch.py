@@ -1,7 +1,7 @@
 """Detects that a script has changed its model's parameters outside of the steps of the run.
 
     for ... in grid.batches(...):    record_turn, when the next turn begins
-        optimizer.step()             record_step
+        optimizer.step()             record_step; record, after a local step
         p.clamp_(-1, 1); break       record_end: changes by the loop after a step belong to that step
     model.load_state_dict(best)      has_changed is True: a checkpoint written now would contain these values
     grid.close()
