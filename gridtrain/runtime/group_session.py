@@ -118,7 +118,7 @@ class GroupSession:
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
-        self._submitted: OpenRound | None = None  # the round that `submit` has submitted
+        self._submitted: OpenRound | None = None  # the round whose outcome the trainer has not taken yet
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
         self._next_absence_warning_s = -math.inf
@@ -157,8 +157,8 @@ class GroupSession:
         if self._joined is not None:
             raise ConfigError(
                 "a second data set was given; a run can have only one",
-                remedy="call grid.batches(...) or grid.sampler(...) once, with epochs= or steps= for the "
-                "whole run, and iterate over it in one loop",
+                remedy="call grid.batches(...) or grid.sampler(...) again only with the same arguments, to "
+                "continue the run; epochs= or steps= is the length of the whole run",
             )
 
     def pause(self, reason: str) -> int:
@@ -192,7 +192,7 @@ class GroupSession:
         Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
         """
         assert self._joined is not None
-        self._turn, self.is_turn_done, self._early_plan = None, False, None
+        self._turn, self.is_turn_done, self._early_plan, self._submitted = None, False, None, None
         self._compute_rate.discard()
         joined = replace(self._joined, setup=replace(self._joined.setup, checkpoint=held))
         self.connection.resume(transport, allowlist, joined, reset=touched and held is None)
@@ -225,6 +225,16 @@ class GroupSession:
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether `join` has been called."""
+        return self._joined is not None
+
+    @property
+    def is_in_task(self) -> bool:
+        """Whether a task for the group has been interrupted, which may have left the model incomplete."""
+        return self._is_in_task
 
     @property
     def is_in_turn(self) -> bool:
@@ -569,11 +579,12 @@ class GroupSession:
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
         open_round, rounds = self._turn.open_round, self._loop.step_rounds
-        return self._outcome_of(
-            lambda: rounds.await_submitted(
-                rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
-            )
-        )
+
+        def submit_and_wait() -> RoundOutcome:
+            self._submitted = rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
+            return rounds.await_submitted(self._submitted)
+
+        return self._outcome_of(submit_and_wait)
 
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
         """Call `run`, and record and return the outcome of the round.
@@ -584,6 +595,7 @@ class GroupSession:
         with self._ends_as_standby():
             outcome = run()
         self.end_round(outcome)
+        self._submitted = None  # only now, so that an interrupted wait can be continued
         return outcome
 
     def submit(
@@ -603,10 +615,15 @@ class GroupSession:
             self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
 
     def await_submitted(self) -> RoundOutcome:
-        """Wait for the outcome of the round that `submit` has submitted.  After an abort, call `begin`."""
+        """Wait for the outcome of the round that `submit`, or an interrupted `run`, has submitted.  After an
+        abort, call `begin`."""
         self.finish_computing()
-        mine, self._submitted, self._early_plan = self._submitted, None, None
-        return self._outcome_of(lambda: self._loop.step_rounds.await_submitted(mine))
+        self._early_plan = None
+        rounds, mine = self._loop.step_rounds, self._submitted
+        last = rounds.last_submitted
+        if mine is None and last is not None and self._turn is not None and last.id == self._turn.open_round:
+            mine = last  # the call to `submit` was interrupted
+        return self._outcome_of(lambda: rounds.await_submitted(mine))
 
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
