@@ -118,7 +118,7 @@ class GroupSession:
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
-        self._submitted: OpenRound | None = None  # the round that `submit` has submitted
+        self._submitted: OpenRound | None = None  # the round whose outcome the trainer has not taken yet
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
         self._next_absence_warning_s = -math.inf
@@ -157,8 +157,8 @@ class GroupSession:
         if self._joined is not None:
             raise ConfigError(
                 "a second data set was given; a run can have only one",
-                remedy="call grid.batches(...) or grid.sampler(...) once, with epochs= or steps= for the "
-                "whole run, and iterate over it in one loop",
+                remedy="call grid.batches(...) or grid.sampler(...) again only with the same arguments, to "
+                "continue the run; epochs= or steps= is the length of the whole run",
             )
 
     def pause(self, reason: str) -> int:
@@ -192,7 +192,7 @@ class GroupSession:
         Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
         """
         assert self._joined is not None
-        self._turn, self.is_turn_done, self._early_plan = None, False, None
+        self._turn, self.is_turn_done, self._early_plan, self._submitted = None, False, None, None
         self._compute_rate.discard()
         joined = replace(self._joined, setup=replace(self._joined.setup, checkpoint=held))
         self.connection.resume(transport, allowlist, joined, reset=touched and held is None)
@@ -227,17 +227,38 @@ class GroupSession:
         return snapshot
 
     @property
+    def is_joined(self) -> bool:
+        """Whether `join` has been called."""
+        return self._joined is not None
+
+    @property
+    def is_in_task(self) -> bool:
+        """Whether a task for the group has been interrupted, which may have left the model incomplete."""
+        return self._is_in_task
+
+    @property
     def is_in_turn(self) -> bool:
         """Whether the script has received a turn's batch and has not requested the next one."""
         return self._turn is not None
 
-    def is_before_step(self, snapshot: WorkerSnapshot) -> bool:
-        """Return whether the script has ended the turn of the last step applied in `snapshot`, and no later
-        step is committed.  The next turn may have begun."""
+    def snapshot_of_model(self, snapshot: WorkerSnapshot) -> WorkerSnapshot | None:
+        """Return the snapshot whose last applied step is the last one in the model: `snapshot` or, if the
+        step of the turn in progress is committed, but its update not applied yet, the snapshot of that turn.
+
+        Returns None if the model's last step is not known, or its update may be applied in part.  The turn
+        may have changed the model (see `GridOptimizer.abort_turn`).
+        """
         if self._is_in_task or snapshot.tasks or self.is_turn_done:
-            return False
+            return None
         turn = self._turn
-        return turn is None or (turn.open_round is not None and turn.open_round.step == snapshot.applied + 1)
+        if turn is None:
+            return snapshot
+        if turn.open_round is None or turn.open_round.step > snapshot.applied + 1:
+            return None
+        if turn.open_round.step == snapshot.applied + 1:
+            return snapshot
+        is_latest = turn.open_round.step == snapshot.applied == turn.applied + 1 == self.tasks.applied + 1
+        return turn if is_latest else None
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:
@@ -558,11 +579,12 @@ class GroupSession:
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
         open_round, rounds = self._turn.open_round, self._loop.step_rounds
-        return self._outcome_of(
-            lambda: rounds.await_submitted(
-                rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
-            )
-        )
+
+        def submit_and_wait() -> RoundOutcome:
+            self._submitted = rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
+            return rounds.await_submitted(self._submitted)
+
+        return self._outcome_of(submit_and_wait)
 
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
         """Call `run`, and record and return the outcome of the round.
@@ -573,6 +595,7 @@ class GroupSession:
         with self._ends_as_standby():
             outcome = run()
         self.end_round(outcome)
+        self._submitted = None  # only now, so that an interrupted wait can be continued
         return outcome
 
     def submit(
@@ -592,10 +615,15 @@ class GroupSession:
             self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
 
     def await_submitted(self) -> RoundOutcome:
-        """Wait for the outcome of the round that `submit` has submitted.  After an abort, call `begin`."""
+        """Wait for the outcome of the round that `submit`, or an interrupted `run`, has submitted.  After an
+        abort, call `begin`."""
         self.finish_computing()
-        mine, self._submitted, self._early_plan = self._submitted, None, None
-        return self._outcome_of(lambda: self._loop.step_rounds.await_submitted(mine))
+        self._early_plan = None
+        rounds, mine = self._loop.step_rounds, self._submitted
+        last = rounds.last_submitted
+        if mine is None and last is not None and self._turn is not None and last.id == self._turn.open_round:
+            mine = last  # the call to `submit` was interrupted
+        return self._outcome_of(lambda: rounds.await_submitted(mine))
 
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):

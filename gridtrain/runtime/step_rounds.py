@@ -153,8 +153,9 @@ class StepRounds:
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
             self._submit(mine)
-        submit = self._mailbox.submit_payload if is_awaited else self._mailbox.submit
-        submit(io.SubmitRound(round_id, collectives, settings=settings))
+            # With the lock: for an interrupt (Ctrl-C) that comes while it is awaited, nothing is submitted.
+            submit = self._mailbox.submit_payload if is_awaited else self._mailbox.submit
+            submit(io.SubmitRound(round_id, collectives, settings=settings))
         if mine.is_failed:
             # The other members cannot send the missing payload again, so all members must start over.
             self._mailbox.submit(io.RoundFailed(REJECTED_EARLIER))

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.quantities import format_count
 from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.data import sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.model_state import ModelState
-from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.optimizer import GridOptimizer, interrupted_error
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import PauseController
 from gridtrain.training.single_samples import SingleSampleBatches
@@ -44,6 +45,8 @@ SKIP_REMEDY = (
     '; to skip a batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and '
     "optimizer.step() for it"
 )
+
+AGAIN_REMEDY = "; after an interrupted cell of a notebook, call grid.batches(...) again, for this batch"
 
 
 class Turns:
@@ -82,14 +85,26 @@ class Turns:
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = self.feeds_loader = False
         self.is_stand_in = True
+        self._latest: Generator[Spans, None, None] | None = None
 
     def __iter__(self) -> Iterator[Sequence[Span]]:
-        """Yield this worker's positions in the data for each call to `optimizer.step`, or stand-in positions
-        if it has no samples.
+        """Return an iterator over this worker's positions in the data for each call to `optimizer.step`, or
+        stand-in positions if it has no samples.
 
-        Raises:
+        It ends the iterator of an earlier call, and continues the run where that was.  A batch whose step was
+        not made is yielded again.
+
+        Raises, in the iterator:
             ConfigError: the number of calls to `step` differs from the number of batches.
+            GridtrainError: a step was interrupted and can neither be finished nor undone.
         """
+        if self._latest is not None:
+            self._latest.close()
+        self._latest = self._positions()
+        return self._latest
+
+    def _positions(self) -> Generator[Spans, None, None]:
+        self._resume()
         # At least two samples, so that batch norm has statistics.
         stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._sizes.batch_size // self._calls))),)
         try:
@@ -99,6 +114,18 @@ class Turns:
             if self._session.is_turn_done and isinstance(self._trainer, GridOptimizer):
                 self._trainer.parameter_watch.record_end()
             raise
+
+    def _resume(self) -> None:
+        """End the turn in which the script has left an earlier iteration, if any."""
+        session, trainer = self._session, self._trainer
+        if self.is_finished or self.is_stopped:
+            return
+        if session.is_in_task:
+            raise interrupted_error(session.step, "a transfer of the group's state was interrupted")
+        if session.is_in_turn and isinstance(trainer, GridOptimizer):
+            trainer.resume()
+        elif session.is_in_turn and not session.is_turn_done:
+            raise interrupted_error(session.step, "its model has stages")
 
     def _iterate(self, stand_in: Spans) -> Iterator[Spans]:
         while (snapshot := self._next_turn()) is not None:
@@ -146,6 +173,12 @@ class Turns:
             has_single = data_ledger.count_samples(now) < 2 * self._sizes.accumulate
             with self._allow_single_samples() if has_single else nullcontext():
                 yield now
+
+    @property
+    def length_text(self) -> str:
+        """The length of the run, such as "2 epochs"."""
+        spec = self.spec
+        return format_count(spec.epochs or spec.steps or 0, "step" if spec.epochs is None else "epoch")
 
     @property
     def has_samples(self) -> bool:
@@ -230,7 +263,7 @@ class Turns:
         called = f"{self._trainer.local_calls} times for {batches} of step {step}"
         more = LOADER_REMEDY if self.feeds_loader else ""
         if not self._trainer.local_calls and isinstance(self._trainer, GridOptimizer):
-            more += SKIP_REMEDY
+            more += SKIP_REMEDY + AGAIN_REMEDY
         return self._session.calls_error(called, more)
 
 

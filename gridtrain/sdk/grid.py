@@ -52,7 +52,6 @@ from gridtrain.pipeline.stage_state import (
     parse_wire,
     schedule_for,
 )
-from gridtrain.quantities import format_count
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_defaults import export_folder
 from gridtrain.runtime.group_session import GroupSession
@@ -133,6 +132,8 @@ class Grid:
         )
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
+        self._given: tuple[LedgerSpec, BatchSizes, str] | None = None  # with which the script has joined
+        self._prefetcher: Prefetcher | None = None
         self._is_repeated_later = False  # the sample of the current micro-batch
         self._is_closed = False
         atexit.register(self._close_at_exit)
@@ -305,7 +306,8 @@ class Grid:
             raise ConfigError(
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once: pass several models as one nn.ModuleList, and several "
-                "optimizers as a list",
+                "optimizers as a list; in a notebook, run only the cell of the loop again or, for a new "
+                "model, call grid.close() and gridtrain.join() first",
             )
         inner = as_one(optimizer)
         check_kinds(inner, model)
@@ -486,6 +488,9 @@ class Grid:
         method yields a stand-in batch, whose gradient is ignored, so that schedulers take the same number of
         steps on all workers.
 
+        A further call with the same arguments continues the run where the loop was left, as by an interrupted
+        cell of a notebook: a batch whose step was not made is yielded again.
+
         With `LocalSteps(every=H)` a step of the run (in `steps=`, `grid.step` and all settings that count
         steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
 
@@ -538,7 +543,10 @@ class Grid:
         self._wrapped().set_backwards_per_step(accumulate)
         make_reader = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
         reader = make_reader(dataset, turns.spec, accumulate, collate_fn)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         ahead = Prefetcher(reader, num_workers, prefetch_factor, self._fetches) if num_workers else None
+        self._prefetcher = ahead
         further = partial(spread_samples, dataset, collate_fn)
         tokens = TokenCheck(
             self._wrapped().model, further, is_tokens=getattr(dataset, "yields_tokens", False)
@@ -784,7 +792,7 @@ class Grid:
     ) -> Turns:
         wrapped = self._wrapped()
         assert self._model_state is not None
-        self._session.check_not_joined()
+        self._check_running()
         sizes.check()
         check_values(wrapped.model)
         if self._config.export_dir is not None:
@@ -795,9 +803,31 @@ class Grid:
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
+        given = spec, sizes, data_text
+        if self._session.is_joined:
+            if given != self._given:
+                self._session.check_not_joined()
+            assert self._turns is not None
+            return self._turns
+        self._given = given
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes)
         self._model_state.join(run_facts(wrapped, data_text), spec, sizes)
         return self._turns
+
+    def _check_running(self) -> None:
+        """Raise `ConfigError` if the run has ended, or this worker has left it."""
+        if self.finished:
+            assert self._turns is not None
+            raise ConfigError(
+                f"the run of {self._turns.length_text} has ended",
+                remedy="iterate once, not once for each epoch: epochs= or steps= is the length of the whole "
+                "run; for another run, call gridtrain.join()",
+            )
+        if self._is_closed:
+            raise ConfigError(
+                "this worker has left the run: its grid was closed",
+                remedy="call gridtrain.join(), grid.optimizer(...) and grid.batches(...) again",
+            )
 
     @closed_at_exit
     def _run_turns(self) -> Generator[Sequence[Span], None, None]:
@@ -808,12 +838,10 @@ class Grid:
         was_finished = turns.is_finished  # a DataLoader may ask once more after the end
         if was_finished and not turns.is_stopped and not self._has_warned_of_end:
             self._has_warned_of_end = True
-            spec = turns.spec
-            ended = format_count(spec.epochs or spec.steps or 0, "step" if spec.epochs is None else "epoch")
             log.warning(
                 "this iteration yields nothing, because the run of %s has ended -> iterate once, not once "
                 "for each epoch: epochs= or steps= is the length of the whole run",
-                ended,
+                turns.length_text,
             )
         yield from turns
         if turns.is_finished and not turns.is_stopped and not was_finished:

@@ -9,7 +9,9 @@ arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,6 +36,8 @@ from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.reported_figures import check_names
 from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
+
+log = logging.getLogger("gridtrain")
 
 
 def join(
@@ -121,12 +125,37 @@ def join(
         check_names(config)
         connector = _Connector(config, identity)
         transport, allowlist = connector.connect()
+        _warn_of_open_grid(config)
         grid = Grid(transport, config, allowlist, connector.faults)
+        open_here = _place(config), grid, config.name
+        _open.append(open_here)
+        resources.callback(_open.remove, open_here)
         if control := os.environ.get(CONTROL_VARIABLE):
             agent = AgentLink(control, grid.moved_bytes, grid.why_waiting)
             grid.led_by(agent, connector.connect, connector.set_rate_limits)
         grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
         return grid
+
+
+_open: list[tuple[tuple[int, int, str], Grid, str]] = []
+"""The grids that `join` has made and that are not closed: process, thread and run; the grid; its name."""
+
+
+def _place(config: JoinConfig) -> tuple[int, int, str]:
+    return os.getpid(), threading.get_ident(), config.coordinator_key
+
+
+def _warn_of_open_grid(config: JoinConfig) -> None:
+    """Warn if this thread, such as that of a notebook whose cells are run again, holds another worker of the
+    run: its loop cannot run while this thread runs the new one, but the group waits for it."""
+    for place, grid, name in list(_open):
+        if place == _place(config) and not grid.finished:
+            log.warning(
+                'this script still holds the worker %s of the run "%s", for which the new one will wait -> '
+                "call grid.close() before gridtrain.join(); if no variable refers to that grid, restart the "
+                "notebook's kernel or the script",
+                *(name, config.run),
+            )
 
 
 class _Connector:

@@ -75,11 +75,16 @@ class Absence:
 
     def find_obstacle(self) -> str:
         """Return the reason why the group must wait for this worker in every step; "" if there is none."""
+        if not self._found_obstacle and isinstance(round_exchange(self._optimizer.exchange_config), Auto):
+            return "the coordinator chooses its exchange"
+        return self.find_change()
+
+    def find_change(self) -> str:
+        """Return what the script may change in or after a step that `advance_schedulers` does not repeat; ""
+        if there is nothing."""
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle
-        if isinstance(round_exchange(optimizer.exchange_config), Auto):
-            return "the coordinator chooses its exchange"
         if self._schedulers and not self._are_schedulers_seen:
             return "its schedulers have not been seen to step once for each step of the run"
         in_one_call = optimizer.calls_per_turn == 1 and optimizer.backwards_per_step == 1
@@ -172,7 +177,7 @@ class Absence:
             if step.settings != own and self._schedulers:
                 self._optimizer.load_settings(own)
                 self.set_obstacle("its schedulers give settings different from those of the other workers")
-            self._advance_schedulers()
+            self.advance_schedulers()
             self._optimizer.unapplied_step = None
         if steps:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
@@ -183,7 +188,8 @@ class Absence:
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 
-    def _advance_schedulers(self) -> None:
+    def advance_schedulers(self) -> None:
+        """Step the tracked schedulers, as the script does after each step."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch expects its own optimizer's step before each
             for scheduler in self._schedulers:

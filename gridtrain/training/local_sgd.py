@@ -28,7 +28,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self.local_calls = 0
         self._calls_with_samples = self._every
         self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
+        self._has_anchor = False  # from a turn's first local step until the turn's update is applied
+        self._is_anchor_own = True  # whether the script has left the parameters to the optimizer until then
         self._computing_s = 0.0
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -178,6 +181,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def begin_turn(self, calls_with_samples: int) -> None:
         self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
+        self._has_anchor = False
         self.weights.begin_turn()
         self._statistics.save()
         self._save_turn_start()
@@ -216,8 +220,13 @@ class LocalSGDOptimizer(GridOptimizer):
     def is_unchanged(self) -> bool:
         return self._calls_left == self._every and super().is_unchanged
 
-    def abort_turn(self) -> bool:
-        return self._calls_left == self._every and super().abort_turn()  # local steps change the parameters
+    @torch.no_grad()
+    def abort_turn(self) -> None:
+        super().abort_turn()
+        if self._has_anchor:  # otherwise the parameters have not changed in this turn
+            for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
+                parameter.copy_(anchor)
+            self.parameter_watch.record()
 
     def exchange(self) -> bool:
         raise ConfigError(
@@ -236,13 +245,16 @@ class LocalSGDOptimizer(GridOptimizer):
             self._save_turn_start()
         for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
             anchor.copy_(parameter)
+        self._is_anchor_own = not self.parameter_watch.has_changed
+        self._has_anchor = True
 
     def _local_step(self) -> None:
         self._flat.check_unchanged()
         overflowed = self._unscale(self._flat.rescale)
         if not overflowed and self.local_calls <= self._calls_with_samples:
             self._flat.rescale(self._flat.scale)
-            self.inner.step()
+            with self._own_changes():
+                self.inner.step()
         self.last_skipped = overflowed
 
     def _report_local(self) -> None:
@@ -256,11 +268,26 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _global_step(self) -> None:
         self.local_calls = 0
-        finite = self._compute_delta()
+        with self._own_changes():
+            finite = self._compute_delta()
         if not finite:
             self._reset_inner()
         self._run_attempts(finite)
         self._apply()
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self._has_anchor = False
+
+    @contextmanager
+    def _own_changes(self) -> Iterator[None]:
+        """Record the changes of the parameters in the `with` block as not made by the script, also if it is
+        interrupted."""
+        try:
+            yield
+        finally:
+            if self._is_anchor_own:
+                self.parameter_watch.record()
 
     @torch.no_grad()
     def _compute_delta(self) -> bool:
@@ -304,8 +331,11 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Pack the state as `GridOptimizer` does, together with the inner optimizer's moments, for this
-        worker's own disk."""
+        worker's own disk.  The moments are left out after `abort_turn` if they contain the aborted local
+        steps."""
         document, tensors = super().pack()
+        if self._has_anchor:
+            return document, tensors
         moments = serialization.pack_private({"state": self.inner.state_dict()["state"]}, tensors)
         return document | {"moments": moments}, tensors
 

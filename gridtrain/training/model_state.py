@@ -781,19 +781,19 @@ class WholeModelState(ModelState):
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
         if not (self._has_checkpoints and is_complete):
             return
-        is_after_step = between_steps or (not self.has_failed and self._is_before_step(snapshot))
-        if is_after_step and not self._optimizer.parameter_watch.has_changed:
-            self._left_at = snapshot
+        held = snapshot if between_steps else None
+        if not (between_steps or self.has_failed):
+            held = self._session.snapshot_of_model(snapshot)
+        if held is not None and held.applied >= 0 and not self._optimizer.parameter_watch.has_changed:
+            if not between_steps and self._session.is_in_turn:
+                self._optimizer.abort_turn()
+            self._left_at = held
         elif snapshot.world_size <= 1:
             is_updated = self._session.is_turn_done and self._optimizer.unapplied_step is None
-            why = CHANGED if is_after_step else UNSETTLED if is_updated else WITHIN_STEP
+            why = CHANGED if held is not None else UNSETTLED if is_updated else WITHIN_STEP
             self._lost_step = snapshot.applied + 1, why
-        elif is_after_step:
+        elif held is not None:
             log.warning(NOT_SAVED, CHANGED)
-
-    def _is_before_step(self, snapshot: WorkerSnapshot) -> bool:
-        session = self._session
-        return session.is_before_step(snapshot) and (not session.is_in_turn or self._optimizer.abort_turn())
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self.checkpoints.drop_residual(step)

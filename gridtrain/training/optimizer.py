@@ -203,7 +203,8 @@ class GridOptimizer(WrappingOptimizer):
         self.wait = wait
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
-        self._sent: SentStep | None = None
+        self._sent: SentStep | None = None  # until its outcome is known
+        self._is_usable = True  # the argument of the latest `_run_attempts`
         self.weights = BatchWeights(weigh_by, self._flat, session)
 
     @property
@@ -318,6 +319,10 @@ class GridOptimizer(WrappingOptimizer):
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
         check_applied(self.unapplied_step)
+        if not self._is_applied and self._overlapper is None:  # interrupted; the gradient is still in flat_N
+            self._run_attempts(self._is_usable)
+            self._has_exchanged = True
+            return not self.last_skipped
         self._check_batches()
         self._check_script_changes(self.parameter_watch.is_written)
         self.weights.take()
@@ -350,14 +355,14 @@ class GridOptimizer(WrappingOptimizer):
             early: the buckets that have already been sent.
         """
         self.base.check_sometimes()
-        self._is_applied = False
+        self._is_applied, self._is_usable = False, usable
         self._is_exchanging = True
         try:
             self._iterate_attempts(usable, early)
             self._turn_start = None
+            self.weights.end_step()
         finally:
             self._is_exchanging = False
-            self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         finish_queued_work(self._flat.flat_N.device)  # the measured speed includes the backward pass
@@ -367,9 +372,10 @@ class GridOptimizer(WrappingOptimizer):
         averages = compared = before = trial = weighed = None
         while True:
             if self._sent is not None:
-                (plan, attempt, averages), self._sent = self._sent, None
+                plan, attempt, averages = self._sent
                 before = plan
                 outcome = self._session.await_submitted()
+                self._sent = None
                 self._stopwatch.lap("waiting_s")
                 if outcome.is_committed:
                     break
@@ -398,7 +404,9 @@ class GridOptimizer(WrappingOptimizer):
             settings_text = hyperparameters.hyperparameters_json(self._settings_of_step)
             self.absence.check_step(plan.step, settings_text)
             self.residual.mark_sent(attempt)
+            self._sent = plan, attempt, averages
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
+            self._sent = None
             self._stopwatch.lap("communicating_s")
             if outcome.is_committed:
                 break
@@ -510,11 +518,38 @@ class GridOptimizer(WrappingOptimizer):
         """Whether the parameters are still those after the last step, even if a new batch was requested."""
         return not self.parameter_watch.has_changed
 
-    def abort_turn(self) -> bool:
-        """Undo what the turn in progress has changed, so that `pack` can copy the state before the turn;
-        return whether this is possible.  No step may be taken afterwards."""
+    def abort_turn(self) -> None:
+        """Undo what the turn in progress has changed, so that `pack` can copy the state before the turn.  The
+        turn's update must not have been applied, not even in part."""
         self._statistics.restore()
-        return True
+
+    def resume(self) -> None:
+        """Prepare for the next batch after the script has left its loop, such as an interrupted cell of a
+        notebook: finish a step whose exchange has begun; otherwise undo what the turn has changed.
+
+        Raises:
+            GridtrainError: the step can neither be finished nor undone.
+        """
+        check_applied(self.unapplied_step)
+        if not self._is_applied:
+            self._finish_step()
+        elif self.local_calls or not self._session.is_turn_done:
+            if self.delay or self._overlapper is not None:
+                raise interrupted_error(self._session.step, "its exchange overlaps with the computation")
+            self.abort_turn()
+            if self._turn_start is not None:
+                self.capture_turn_state()()  # restores trackers and settings from the start of the turn
+        self.inner.zero_grad()  # the script may not have done it
+
+    def _finish_step(self) -> None:
+        """Continue an interrupted exchange, and do what the script does in and after a step."""
+        overlaps = self.delay or self._overlapper is not None
+        obstacle = "its exchange overlaps with the computation" if overlaps else self.absence.find_change()
+        if obstacle:
+            raise interrupted_error(self._session.step, obstacle)
+        self._run_attempts(self._is_usable)
+        self._apply()
+        self.absence.advance_schedulers()
 
     def _compare(self) -> None:
         step, self._step = self._step, -1
@@ -750,6 +785,19 @@ def check_applied(unapplied_step: int | None) -> None:
             remedy="let the exception end this script, and start it again: it then receives the group's "
             "state or, without other workers, continues from its latest checkpoint",
         )
+
+
+def interrupted_error(step: int, why: str) -> GridtrainError:
+    """Return the error for a loop that is run again after an interrupt that does not allow it.
+
+    Args:
+        step: the number of steps that the model contains.
+        why: the reason, as a clause.
+    """
+    return GridtrainError(
+        f"this worker's script was interrupted in step {step + 1}, which cannot be continued: {why}",
+        remedy="call grid.close(), and run the script, or all cells from gridtrain.join() on, again",
+    )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:

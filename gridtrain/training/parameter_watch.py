@@ -2,7 +2,7 @@
 
     for ... in grid.batches(...):    record_turn, when the next turn begins; True after a change by the loop
         p.clamp_(-1, 1)              is_written is True
-        optimizer.step()             record_step
+        optimizer.step()             record_step; record, after a local step
         p.clamp_(-1, 1); break       record_end: changes by the loop after a step belong to that step
     model.load_state_dict(best)      has_changed is True: a checkpoint written now would contain these values
     grid.close()

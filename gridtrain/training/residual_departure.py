@@ -30,6 +30,7 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
+from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome
 from gridtrain.training.checkpoint.checkpoint_store import (
     matches_facts,
     parse_facts,
@@ -87,7 +88,13 @@ def transfer_residual(
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s
     rounds = session.connection.loop.step_rounds
-    residual_N = residual.take(lambda: rounds.resolve_last(until_s - time.monotonic()))
+
+    def resolve() -> RoundOutcome | None:
+        outcome = rounds.resolve_last(until_s - time.monotonic())
+        is_before = outcome is not None and _held_snapshot(session).applied < session.snapshot.applied
+        return NOT_COMMITTED if is_before else outcome
+
+    residual_N = residual.take(resolve)
     if residual_N is None and residual.size:
         log.warning(
             "this worker's residual is lost: it is not known whether its last step was committed and applied"
@@ -121,7 +128,16 @@ def transfer_residual(
     rest_N = residual_N if sent is False else chosen.remainder_N
     if rest_N is None:
         return None
-    return LeftResidual(snapshot.applied, snapshot.history, rest_N, layers)
+    held = _held_snapshot(session)
+    return LeftResidual(held.applied, held.history, rest_N, layers)
+
+
+def _held_snapshot(session: GroupSession) -> WorkerSnapshot:
+    """Return the snapshot of the step to which this worker's residual belongs: the group's last step or, if
+    this worker is alone and has not applied that step, the step before."""
+    snapshot = session.snapshot
+    own = session.snapshot_of_model(snapshot) if snapshot.world_size == 1 else None
+    return own or snapshot
 
 
 def _obstacle(snapshot: WorkerSnapshot) -> str:

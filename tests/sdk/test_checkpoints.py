@@ -137,14 +137,14 @@ class FailingData(list[Any]):
         (gridtrain.Dense(), "reading the batch", ["step-00000005"]),
         (gridtrain.Dense(), "computing", []),
         (gridtrain.LocalSteps(every=2), "reading the batch", ["step-00000005"]),
-        (gridtrain.LocalSteps(every=2), "reading the second batch", []),
+        (gridtrain.LocalSteps(every=2), "reading the second batch", ["step-00000005"]),
     ],
     ids=lambda value: value.describe() if hasattr(value, "describe") else None,
 )
-def test_a_data_error_leaves_a_checkpoint_unless_the_step_has_begun(
+def test_a_data_error_leaves_a_checkpoint_unless_the_script_computes(
     exchange: Any, where: str, written: list[str], tmp_path: Path
 ) -> None:
-    """A script that waits for its next batch has stepped its schedulers and has not begun the step."""
+    """A script that waits for its next batch has stepped its schedulers; local steps are undone."""
 
     def work(grid: gridtrain.Grid) -> None:
         model = copy.deepcopy(NET)
@@ -278,6 +278,102 @@ def test_a_worker_that_ends_before_its_next_update_leaves_a_checkpoint_with_its_
     assert [path.name for path in (tmp_path / "cut" / "worker-0").glob("step-*")] == ["step-00000005"]
     (resumed,) = run(tmp_path / "cut", 1, lambda grid: work(grid, ends=False), every=100)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("exchange", "where"),
+    [
+        (gridtrain.Dense(), "after the commit"),
+        (gridtrain.GTopK(density=0.5), "after the commit"),
+        (gridtrain.LocalSteps(every=3), "after the commit"),
+        (gridtrain.LocalSteps(every=3), "in the first update"),
+        (gridtrain.LocalSteps(every=3), "in the second update"),
+        (gridtrain.LocalSteps(every=3), "after the second update"),
+        (gridtrain.LocalSteps(every=3, outer_momentum=0.9), "before the exchange"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
+)
+def test_a_worker_that_ends_before_the_groups_update_leaves_the_state_before_the_step(
+    exchange: Any, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last worker continues as without the end, with its residual."""
+
+    def work(grid: gridtrain.Grid, *, ends: bool) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, exchange, lr=0.001)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        grid.track(scheduler=scheduler)
+        calls = grid.calls_per_step
+        count = 0
+        rounds: Any = grid._session._loop.step_rounds
+
+        def stop(here: str, call: int) -> None:
+            if ends and here == where and count == 5 * calls + call:
+                raise Interrupted
+
+        def finish_round(mine: Any) -> Any:
+            stop("before the exchange", calls - 1)
+            outcome = await_submitted(mine)
+            stop("after the commit", calls - 1)
+            return outcome
+
+        await_submitted = rounds.await_submitted
+        monkeypatch.setattr(rounds, "await_submitted", finish_round)
+        optimizer.inner.register_step_post_hook(
+            lambda *_: (stop("in the first update", 0), stop("in the second update", 1))
+        )
+        with suppress(Interrupted):
+            for _ in train_steps(grid, model, optimizer, DATA, batch_size=2, steps=9):
+                scheduler.step()
+                stop("after the second update", 1)
+                count += 1
+        return dict(model.state_dict())
+
+    (whole,) = run(tmp_path / "whole", 1, lambda grid: work(grid, ends=False), every=100)
+    run(tmp_path / "cut", 1, lambda grid: work(grid, ends=True), every=100, saves_on_leaving=True)
+    folder = tmp_path / "cut" / "worker-0"
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000005"]
+    (resumed,) = run(tmp_path / "cut", 1, lambda grid: work(grid, ends=False), every=100)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_a_checkpoint_of_a_worker_that_ends_within_local_steps_has_no_moments_of_these_steps(
+    tmp_path: Path,
+) -> None:
+    def work(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, gridtrain.LocalSteps(every=2), momentum=0.9)
+        for count, _ in enumerate(train_steps(grid, model, optimizer, DATA, batch_size=6, steps=STEPS)):
+            if count == 8:
+                break
+
+    run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    (folder,) = (tmp_path / "worker-0").glob("step-*")
+    assert folder.name == "step-00000004"
+    assert "moments" not in checkpoint_store.read(folder).document
+
+
+@pytest.mark.parametrize("when", ["before the first", "after the first"])
+def test_weights_that_a_script_loads_within_local_steps_are_not_saved_or_replaced(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(grid: gridtrain.Grid) -> tuple[nn.Module, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, gridtrain.LocalSteps(every=3), lr=0.001)
+        for count, batch in enumerate(grid.batches(DATA, batch_size=6, steps=STEPS)):
+            if when == "before the first" and count == 6:
+                load_other_weights(model, by_data=False)
+            train_batch(model, optimizer, batch)
+            if count == 6:
+                break
+        if when == "after the first":
+            load_other_weights(model, by_data=False)
+        return model, model.weight.detach().clone()
+
+    ((model, weight),) = run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    assert not list((tmp_path / "worker-0").glob("step-*"))
+    assert torch.equal(model.weight, weight)
+    assert f"{model_state_module.CHANGED}; steps 1 to 2 are lost" in caplog.text
 
 
 @pytest.mark.parametrize("every", [100, 0], ids=["every 100 steps", "none"])

@@ -105,8 +105,21 @@ def step_after_the_end(grid: gridtrain.Grid) -> None:
 
 def a_second_data_set(grid: gridtrain.Grid) -> None:
     model, optimizer = wrapped(grid)
+    next(train_steps(grid, model, optimizer, epochs=1))
+    next(train_steps(grid, model, optimizer, epochs=2))
+
+
+def a_loop_for_each_epoch(grid: gridtrain.Grid) -> None:
+    model, optimizer = wrapped(grid)
     for _ in range(2):
         list(train_steps(grid, model, optimizer, epochs=1))
+
+
+def a_loop_after_close(grid: gridtrain.Grid) -> None:
+    model, optimizer = wrapped(grid)
+    next(train_steps(grid, model, optimizer, epochs=1))
+    grid.close()
+    next(train_steps(grid, model, optimizer, epochs=1))
 
 
 def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
@@ -154,6 +167,8 @@ ERRORS = {
     a_local_step_for_each_part_of_one: f"{TOO_EARLY} -> call optimizer.step() once per 2 batches",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
     a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
+    a_loop_for_each_epoch: "the run of 1 epoch has ended -> iterate once, not once for each epoch",
+    a_loop_after_close: "this worker has left the run: its grid was closed -> call gridtrain.join()",
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
     "a DataLoader with workers reads the next batch too early: use num_workers=0, or replace the loader with "
     "grid.batches(dataset, ..., num_workers=n)",

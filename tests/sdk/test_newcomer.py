@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -143,6 +144,24 @@ def test_an_invitation_admits_the_same_worker_again(start_coordinator: StartCoor
         gridtrain.join(text)
     assert caught.value.code == "invitation"
     assert len(list(state.rglob("*.key"))) == 1, "the refused worker has left no key"
+
+
+def test_a_thread_that_joins_while_it_holds_a_grid_of_the_run_is_warned(
+    start_coordinator: StartCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a notebook whose cells are run again; two threads may each hold a grid."""
+    warning = 'this script still holds the worker anna of the run "default", for which the new one will wait'
+    text = start_coordinator().invitation(uses=3).text()
+    with gridtrain.join(text, name="anna") as grid:
+        other = threading.Thread(target=lambda: gridtrain.join(text, name="bert").close())
+        other.start()
+        other.join(WITHIN_S)
+        assert not other.is_alive() and warning not in caplog.text
+        gridtrain.join(text).close()
+        assert caplog.text.count(warning) == 1 and "call grid.close() before gridtrain.join()" in caplog.text
+        grid.close()
+        gridtrain.join(text).close()
+    assert caplog.text.count(warning) == 1
 
 
 def test_an_invitation_of_another_coordinator_is_refused(start_coordinator: StartCoordinator) -> None:

@@ -249,6 +249,7 @@ def test_a_residual_that_stays_says_why(
             loop=SimpleNamespace(step_rounds=None), take_last_residuals=lambda timeout_s: ([], 0.0)
         ),
         snapshot=snapshot,
+        snapshot_of_model=lambda here: here,
         report_figures=lambda figures: None,
     )
     left = transfer_residual(session, residual, 1 << 20, None)

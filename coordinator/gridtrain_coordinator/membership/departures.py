@@ -81,13 +81,14 @@ class Departures:
         event: str = "lost",
         *,
         code: str = DISMISSED,
+        remedy: str = RESTART,
         notify: bool = True,
     ) -> list[Effect]:
         """Remove and disconnect a worker.
 
         Args:
             event: the event's name in the log, "lost" or "removed".
-            code: the code of the `Refused` for the worker.
+            code, remedy: the code and the remedy of the `Refused` for the worker.
             notify: whether to send `reason` to the worker; False if it has already been sent.
         """
         worker = self._run.workers.get(peer)
@@ -95,7 +96,7 @@ class Departures:
             return [Disconnect(peer)]
         effects = self._remove(worker, reason, event)
         if notify and not self._run.is_finished:
-            effects.append(Send(peer, m.Refused(code, reason, RESTART)))
+            effects.append(Send(peer, m.Refused(code, reason, remedy)))
         return [*effects, Disconnect(peer)]
 
     def replace_process(self, peer: m.PeerId, name: str) -> list[Effect]:

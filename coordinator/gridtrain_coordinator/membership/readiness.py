@@ -148,8 +148,22 @@ class Readiness:
             reasons |= dict.fromkeys((p for p in sources if p in run.workers), text)
         effects: list[Effect] = []
         for peer, reason in reasons.items():
-            effects += self._departures.dismiss(peer, reason)
+            source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
+            if source is not None and source.progressed_s < run.view_change.last_installed_s:
+                effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))
+            else:
+                effects += self._departures.dismiss(peer, reason)
         return effects, False
+
+    def _dismiss_waiting(self, peer: m.PeerId, holder: str) -> list[Effect]:
+        """Dismiss a member that waits for the state of another one, whose training loop does not run."""
+        return self._departures.dismiss(
+            peer,
+            f"did not receive the model within {self._run.limits.ready_s:.0f} s from {holder}, the worker "
+            "that holds it, whose training loop makes no progress",
+            remedy=f"ask the owner of {holder} to continue its loop (in a notebook, to run the cell again) "
+            "or to stop that worker (grid.close()), then restart this worker",
+        )
 
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.

@@ -372,6 +372,27 @@ def test_the_only_source_stays() -> None:
     assert run.present == "a"
 
 
+def test_a_newcomer_that_waits_for_an_idle_holder_is_told_what_its_owner_can_do() -> None:
+    """Such as a script in a notebook, between two cells."""
+    run = Trained("a", "c")
+    source = run.core.run.workers[A]
+    source.figures = {SAMPLES_FIGURE: 100.0, SECONDS_FIGURE: 2.5}
+    source.progressed_s = -1.0
+    while C in run.core.run.workers:
+        run.now_s += 1.0
+        source.liveness.last_heard_s = run.now_s
+        run.tick()
+    (refused,) = sent(run.seen, m.Refused, C)
+    assert refused.reason == (
+        "did not receive the model within 20 s from a, the worker that holds it, whose training loop makes "
+        "no progress"
+    )
+    assert refused.remedy == (
+        "ask the owner of a to continue its loop (in a notebook, to run the cell again) or to stop that "
+        "worker (grid.close()), then restart this worker"
+    )
+
+
 def test_a_source_in_a_long_step_is_waited_for_according_to_its_step_time() -> None:
     """Its counter does not advance until the step is over; a source that sends nothing looks the same."""
     for step_s, least, most in ((20.0, 160, 200), (0.1, 19, 41)):
