@@ -754,6 +754,17 @@ def test_a_newcomer_gets_the_median_share_of_the_others() -> None:
     assert run.shares == {A: 30, B: 10, C: 20}
 
 
+def test_an_exaggerated_batch_size_gets_a_bounded_share() -> None:
+    """Otherwise one worker could take all samples of the run, and train on none of them."""
+    run = ScriptedCoordinator(min_workers=4)
+    sizes = {A: 8, B: 8, C: 2**31 - 1, D: 256}
+    for peer, size in sizes.items():
+        run.join(peer, setup=replace(SETUP, batch_size=size))
+    assert {x.peer: x.share for x in run.core.run.member_list} == sizes | {C: 512}
+    reason = "each worker takes its own batch size, but at most 64 times the median batch size"
+    assert run.core.snapshot(0.0)["plan_reason"].endswith(f"{reason}: c 512 instead of {2**31 - 1}")
+
+
 CATCHING_UP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)
 
 
