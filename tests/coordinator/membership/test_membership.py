@@ -666,6 +666,26 @@ def test_without_a_suspect_the_youngest_member_is_dismissed() -> None:
     assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last member holds the model"
 
 
+def test_after_a_dismissal_the_stalls_are_counted_anew() -> None:
+    run = Run(A, B, C)
+    assert [stall(run, (A, B, C)) for _ in range(6)] == [[]] * 5 + [[C]]
+    assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
+
+
+@pytest.mark.parametrize(("reporters", "dismissed"), [(b"ddadda", D), (b"adadad", E)])
+def test_a_member_that_reports_most_stalls_is_dismissed_unless_it_is_the_root(
+    reporters: bytes, dismissed: m.PeerId
+) -> None:
+    """D names another suspect each time, so that none of them is dismissed for it."""
+    run, members = Run(A, B, C, D, E), (A, B, C, D, E)
+    assert run.core.run.member_order[0] == A
+    for number, letter in enumerate(reporters):
+        suspects = (members[number % 3],) if letter == D[0] else ()
+        reporter = bytes([letter]) * 32
+        found = stall(run, (reporter, *(peer for peer in members if peer != reporter)), *suspects)
+        assert found == ([dismissed] if number == 5 else []), number
+
+
 def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     run = Run(A, B, C)
     members = (A, B, C)
