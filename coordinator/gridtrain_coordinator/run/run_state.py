@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median_low
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -134,6 +135,7 @@ class RunState:
         self.member_list = members  # in rank order; () if no worker holds the model
         self.member_order = tuple(member.peer for member in members)  # their keys
         self.members = frozenset(self.member_order)
+        self._reported_steps: dict[m.PeerId, int] = {}
 
     # -- queries -----------------------------------------------------------------------------------
 
@@ -302,13 +304,23 @@ class RunState:
     def unregister(self, worker: Worker) -> None:
         """Remove a worker from the registry, but keep its step and the skipped steps that it reported."""
         self._last_skipped = self.skipped_steps
-        del self.workers[worker.peer]
         if worker.peer in self.members:
-            self.record_step(worker.step)  # so that a rollback is measured from this step
+            self.record_report(worker.peer, worker.step)  # so that a rollback is measured from this step
+        del self.workers[worker.peer]
 
     def record_step(self, step: int) -> None:
         self.highest_step = max(self.highest_step, step)
         self.has_committed = self.has_committed or step > 0
+
+    def record_report(self, peer: m.PeerId, step: int) -> None:
+        """Record a member's step, as far as others confirm it: the lower median of the members' steps.
+
+        The last steps of members that have left count, too: no member could commit a step without them.
+        """
+        self.has_committed = self.has_committed or step > 0
+        self._reported_steps[peer] = min(step, MAX_STEPS + 1)
+        others = {other: self.workers[other].step for other in self.present_members if other != peer}
+        self.record_step(median_low((self._reported_steps | others).values()))
 
     def roll_back(self, applied: int) -> None:
         """Lower the highest step to `applied` + 1; the run continues after step `applied`."""
@@ -335,9 +347,10 @@ class RunState:
         run has members and the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
+            self.record_report(worker.peer, worker.step)
             # A member that leaves before its first step keeps the checkpoint with which it joined.
-            joined_step = min(worker.checkpoint_step or 0, self.highest_step)
-            self.left_step = max(self.left_step, worker.kept_step, joined_step)
+            kept_step = max(worker.kept_step, worker.checkpoint_step or 0)
+            self.left_step = max(self.left_step, min(kept_step, self.highest_step))
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []
@@ -361,7 +374,9 @@ class RunState:
         """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
         if peer in self.members:  # other workers have committed no steps
-            self.record_step(min(applied, MAX_STEPS) + 1)
+            self.record_report(peer, applied + 1)
+            if peer in self.workers:
+                self.workers[peer].step = min(applied, MAX_STEPS) + 1
 
     def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = f"the final model was not written: {reason}"

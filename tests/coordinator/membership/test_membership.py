@@ -1159,6 +1159,30 @@ def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_w
     assert status.endswith(f"; its owner has ended the run, which ends at step 30 or a few later: {rest}")
 
 
+@pytest.mark.parametrize("false", [m.Heartbeat(1, 2**63 - 1, 1, ()), m.RunFinished(2**62, bytes(32))])
+def test_one_member_alone_cannot_raise_the_step_of_the_run(false: m.Message) -> None:
+    """Otherwise the status shows it, and the next generation looks like a return to an earlier step."""
+    run = Run(A, B)
+    run.say(B, false)
+    run.say(A, m.Heartbeat(1, 20, 1, ()))
+    assert run.core.run.highest_step == run.core.snapshot(run.now_s)["step"] == 20
+    run.say(B, m.Heartbeat(2, 2**63 - 1, 2, ((m.KEPT_STEP, 2.0**60),)))
+    run.say(B, m.Leave(""))
+    assert run.core.run.highest_step == run.core.run.left_step == 20
+    run.report(A)
+    run.start(A)
+    run.say(A, m.Heartbeat(2, 30, 2, ()))
+    assert run.core.run.highest_step == 30, "no other member is left to confirm it"
+
+
+def test_the_last_member_to_leave_cannot_raise_the_step_of_the_run_either() -> None:
+    run = Run(A, B)
+    run.say(A, m.Heartbeat(1, 20, 1, ()))
+    run.say(B, m.Heartbeat(1, 2**63 - 1, 1, ()))
+    run.say(A, m.Leave("")), run.say(B, m.Leave(""))
+    assert run.core.run.highest_step == 20
+
+
 def test_the_answer_to_the_owner_of_a_run_with_one_member_is_in_the_singular() -> None:
     run = Run(A)
     again = ScriptedCoordinator(term=2, journal=run.journal)
