@@ -184,7 +184,7 @@ class StalledStep:
     6th               dora       any        yes             dora       reported most stalls, and is not root
 
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
-    is late, and which members it is not connected to.  After a dismissal the count starts anew.
+    is late, and which members it is not connected to.  After a dismissal the count restarts.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -210,7 +210,7 @@ class StalledStep:
         """Map the members to dismiss because of this stall to the code and the reason for the `Refused`."""
         found = self._find_after_many(stalled.reason) or self._find_suspects(stalled, reporter, now_s)
         if found:
-            self._step = -1  # the others' count starts anew
+            self._step = -1  # the others' count restarts
         return found
 
     def _find_after_many(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:

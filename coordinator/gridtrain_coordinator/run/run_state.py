@@ -59,6 +59,8 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
+        latest_members: the members of the latest generation that trained or is in the journal, also when they
+            no longer hold the model; empty for a new run.
         left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
@@ -91,7 +93,7 @@ class RunState:
         self.paused_workers = PausedWorkers()
         self._last_skipped = SkippedSteps()
         self.skip_alert = SkipAlert()
-        self.highest_step = 0
+        self.highest_step = self._step_before = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
@@ -99,13 +101,14 @@ class RunState:
         self.left_step, self.model_lost_s = 0, -math.inf
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
+        self.latest_members: frozenset[m.PeerId] = frozenset()
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
     def restore(self, recovered: RecoveredRun) -> None:
         """Continue the run that was recovered from the journal."""
         self.generation, self.definition = recovered.generation, recovered.definition
-        self.has_committed = recovered.has_committed
+        self.has_committed, self.latest_members = recovered.has_committed, recovered.latest_members
         if recovered.definition is not None:
             self.partition.define(recovered.definition)
         view = recovered.view
@@ -261,6 +264,8 @@ class RunState:
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""
+        if not self.members:
+            self._step_before = self.highest_step
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -291,6 +296,8 @@ class RunState:
 
     def lose_model(self, now_s: float) -> None:
         """Remove all members.  Call when no remaining worker holds the model."""
+        if not self.has_started and self.view is not None and self.highest_step == self.view.applied + 1:
+            self.highest_step = self._step_before  # no member has trained with the checkpoint of that step
         self._set_members(())
         self.model_lost_s = now_s
         self.view, self.has_started = None, False
@@ -394,7 +401,8 @@ class RunState:
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
         """Change the phase; return the entry for the journal."""
         self.phase, self._reason = phase, reason
-        self.has_started = self.has_started or phase is RunPhase.TRAINING
+        if phase is RunPhase.TRAINING:
+            self.has_started, self.latest_members = True, self.members
         return self.phase_entry(phase, reason, **more)
 
     def term_entry(self) -> JournalEntry:

@@ -1492,6 +1492,34 @@ def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, r
     assert bool(run.notes("rollback")) == (not returns)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(
+    ("returning", "step"),
+    [
+        ("a105 b105 c300", 105),  # the run had reached step 105, and c was not in it
+        ("a105 b110 c300", 110),  # b wrote a checkpoint of steps that it had not reported yet
+        ("c300 d", 300),  # without another checkpoint the alternative is step 0
+        ("a105 c300 d300", 300),  # the journal may be a backup, and older than the run
+    ],
+)
+def test_a_checkpoint_of_a_step_that_the_run_has_not_reached_needs_a_member_or_a_majority(
+    returning: str, step: int, restarts: bool
+) -> None:
+    run = all_left(min_workers=2)
+    leave(run)
+    if restarts:
+        limits = Deadlines(silence_s=1e9)
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2, limits=limits)
+    run.core.run._min_workers = len(returning.split())
+    for text in returning.split():
+        peer = text[:1].encode() * 32
+        restart(run, peer, step=int(text[1:])) if text[1:] else run.join(peer)
+    advance_until(run, run.now_s + 5.0)
+    assert run.view.applied + 1 == step
+    ignored = [(note.fields["name"], note.fields["step"]) for note in run.notes("checkpoint_ignored")]
+    assert ignored == ([("c", 300)] if step < 300 else [])
+
+
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
     run = all_left()
     leave(run)
