@@ -14,6 +14,7 @@ SENTENCES = {
     "caught_up": "{name} has received the state up to step {step}",
     "checkup": "`gridtrain doctor` connected from {from}",
     "checkpoint_failed": "{name} could not write a checkpoint in {failed}: {remedy}",
+    "checkpoint_ignored": "{name} has a checkpoint of step {step}, but the run had reached step {reached}",
     "checkpoint_written": "{name} is writing checkpoints again",
     "checkpoint_uploaded": "{name} is uploading checkpoints again",
     "dashboard_failed": "the dashboard failed: {reason}",

@@ -502,7 +502,8 @@ class Grid:
                 generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
                 an iterable data set that generates other samples each time is refused.
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
-                end of a pass.
+                end of a pass, or if it exceeds 64 times the median of the workers, which the coordinator
+                logs.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.  A step
                 is smaller at the end of a pass, or if a worker is lost during the step; the samples of the

@@ -12,7 +12,7 @@ One member's report about another is never by itself sufficient to dismiss eithe
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 from gridtrain.core import messages as m
@@ -181,37 +181,57 @@ class StalledStep:
     3rd               root       clara      yes             clara      she was suspected three times
     3rd               dora       clara      no              dora       the only accuser, and not the root
     6th               root       dora       yes             erik       the newest, presumed to be at fault
+    6th               dora       any        yes             dora       reported most stalls, and is not root
 
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
-    is late, and which members it is not connected to.
+    is late, and which members it is not connected to.  After a dismissal the count restarts.
     """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._step = -1
-        self._stall_count = 0
+        self._reporters: Counter[m.PeerId | None] = Counter()  # None: the root at that time
         self._accusers: defaultdict[m.PeerId, list[m.PeerId]] = defaultdict(list)
 
     def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId) -> int:
         """Record a stall; return the number of generations in which the step has stalled."""
         if step != self._step:
-            self._step, self._stall_count = step, 0
+            self._step = step
+            self._reporters.clear()
             self._accusers.clear()
-        self._stall_count += 1
+        self._reporters[None if reporter == self._run.member_order[0] else reporter] += 1
         for peer in self._run.members & set(stalled.suspects):
             self._accusers[peer].append(reporter)
-        return self._stall_count
+        return self._reporters.total()
 
     def find_at_fault(
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
     ) -> dict[m.PeerId, tuple[str, str]]:
         """Map the members to dismiss because of this stall to the code and the reason for the `Refused`."""
+        found = self._find_after_many(stalled.reason) or self._find_suspects(stalled, reporter, now_s)
+        if found:
+            self._step = -1  # the others' count restarts
+        return found
+
+    def _find_after_many(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
+        """Return the member to dismiss because the step has stalled in many generations."""
+        present, times = self._run.present_members, self._reporters.total()
+        if times < STALLS_BEFORE_REMOVING_NEWEST or len(present) < 2:
+            return {}
+        # A false report comes before the root's, which waits for a timeout, and must not cost another member.
+        ((most, reports),) = self._reporters.most_common(1)
+        if most in present and 2 * reports > times:
+            text = f"reported {reports} of {times} stalls of step {self._step}: {reason}"
+            return {most: (DISMISSED, text)}
+        text = f"is the newest member, and step {self._step} failed in {times} generations: {reason}"
+        return {max(present, key=self._run.workers.seniority): (DISMISSED, text)}
+
+    def _find_suspects(
+        self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
+    ) -> dict[m.PeerId, tuple[str, str]]:
+        """Return the suspects that are at fault, or the reporter if it alone suspects a member."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
-        present, root = self._run.present_members, self._run.member_order[0]
-        if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:
-            times = self._stall_count
-            text = f"is the newest member, and step {step} failed in {times} generations: {reason}"
-            return {max(present, key=workers.seniority): (DISMISSED, text)}
+        root = self._run.member_order[0]
         patience_s = max(stalled.silent_s, self._run.limits.patience_floor_s)
         found: dict[m.PeerId, tuple[str, str]] = {}
         for peer in stalled.suspects:

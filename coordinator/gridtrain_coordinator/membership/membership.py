@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from statistics import median_low
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -340,9 +341,10 @@ class Membership:
 
     @property
     def _latest_step(self) -> int:
-        """The highest known step, including those reported in heartbeats."""
+        """The run's step, or a later one that most of the members have reported in heartbeats."""
         run = self.run
-        return max(run.highest_step, *(run.workers[peer].step for peer in run.present_members), 0)
+        steps = [run.workers[peer].step for peer in run.present_members]
+        return max(run.highest_step, median_low(steps or [0]))
 
     @property
     def is_model_pending(self) -> bool:
@@ -608,8 +610,8 @@ class Membership:
         notes: list[Effect] = [*worker.record_heartbeat(beat, now_s)]
         self._planner.record_compute_metrics(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
-        if run.view_change.is_idle and worker.peer in run.members:
-            run.record_step(beat.step)  # so that a rollback is recognized
+        if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # it reads all members' steps
+            run.record_report(worker.peer, beat.step)  # so that a rollback is recognized
         if run.phase is RunPhase.TRAINING and worker.peer in run.members:
             notes += self._announce_alert(worker, now_s)
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]

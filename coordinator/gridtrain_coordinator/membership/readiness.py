@@ -122,8 +122,9 @@ class Readiness:
     def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
         """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.
 
-        The longest-serving member that holds the model always stays.  If it waits for parts of its stage, the
-        members that should have sent them are dismissed.
+        The longest-serving member that holds the model stays, unless it sends a checkpoint to none of several
+        others before the training begins.  If it waits for parts of its stage, the members that should have
+        sent them are dismissed.
 
         Returns the effects, and whether the generation was abandoned because another source is needed.
         """
@@ -139,6 +140,9 @@ class Readiness:
         staying = self._record_failure(holders, late, now_s)
         if staying:
             return self._replace_source(late, staying)
+        if self._is_checkpoint_unsent(holders, late, now_s):
+            text = f"sent its checkpoint to no other worker within {ready_s:.0f} s"
+            return [x for peer in holders for x in self._departures.dismiss(peer, text)], False
         eldest = min((p for p in holders if p in run.workers), key=run.workers.seniority, default=None)
         reasons = dict.fromkeys((p for p in late if p != eldest), f"was not ready within {ready_s:.0f} s")
         if eldest in late:
@@ -164,6 +168,19 @@ class Readiness:
             remedy=f"ask the owner of {holder} to continue its loop (in a notebook, to run the cell again) "
             "or to stop that worker (grid.close()), then restart this worker",
         )
+
+    def _is_checkpoint_unsent(
+        self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
+    ) -> bool:
+        """Return whether more members than the holders wait for a checkpoint, and none has received it.
+
+        Only before training: until then, that the holders have the checkpoint is merely their claim.
+        """
+        run, joining = self._run, self._joining()
+        is_claim = not run.has_started and run.view is not None and run.view.applied >= 0
+        if not is_claim or run.partition.is_pipeline or len(joining) <= len(holders):
+            return False
+        return joining <= set(late) and not any(self._is_busy(run.workers[peer], now_s) for peer in joining)
 
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.

@@ -302,7 +302,8 @@ class GenerationPlanner:
         if not is_pipeline:
             return assign_shares(workers, total, self._batch_shares)
         layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
-        return stage_shares(batch_limits(workers), layout, total)
+        names = [worker.name for worker in workers]
+        return stage_shares(names, batch_limits(workers), layout, total)
 
     @property
     def _global_batch_size(self) -> int | None:

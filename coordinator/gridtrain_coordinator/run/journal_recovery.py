@@ -44,6 +44,7 @@ class RecoveredRun:
             longer, or when a worker left with checkpoints; 0 if none of these followed the latest generation.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
+        latest_members: the members of the latest generation, also if no worker holds the model.
         names: the latest names of all members, including those that have left.
         left_workers: by key, the workers that have left with checkpoints since the latest generation, and are
             not back.
@@ -62,6 +63,7 @@ class RecoveredRun:
     names: Mapping[m.PeerId, str] = field(default_factory=dict)
     left_workers: Mapping[m.PeerId, LeftWorker] = field(default_factory=dict)
     left_step: int = 0
+    latest_members: frozenset[m.PeerId] = frozenset()
 
     @property
     def is_finished(self) -> bool:
@@ -128,6 +130,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
         left_workers=left_workers,
         highest_step=highest_step,
         left_step=left_step,
+        latest_members=frozenset(member.peer for member in roster),
     )
     if phase == RunPhase.WAITING:
         return replace(recovered, has_committed=has_committed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds, own_shares
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import LogEvent
 from gridtrain_coordinator.run.liveness import HeartbeatIntervals, Liveness, StateTransferProgress
@@ -279,9 +279,9 @@ def assign_shares(
 
     A share is the worker's own batch size, or the part of the global batch size that suits its speed.
     """
-    if global_batch_size is None:
-        return BatchShares(tuple(batch_limits(workers)), "each worker takes its own batch size")
     peers, names = [worker.peer for worker in workers], [worker.name for worker in workers]
+    if global_batch_size is None:
+        return own_shares(names, batch_limits(workers), "each worker takes its own batch size")
     return sharing.plan_shares(peers, names, global_batch_size, batch_limits(workers))
 
 

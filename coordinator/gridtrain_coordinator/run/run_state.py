@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median_low
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -58,6 +59,8 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
+        latest_members: the members of the latest generation that trained or is in the journal, also when they
+            no longer hold the model; empty for a new run.
         left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
@@ -90,7 +93,7 @@ class RunState:
         self.paused_workers = PausedWorkers()
         self._last_skipped = SkippedSteps()
         self.skip_alert = SkipAlert()
-        self.highest_step = 0
+        self.highest_step = self._step_before = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
@@ -98,13 +101,14 @@ class RunState:
         self.left_step, self.model_lost_s = 0, -math.inf
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
+        self.latest_members: frozenset[m.PeerId] = frozenset()
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
     def restore(self, recovered: RecoveredRun) -> None:
         """Continue the run that was recovered from the journal."""
         self.generation, self.definition = recovered.generation, recovered.definition
-        self.has_committed = recovered.has_committed
+        self.has_committed, self.latest_members = recovered.has_committed, recovered.latest_members
         if recovered.definition is not None:
             self.partition.define(recovered.definition)
         view = recovered.view
@@ -134,6 +138,7 @@ class RunState:
         self.member_list = members  # in rank order; () if no worker holds the model
         self.member_order = tuple(member.peer for member in members)  # their keys
         self.members = frozenset(self.member_order)
+        self._reported_steps: dict[m.PeerId, int] = {}
 
     # -- queries -----------------------------------------------------------------------------------
 
@@ -259,6 +264,8 @@ class RunState:
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""
+        if not self.members:
+            self._step_before = self.highest_step
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -289,6 +296,8 @@ class RunState:
 
     def lose_model(self, now_s: float) -> None:
         """Remove all members.  Call when no remaining worker holds the model."""
+        if not self.has_started and self.view is not None and self.highest_step == self.view.applied + 1:
+            self.highest_step = self._step_before  # no member has trained with the checkpoint of that step
         self._set_members(())
         self.model_lost_s = now_s
         self.view, self.has_started = None, False
@@ -302,13 +311,23 @@ class RunState:
     def unregister(self, worker: Worker) -> None:
         """Remove a worker from the registry, but keep its step and the skipped steps that it reported."""
         self._last_skipped = self.skipped_steps
-        del self.workers[worker.peer]
         if worker.peer in self.members:
-            self.record_step(worker.step)  # so that a rollback is measured from this step
+            self.record_report(worker.peer, worker.step)  # so that a rollback is measured from this step
+        del self.workers[worker.peer]
 
     def record_step(self, step: int) -> None:
         self.highest_step = max(self.highest_step, step)
         self.has_committed = self.has_committed or step > 0
+
+    def record_report(self, peer: m.PeerId, step: int) -> None:
+        """Record a member's step, as far as others confirm it: the lower median of the members' steps.
+
+        The last steps of members that have left count, too: no member could commit a step without them.
+        """
+        self.has_committed = self.has_committed or step > 0
+        self._reported_steps[peer] = min(step, MAX_STEPS + 1)
+        others = {other: self.workers[other].step for other in self.present_members if other != peer}
+        self.record_step(median_low((self._reported_steps | others).values()))
 
     def roll_back(self, applied: int) -> None:
         """Lower the highest step to `applied` + 1; the run continues after step `applied`."""
@@ -335,9 +354,10 @@ class RunState:
         run has members and the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
+            self.record_report(worker.peer, worker.step)
             # A member that leaves before its first step keeps the checkpoint with which it joined.
-            joined_step = min(worker.checkpoint_step or 0, self.highest_step)
-            self.left_step = max(self.left_step, worker.kept_step, joined_step)
+            kept_step = max(worker.kept_step, worker.checkpoint_step or 0)
+            self.left_step = max(self.left_step, min(kept_step, self.highest_step))
         is_other = bool(self.members) and worker.peer not in self.members
         if not worker.checkpoints or is_other or self.is_finished:
             return []
@@ -361,7 +381,9 @@ class RunState:
         """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
         if peer in self.members:  # other workers have committed no steps
-            self.record_step(min(applied, MAX_STEPS) + 1)
+            self.record_report(peer, applied + 1)
+            if peer in self.workers:
+                self.workers[peer].step = min(applied, MAX_STEPS) + 1
 
     def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = f"the final model was not written: {reason}"
@@ -379,7 +401,8 @@ class RunState:
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
         """Change the phase; return the entry for the journal."""
         self.phase, self._reason = phase, reason
-        self.has_started = self.has_started or phase is RunPhase.TRAINING
+        if phase is RunPhase.TRAINING:
+            self.has_started, self.latest_members = True, self.members
         return self.phase_entry(phase, reason, **more)
 
     def term_entry(self) -> JournalEntry:

@@ -16,7 +16,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 
 from gridtrain.core.messages import PeerId
 from gridtrain.quantities import list_first
@@ -39,7 +39,7 @@ MIN_SPEEDUP = 1.15
 """Different shares justify a new generation if a step is then computed at least this many times as fast."""
 
 MAX_MEDIAN_RATIO = 64.0
-"""Upper bound on a speed, as a multiple of the median speed, because workers report their own speeds."""
+"""Upper bound on a speed and on a batch size, as a multiple of the median: workers report their own."""
 
 MAX_NAMED_WORKERS = 8
 
@@ -152,6 +152,26 @@ class WorkerSpeeds:
     def _assumed_speeds(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
         usual = median(measured.values()) if measured else 1.0
         return [min(measured.get(peer, usual), MAX_MEDIAN_RATIO * usual) for peer in peers]
+
+
+def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> BatchShares:
+    """Return the workers' own batch sizes as their shares, but at most `MAX_MEDIAN_RATIO` times the median.
+
+    Otherwise a single worker could take nearly all samples of the run.
+
+    Args:
+        names: (len(sizes),) the workers' names, for the text of the reason.
+        sizes: their batch sizes; of an even number, the lower of the two middle ones is the median.
+        reason: the reason for the shares that are not limited.
+    """
+    most = int(MAX_MEDIAN_RATIO * median_low(sizes))
+    limited = [
+        f"{name} {most} instead of {size}" for name, size in zip(names, sizes, strict=True) if size > most
+    ]
+    if limited:
+        shown = list_first(limited, MAX_NAMED_WORKERS)
+        reason += f", but at most {MAX_MEDIAN_RATIO:g} times the median batch size: {shown}"
+    return BatchShares(tuple(min(size, most) for size in sizes), reason)
 
 
 def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from itertools import combinations, permutations, product
 
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import PeerId, Span
-from gridtrain.core.planning.batch_shares import BatchShares, divide_samples
+from gridtrain.core.planning.batch_shares import BatchShares, divide_samples, own_shares
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.errors import LocalProtocolError
 from gridtrain.quantities import format_count, format_seconds, list_first
@@ -349,10 +349,13 @@ def _improvement_text(
     )
 
 
-def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int | None) -> BatchShares:
+def stage_shares(
+    names: Sequence[str], most: Sequence[int], layout: RankLayout, global_batch_size: int | None
+) -> BatchShares:
     """Divide a batch among the members of the first stage; only these members read samples.
 
     Args:
+        names: (P,) the names of the members in rank order.
         most: (P,) the batch size of each rank if `global_batch_size` is None; otherwise the largest share of
             each rank, where 0 means no limit.
         global_batch_size: the number of samples in a step; None if each pipeline uses its first worker's
@@ -360,9 +363,9 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
     """
     rest = (0,) * (layout.world_size - layout.replicas)
     if global_batch_size is None:
-        return BatchShares(
-            (*most[: layout.replicas], *rest), "each pipeline uses its first worker's batch size"
-        )
+        why = "each pipeline uses its first worker's batch size"
+        shares = own_shares(names[: layout.replicas], most[: layout.replicas], why)
+        return BatchShares((*shares.counts, *rest), shares.reason)
     counts = divide_samples(global_batch_size, [1.0] * layout.replicas, most[: layout.replicas])
     return BatchShares(
         (*counts, *rest),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator, sent
 from scripted_member import ScriptedMember
 
@@ -408,6 +409,29 @@ def test_a_source_in_a_long_step_is_waited_for_according_to_its_step_time() -> N
             source.liveness.last_heard_s = run.now_s
             run.tick()
         assert least <= elapsed <= most, (step_s, elapsed)
+
+
+@pytest.mark.parametrize("source_is_ready", [True, False])
+def test_a_checkpoint_that_reaches_none_of_two_workers_costs_its_owner_the_membership(
+    source_is_ready: bool,
+) -> None:
+    """A claims a checkpoint that the run has not reached, and sends it to nobody."""
+    group = Group(3)
+    group.join(A, replace(SETUP, checkpoint=HELD))
+    group.join(B, SETUP), group.join(C, SETUP)
+    assert group.members == "B C a"
+    if source_is_ready:
+        group.ready(A)
+    due_s = group.core.run.view_change.deadline_s
+    while group.core.run.view_change.is_forming:
+        group.now_s = max(group.now_s, group.core.deadline_s)
+        group.tick()
+    assert group.now_s <= due_s + group.core.run.limits.first_step_s
+    assert [note.fields["name"] for note in group.notes("lost")] == ["a"]
+    group.report(B, C, synced=False)
+    group.join(D, SETUP)
+    assert group.members == "B C d" or group.members == "C D b"
+    assert not group.notes("rollback"), "nobody has reached a's step"
 
 
 # -- a member's side -------------------------------------------------------------------------------

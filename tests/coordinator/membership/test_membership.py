@@ -666,6 +666,26 @@ def test_without_a_suspect_the_youngest_member_is_dismissed() -> None:
     assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last member holds the model"
 
 
+def test_after_a_dismissal_the_stalls_are_counted_anew() -> None:
+    run = Run(A, B, C)
+    assert [stall(run, (A, B, C)) for _ in range(6)] == [[]] * 5 + [[C]]
+    assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
+
+
+@pytest.mark.parametrize(("reporters", "dismissed"), [(b"ddadda", D), (b"adadad", E)])
+def test_a_member_that_reports_most_stalls_is_dismissed_unless_it_is_the_root(
+    reporters: bytes, dismissed: m.PeerId
+) -> None:
+    """D names another suspect each time, so that none of them is dismissed for it."""
+    run, members = Run(A, B, C, D, E), (A, B, C, D, E)
+    assert run.core.run.member_order[0] == A
+    for number, letter in enumerate(reporters):
+        suspects = (members[number % 3],) if letter == D[0] else ()
+        reporter = bytes([letter]) * 32
+        found = stall(run, (reporter, *(peer for peer in members if peer != reporter)), *suspects)
+        assert found == ([dismissed] if number == 5 else []), number
+
+
 def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     run = Run(A, B, C)
     members = (A, B, C)
@@ -752,6 +772,17 @@ def test_a_newcomer_gets_the_median_share_of_the_others() -> None:
     run.join(C)
     run.report(A), run.report(B)
     assert run.shares == {A: 30, B: 10, C: 20}
+
+
+def test_an_exaggerated_batch_size_gets_a_bounded_share() -> None:
+    """Otherwise one worker could take all samples of the run, and train on none of them."""
+    run = ScriptedCoordinator(min_workers=4)
+    sizes = {A: 8, B: 8, C: 2**31 - 1, D: 256}
+    for peer, size in sizes.items():
+        run.join(peer, setup=replace(SETUP, batch_size=size))
+    assert {x.peer: x.share for x in run.core.run.member_list} == sizes | {C: 512}
+    reason = "each worker takes its own batch size, but at most 64 times the median batch size"
+    assert run.core.snapshot(0.0)["plan_reason"].endswith(f"{reason}: c 512 instead of {2**31 - 1}")
 
 
 CATCHING_UP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)
@@ -1128,6 +1159,30 @@ def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_w
     assert status.endswith(f"; its owner has ended the run, which ends at step 30 or a few later: {rest}")
 
 
+@pytest.mark.parametrize("false", [m.Heartbeat(1, 2**63 - 1, 1, ()), m.RunFinished(2**62, bytes(32))])
+def test_one_member_alone_cannot_raise_the_step_of_the_run(false: m.Message) -> None:
+    """Otherwise the status shows it, and the next generation looks like a return to an earlier step."""
+    run = Run(A, B)
+    run.say(B, false)
+    run.say(A, m.Heartbeat(1, 20, 1, ()))
+    assert run.core.run.highest_step == run.core.snapshot(run.now_s)["step"] == 20
+    run.say(B, m.Heartbeat(2, 2**63 - 1, 2, ((m.KEPT_STEP, 2.0**60),)))
+    run.say(B, m.Leave(""))
+    assert run.core.run.highest_step == run.core.run.left_step == 20
+    run.report(A)
+    run.start(A)
+    run.say(A, m.Heartbeat(2, 30, 2, ()))
+    assert run.core.run.highest_step == 30, "no other member is left to confirm it"
+
+
+def test_the_last_member_to_leave_cannot_raise_the_step_of_the_run_either() -> None:
+    run = Run(A, B)
+    run.say(A, m.Heartbeat(1, 20, 1, ()))
+    run.say(B, m.Heartbeat(1, 2**63 - 1, 1, ()))
+    run.say(A, m.Leave("")), run.say(B, m.Leave(""))
+    assert run.core.run.highest_step == 20
+
+
 def test_the_answer_to_the_owner_of_a_run_with_one_member_is_in_the_singular() -> None:
     run = Run(A)
     again = ScriptedCoordinator(term=2, journal=run.journal)
@@ -1489,6 +1544,34 @@ def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, r
     assert run.core.generation == generation + 1
     assert (run.view.applied + 1, run.roster) == ((105, "a b") if returns else (40, "b"))
     assert bool(run.notes("rollback")) == (not returns)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(
+    ("returning", "step"),
+    [
+        ("a105 b105 c300", 105),  # the run had reached step 105, and c was not in it
+        ("a105 b110 c300", 110),  # b wrote a checkpoint of steps that it had not reported yet
+        ("c300 d", 300),  # without another checkpoint the alternative is step 0
+        ("a105 c300 d300", 300),  # the journal may be a backup, and older than the run
+    ],
+)
+def test_a_checkpoint_of_a_step_that_the_run_has_not_reached_needs_a_member_or_a_majority(
+    returning: str, step: int, restarts: bool
+) -> None:
+    run = all_left(min_workers=2)
+    leave(run)
+    if restarts:
+        limits = Deadlines(silence_s=1e9)
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2, limits=limits)
+    run.core.run._min_workers = len(returning.split())
+    for text in returning.split():
+        peer = text[:1].encode() * 32
+        restart(run, peer, step=int(text[1:])) if text[1:] else run.join(peer)
+    advance_until(run, run.now_s + 5.0)
+    assert run.view.applied + 1 == step
+    ignored = [(note.fields["name"], note.fields["step"]) for note in run.notes("checkpoint_ignored")]
+    assert ignored == ([("c", 300)] if step < 300 else [])
 
 
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:

@@ -148,9 +148,10 @@ def test_a_placement_is_complete_and_moves_no_worker_needlessly(seed: int) -> No
 
 
 def test_only_the_first_stage_reads_samples() -> None:
-    layout = RankLayout(3, 2)
-    assert stage_shares([4, 6, 1, 1, 1, 1], layout, None).counts == (4, 6, 0, 0, 0, 0)
-    shares = stage_shares([0] * 6, layout, 9)
+    layout, names = RankLayout(3, 2), list("abcdef")
+    assert stage_shares(names, [4, 6, 1, 1, 1, 1], layout, None).counts == (4, 6, 0, 0, 0, 0)
+    assert stage_shares(names, [4, 999, 9, 9, 9, 9], layout, None).counts == (4, 256, 0, 0, 0, 0)
+    shares = stage_shares(names, [0] * 6, layout, 9)
     assert (
         shares.counts == (5, 4, 0, 0, 0, 0) and shares.reason == "9 samples divided evenly over 2 pipelines"
     )

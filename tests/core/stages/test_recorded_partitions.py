@@ -243,7 +243,7 @@ def test_placements_are_as_recorded(seed: int) -> None:
             rows = [placed.order[n * layout.replicas :][: layout.replicas] for n in range(stages)]
             found.append(placement_cost_s(rows, lambda a, b: delays_s[a, b]))
     most = [random.choice((0, 3, 9)) for _ in range(layout.world_size)]
-    found.append(stage_shares(most, layout, 20))
+    found.append(stage_shares([""] * len(most), most, layout, 20))
     compare(RECORDED, f"placements {seed}", found)
 
 
