@@ -156,6 +156,13 @@ class ExchangeChoice:
         return self.is_auto and self.chosen is None
 
     @property
+    def unknown_text(self) -> str:
+        """The text of the script's exchange if it is unknown, so that no round can be planned; otherwise
+        empty."""
+        facts = dict(self._setup.facts) if self._setup is not None else {}
+        return facts.get("exchange", "") if self._named is None else ""
+
+    @property
     def chosen_text(self) -> str:
         """The choice as shown and journalled; empty if nothing has been chosen."""
         return self.chosen.describe() if self.chosen is not None else ""
