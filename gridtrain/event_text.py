@@ -22,6 +22,8 @@ SENTENCES = {
     "denied": "the key {peer} has no access",
     "drifted": "the state of {name} differs from the others' at step {step}",
     "enrolled": "an invitation admitted the key {peer}",
+    "exchange_unknown": "this coordinator does not know the exchange {exchange}, so ranks are ordered by "
+    "round trips only; use a coordinator of the workers' version",
     "finished": "the run has finished: {reason}",
     "following": "the state is being sent to {names} while the others keep training",
     "freeze": "the members are waiting for a new generation: {reason}",

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-EXCHANGES = ("dense", "topk", "gtopk", "gtopk-direct", "gtopk-tree", "dense-direct", "star", "star-gtopk")
-DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
 """The maximum number of workers for which the best order on a network of unequal links is sought.
 
@@ -119,9 +117,16 @@ def _compute_seconds(_: click.Context, __: click.Parameter, text: str) -> float:
 
 def _named_exchanges(_: click.Context, __: click.Parameter, text: str) -> list[tuple[str, str]]:
     """Return the (name, encoding of dense values) of each exchange in a list, without duplicates."""
+    from gridtrain.core.planning.workload import ExchangeKind
+
     names = [name.strip() for name in text.split(",") if name.strip()]
-    rounded = {f"{name}:{values}": (name, values) for name in DENSE_EXCHANGES for values in DENSE_VALUES}
-    known = {name: (name, "fp32") for name in EXCHANGES} | rounded
+    known = {kind.value: (kind.value, "fp32") for kind in ExchangeKind}
+    known |= {
+        f"{kind}:{values}": (kind.value, values)
+        for kind in ExchangeKind
+        if not kind.is_sparse
+        for values in DENSE_VALUES
+    }
     if not names or not known.keys() >= set(names):
         raise click.BadParameter(f'"{text}" is not a list of these exchanges: {", ".join(known)}')
     return list(dict.fromkeys(known[name] for name in names))
@@ -273,7 +278,7 @@ def plan(
     if live is not None:
         if live.workload is not None:
             parameters = parameters or live.workload.parameters
-            if live.workload.kind.is_sparse:
+            if live.workload.kind.has_density:
                 density = density if given("density") else live.workload.density
                 has_density = True
                 values = values if given("values") else live.workload.values
@@ -343,7 +348,7 @@ def _estimate(
 
 def _in_local_steps(each: ExchangeEstimate, described: DescribedNetwork | LiveNetwork) -> ExchangeEstimate:
     """Estimate a sparse exchange with the density for local steps."""
-    if not each.load.kind.is_sparse:
+    if not each.load.kind.has_density:
         return each
     load = replace(each.load, density=LOCAL_STEPS_DENSITY)
     return _estimate(load, described, each.world_size, each.compute_s, each.local_steps)
@@ -436,16 +441,13 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
 
 
 def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMemory:
-    from gridtrain.config import Dense, Exchange, GTopK, LocalSteps, TopK
+    from gridtrain.config import Dense, LocalSteps
     from gridtrain.core.planning.worker_memory import worker_memory
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
-    load = each.load
-    wire: Exchange = Dense(values=load.dense_values)
-    if load.kind.is_sparse:
-        factor = 0.9 if momentum and each.local_steps == 1 else 0.0  # local steps exchange no gradients
-        kind = TopK if load.kind == "topk" else GTopK
-        wire = kind(load.density, momentum=factor)
+    load, made = each.load, each.load.kind.exchange
+    factor = 0.9 if momentum and each.local_steps == 1 else 0.0  # local steps exchange no gradients
+    wire = Dense(values=load.dense_values) if issubclass(made, Dense) else made(load.density, momentum=factor)
     return worker_memory(
         wire,
         parameters=load.parameters,
@@ -479,7 +481,7 @@ def _figures(
 
 
 def _density(each: ExchangeEstimate) -> float:
-    return each.load.density if each.load.kind.is_sparse else 1.0
+    return each.load.density if each.load.kind.has_density else 1.0
 
 
 def _subtitle(

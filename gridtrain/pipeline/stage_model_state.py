@@ -22,6 +22,7 @@ from gridtrain.core.collectives.subgroup import neighbours_within
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
+from gridtrain.core.planning.workload import NeighboursOf
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.pipeline.held_stage import HeldStage
@@ -40,7 +41,7 @@ from gridtrain.training.checkpoint.model_export import (
 )
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
-from gridtrain.training.exchangers import NeighboursOf, neighbours_of
+from gridtrain.training.exchangers import neighbours_of
 from gridtrain.training.model_state import (
     NOT_SAVED,
     ModelState,

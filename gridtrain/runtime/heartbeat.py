@@ -9,18 +9,19 @@ From the heartbeats, the peers and the coordinator decide whether this worker is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gridtrain.core.group import member_events as io
 from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES, STATE_LEFT
+from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
-EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
 STATE_MESSAGES = ("SnapshotBlock", "SnapshotDigests", "StateBlock", "StateDigest")
 """Types of messages that carry the state to a newcomer."""
 
-PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
-"""Types of messages that count as progress, because a worker that sends or receives them is not hung."""
+PROGRESS_MESSAGES = ("Data", "SnapshotBlock", "UpdateLogEntry", RELAYED_PIECE)
+"""Types of messages that count as progress, because a worker that sends or receives them is not hung.
+Control messages and what it forwards for others do not count: the I/O loop of a hung worker handles both."""
 
 
 class HeartbeatSource:
@@ -58,31 +59,34 @@ class HeartbeatSource:
         with self._mailbox.condition:
             self._figures[MISSED_STEPS] = self._figures.get(MISSED_STEPS, 0.0) + 1.0
 
-    def make_heartbeat(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.HeartbeatDue:
+    def make_heartbeat(self, traffic: TrafficCounters, left_bytes: int) -> io.HeartbeatDue:
         """Return the event that makes the core send a heartbeat.
 
         Args:
-            traffic: the number of bytes (sent, received) by message type.
+            traffic: the counters of this worker's transport.
             left_bytes: the number of bytes still missing from the state that this worker is receiving.
         """
-        moved_bytes = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
+        sent, received = traffic.sent_bytes, traffic.received_bytes
+        own_sent = sent, traffic.relayed_sent_bytes
+        own_received = received, traffic.relayed_received_bytes
+        moved_bytes = _count((*own_sent, *own_received), PROGRESS_MESSAGES)
         with self._mailbox.condition:
             if moved_bytes != self._moved_bytes or self.is_busy:
                 self._moved_bytes = moved_bytes
                 self._mailbox.count_progress()
             progress, is_waiting = self._mailbox.progress, self._mailbox.is_trainer_waiting
             figures = tuple(sorted(self._figures.items()))
-        sent_bytes = float(sum(sent for sent, _ in traffic.values()))
-        received_bytes = float(sum(received for _, received in traffic.values()))
-        exchanged_bytes = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGE_MESSAGES))
         counts = [
-            ("exchanged_bytes", exchanged_bytes),
-            ("received_bytes", received_bytes),
-            ("sent_bytes", sent_bytes),
+            ("exchanged_bytes", float(_count(own_sent, ("Data",)))),
+            ("received_bytes", float(sum(received.values()))),
+            ("sent_bytes", float(sum(sent.values()))),
         ]
-        state_bytes = float(sum(traffic.get(kind, (0, 0))[1] for kind in STATE_MESSAGES))
-        if state_bytes:
-            counts.append((STATE_BYTES, state_bytes))
+        if state_bytes := _count(own_received, STATE_MESSAGES):
+            counts.append((STATE_BYTES, float(state_bytes)))
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
         return io.HeartbeatDue(progress, is_waiting, (*figures, *counts))
+
+
+def _count(counters: Sequence[Mapping[str, int]], kinds: Sequence[str]) -> int:
+    return sum(counter.get(kind, 0) for counter in counters for kind in kinds)

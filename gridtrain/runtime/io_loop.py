@@ -370,7 +370,7 @@ class IoLoop:
 
     def _send_heartbeat(self) -> None:
         left_bytes = self.state_receiver.blobs.remaining_bytes(self._core.generation)
-        self._handle(self.heartbeat.make_heartbeat(self.traffic, left_bytes))
+        self._handle(self.heartbeat.make_heartbeat(self._transport.traffic, left_bytes))
 
     def _report_links(self, now_s: float) -> None:
         rates, probed = self._link_probe.poll(now_s)

@@ -10,7 +10,7 @@ Committed state changes only in `commit`, so an aborted attempt need not be undo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
-from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.planning.exchange_facts import direct_marker
+from gridtrain.core.planning.workload import NEIGHBOURS, NeighboursOf
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, UpdateBuffer
@@ -33,22 +33,10 @@ from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import largest_summable
 
-NeighboursOf = Callable[[int, int], frozenset[int]]
-"""Maps a rank and a world size to the ranks with which that rank exchanges messages."""
-
-_NEIGHBOURS: dict[str, NeighboursOf] = {
-    "ring": ring.neighbours,
-    "direct": direct.neighbours,
-    "all-gather": allgather.neighbours,
-    "butterfly": butterfly.neighbours,
-    "tree": tree.neighbours,
-    "star": star.neighbours,
-}
-
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
     """Return the neighbours in `exchange`, as a function of rank and world size."""
-    return _NEIGHBOURS[topology_of(round_exchange(exchange))]
+    return NEIGHBOURS[topology_of(round_exchange(exchange))]
 
 
 def topology_of(exchange: Exchange | Auto, chosen: str = "") -> str:

@@ -42,6 +42,7 @@ from gridtrain.core.messages import (
     WorkerInfo,
 )
 from gridtrain.core.planning.exchange_facts import as_direct, direct_marker
+from gridtrain.core.planning.workload import NeighboursOf
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
@@ -60,7 +61,7 @@ from gridtrain.training.checkpoint.model_export import FINAL_FILE, keep_earlier,
 from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
-from gridtrain.training.exchangers import NeighboursOf, neighbours_of
+from gridtrain.training.exchangers import neighbours_of
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.residual_departure import (
     WHOLE_MODEL,

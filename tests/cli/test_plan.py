@@ -305,7 +305,10 @@ def test_the_picture_has_a_line_for_each_exchange(tmp_path: Path) -> None:
         ),
         (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
         (("--parameters", "1M", "--workers", "four"), 'not a list such as "2..64" or "2,3,8"'),
-        (("--parameters", "1M", "--exchange", "gossip"), "not a list of these exchanges: dense, topk"),
+        (
+            ("--parameters", "1M", "--exchange", "gossip"),
+            "not a list of these exchanges: dense, dense-direct, topk",
+        ),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
     ],
 )

@@ -28,7 +28,11 @@ def compare(path: Path, name: str, found: Any) -> None:
             for key in sorted(recorded)
         )
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
-    assert shown == recorded[name]
+    test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+    assert shown == recorded.get(name), (
+        f"{name!r} is not as in {path.name}; if the change is meant, record it with "
+        f"GRIDTRAIN_RECORD=1 pytest {test}, and check the difference of the file"
+    )
 
 
 def plain(value: Any) -> Any:

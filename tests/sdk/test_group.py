@@ -252,8 +252,9 @@ def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
     assert outcomes(train, 2, deadlines=IMPATIENT) == [2, 2]
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["direct", "relayed"])
 def test_a_worker_whose_loop_stalls_is_left_out_and_rejoins(
-    together: Any, caplog: pytest.LogCaptureFixture
+    new_group: Any, hidden: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Worker 1 stalls until the other one trains alone, which goes on until both have done three steps."""
     is_alone, last_step = threading.Event(), math.inf
@@ -279,7 +280,10 @@ def test_a_worker_whose_loop_stalls_is_left_out_and_rejoins(
             train_batch(model, optimizer, batch)
         return grid.step, digest(model, optimizer)
 
-    stayed, stalled = together(train, 2, deadlines=IMPATIENT)
+    with new_group(workers=2, deadlines=IMPATIENT) as group:
+        for _ in range(2):
+            group.start(train, hidden=hidden)
+        stayed, stalled = group.finish()
     assert stayed == stalled
     assert (
         "the group continues without this worker, which made no progress while other members waited; it will "

@@ -33,31 +33,29 @@ from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.core.messages import PayloadSlot
 from gridtrain.core.planning.message_schedule import ReceiveWork
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel
-from gridtrain.core.planning.workload import HEADER_BYTES, ExchangeKind, Workload, slice_count
+from gridtrain.core.planning.workload import HEADER_BYTES, Workload, slice_count
 
 WorkTime = Callable[[ReceiveWork], float]  # seconds of a receiver for one payload
 
 
 def make_cores(load: Workload, world_size: int) -> list[Collective]:
     """The collective of such a load, one for each rank."""
-    match load.kind:
-        case ExchangeKind.DENSE:
-            slices = slice_count(load, world_size)
-            return [RingAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
-        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
-            slices = slice_count(load, world_size)
-            return [DirectAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
-        case ExchangeKind.TOPK:
-            return [AllGather(rank, world_size, 0) for rank in range(world_size)]
-        case ExchangeKind.GTOPK:
-            return [ButterflyExchange(rank, world_size, 0) for rank in range(world_size)]
-        case ExchangeKind.TREE:
-            return [TreeExchange(rank, world_size, 0) for rank in range(world_size)]
-        case ExchangeKind.STAR:
-            slices = slice_count(load, world_size)
-            return [DenseStar(rank, world_size, slices, 0) for rank in range(world_size)]
-        case ExchangeKind.STAR_GTOPK:
-            return [SparseStar(rank, world_size, 0) for rank in range(world_size)]
+    slices, ranks = slice_count(load, world_size), range(world_size)
+    match load.kind.topology:
+        case "ring":
+            return [RingAllReduce(rank, world_size, slices, 0) for rank in ranks]
+        case "direct":
+            return [DirectAllReduce(rank, world_size, slices, 0) for rank in ranks]
+        case "all-gather":
+            return [AllGather(rank, world_size, 0) for rank in ranks]
+        case "butterfly":
+            return [ButterflyExchange(rank, world_size, 0) for rank in ranks]
+        case "tree":
+            return [TreeExchange(rank, world_size, 0) for rank in ranks]
+        case "star" if load.kind.is_sparse:
+            return [SparseStar(rank, world_size, 0) for rank in ranks]
+        case "star":
+            return [DenseStar(rank, world_size, slices, 0) for rank in ranks]
 
 
 Arrival = tuple[int, PayloadSlot, int]
@@ -135,13 +133,8 @@ def simulate_exchange(
     """Run the collectives of `load` over `network` to the end, without the vote and the work before and
     after."""
     size = network.size
-    slices = slice_count(load, size)
-    parts = {
-        ExchangeKind.DENSE: size * slices,
-        ExchangeKind.DIRECT: size * slices,
-        ExchangeKind.GTOPK_DIRECT: size,
-        ExchangeKind.STAR: slices,
-    }.get(load.kind, 1)
+    segments = size if load.kind.topology in ("ring", "direct") else 1
+    parts = segments * slice_count(load, size)
     exchange = CollectiveSimulation(
         make_cores(load, size), network, load.unit_bytes / parts + HEADER_BYTES, work
     )

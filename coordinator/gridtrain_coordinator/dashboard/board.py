@@ -27,12 +27,11 @@ MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
 """How long workers that have left remain in the table of an unfinished run, with the reason for leaving."""
 
-LIVE_COLUMNS = (
-    "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
-    "communicating_s", "waiting_s", "applying_s", "sent_Bps", "received_Bps", "sent_bytes", "received_bytes",
-    "missed_steps",
-)  # fmt: skip
-_FIGURES = LIVE_COLUMNS[LIVE_COLUMNS.index("loss") : LIVE_COLUMNS.index("sent_Bps")]
+_FIGURES = "loss", "computing_s", "selecting_s", "communicating_s", "waiting_s", "applying_s"
+_RATES = "sent_Bps", "received_Bps"
+_COUNTERS = "sent_bytes", "received_bytes", "missed_steps"
+_STATE = "state", "rank", "share", "step", "strikes", "heard_s", "stage"
+LIVE_COLUMNS = (*_STATE, *_FIGURES, *_RATES, *_COUNTERS)
 _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_bytes"}
 
 FAULTS = {
@@ -313,8 +312,8 @@ class Board:
             round(heard_s) if heard_s >= 2 else 0,  # constant while heartbeats arrive every second as usual
             member.get("stage") if self._staged else None,
             *(_brief(values[name]) for name in _FIGURES),
-            *(_brief(sanitize.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
-            *(sanitize.number(figures.get(name)) for name in LIVE_COLUMNS[-3:]),
+            *(_brief(sanitize.number(member.get(name)), 3) for name in _RATES),
+            *(sanitize.number(figures.get(name)) for name in _COUNTERS),
         ]
 
     def _count_bytes(

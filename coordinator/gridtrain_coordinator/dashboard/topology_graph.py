@@ -5,29 +5,17 @@ ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
+from gridtrain.core.collectives import ring
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain.core.planning.workload import NEIGHBOURS, NeighboursOf, Workload
 from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize
 
 MAX_DRAWN_NODES = 40  # if there are more members, no edges are drawn
-
-_Neighbours = Callable[[int, int], frozenset[int]]
-TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
-    ExchangeKind.DENSE: ("ring", ring.neighbours),
-    ExchangeKind.DIRECT: ("direct", direct.neighbours),
-    ExchangeKind.TOPK: ("all-gather", allgather.neighbours),
-    ExchangeKind.GTOPK: ("butterfly", butterfly.neighbours),
-    ExchangeKind.GTOPK_DIRECT: ("direct", direct.neighbours),
-    ExchangeKind.TREE: ("tree", tree.neighbours),
-    ExchangeKind.STAR: ("star", star.neighbours),
-    ExchangeKind.STAR_GTOPK: ("star", star.neighbours),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +45,10 @@ class TopologyGraph:
 def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
     """Return the graph of the generation that a status describes."""
     size, stages = int(status.get("world_size", 0)), int(status.get("stages", 1))
-    name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
+    name = run_load.kind.topology if run_load is not None else "ring"
     pairs: set[tuple[int, int]] = set()
     if 1 < size <= MAX_DRAWN_NODES:
-        pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(neighbours, range(size))
+        pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(NEIGHBOURS[name], range(size))
     known_links = _undirected_links(status.get("links", ()))
     relays = {(a, b): by for a, b, by in status.get("relayed", ())}
     edges = tuple(
@@ -69,7 +57,7 @@ def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> Topolog
     return TopologyGraph("stages" if stages > 1 else name, size, stages, edges)
 
 
-def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]]:
+def _pairs(neighbours: NeighboursOf, ranks: Sequence[int]) -> set[tuple[int, int]]:
     size = len(ranks)
     ranked_pairs = {(ranks[a], ranks[b]) for a in range(size) for b in neighbours(a, size)}
     return {(min(pair), max(pair)) for pair in ranked_pairs if pair[0] != pair[1]}

@@ -114,20 +114,22 @@ class WorkerAdmission:
             code, reason, remedy = misfit
             return self._departures.refuse(peer, code, reason + self._base_origins(worker, setup), remedy)
         effects: list[Effect] = []
+        choice = self._planner.exchange_choice
         if described is not None:
             run.replace_facts(described.facts)
             effects.append(JournalEntry("run", _definition_entry(described)))
         if reference is None:
             run.define(setup)
-            self._planner.exchange_choice.configure(setup)
+            choice.configure(setup)
             effects += [
                 JournalEntry("run", _definition_entry(setup)),
                 LogEvent("info", "run_defined", shown_facts(setup.facts)),
             ]
+            if choice.unknown_text:
+                effects.append(LogEvent("warning", "exchange_unknown", {"exchange": choice.unknown_text}))
         run.accepted_workers.add(peer)
         worker.record_setup(setup)
         effects += run.forget_left(worker.peer)  # it is back, and the setup lists its checkpoints
-        choice = self._planner.exchange_choice
         # A pipeline's worker cannot catch up before it has a stage, and dense updates are too large for it.
         if setup.stages > 1 or (choice.is_auto and not choice.is_sparse):
             worker.mark_caught_up()

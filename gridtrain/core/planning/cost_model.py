@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import assert_never
 
 from gridtrain.core.planning.exchange_simulation import CpuOccupancy, ExchangeSimulation, vote_end_s
-from gridtrain.core.planning.message_schedule import ReceiveWork, scale_to_shares
+from gridtrain.core.planning.message_schedule import scale_to_shares
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
     MAX_MESSAGES,
     PACKET_BYTES,
     CpuCosts,
-    ExchangeKind,
     Workload,
     cpu_s_per_byte,
     end_work_s,
@@ -31,9 +31,11 @@ from gridtrain.core.planning.workload import (
     messages_of,
     overlapped_work_s,
     receive_work_s,
+    receive_works,
     slice_count,
     start_work_s,
 )
+from gridtrain.errors import LocalProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,14 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
     For a ring or a direct exchange, the messages of one slice of each segment are counted; for a dense star,
     the messages of all slices.  Other exchanges are always simulated.
     """
-    match load.kind:
-        case ExchangeKind.DENSE:
+    match load.kind.topology:
+        case "ring":
             return 2 * (size - 1) * size > max_messages
-        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
+        case "direct":
             return 2 * (size - 1) * size > max(max_messages, _MIN_SIMULATED_DIRECT)
-        case ExchangeKind.STAR:
-            return 2 * (size - 1) * slice_count(load, size) > max_messages
-        case _:
+        case "star":
+            return not load.kind.is_sparse and 2 * (size - 1) * slice_count(load, size) > max_messages
+        case "all-gather" | "butterfly" | "tree":
             return False
 
 
@@ -199,14 +201,11 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
     a ring it is at least the time that one slice takes to pass through all members.
     """
     size, slices = network.size, slice_count(load, network.size)
-    fraction = 1 / slices if load.kind is ExchangeKind.STAR else 1 / (size * slices)
+    fraction = 1 / slices if load.kind.topology == "star" else 1 / (size * slices)
     slice_bytes = fraction * load.unit_bytes + HEADER_BYTES
     bounded = _cpu_bounded_network(network, load, cpu, None)
     message_s = cpu.message_s + slice_bytes * cpu_s_per_byte(load, cpu)
-    works = ReceiveWork.ADD, ReceiveWork.STORE
-    if load.kind.is_sparse:
-        works = ReceiveWork.POOL, ReceiveWork.ADOPT
-    add_s, store_s = (receive_work_s(work, load, fraction, cpu) for work in works)
+    add_s, store_s = (receive_work_s(work, load, fraction, cpu) for work in receive_works(load.kind))
     out, into = [0.0] * size, [0.0] * size  # bytes
     cpu_s, handling_s = [0.0] * size, [0.0] * size  # with and without the CPU time of the sockets
     shared_s = dict.fromkeys(bounded.shared_Bps, 0.0)
@@ -214,7 +213,7 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
     for (src, dst), count in messages_by_pair(load, size).items():
         times = count * slices
         nbytes = times * slice_bytes
-        if load.kind is ExchangeKind.STAR:
+        if load.kind.topology == "star":
             work_s = times * (store_s if dst else add_s)
         else:
             work_s = times * (add_s + store_s) / 2
@@ -228,8 +227,8 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
             shared_s[name] += nbytes / bounded.shared_Bps[name]
     ends_s = [x / r for x, r in zip(out + into, [*bounded.up_Bps, *bounded.down_Bps], strict=True)]
     busy_s = max(pair_s, *ends_s, *handling_s, *shared_s.values())
-    match load.kind:
-        case ExchangeKind.DENSE:
+    match load.kind.topology:
+        case "ring":
             rounds, ranks = 2 * (size - 1), range(size)
             hops = [(rank, (rank + 1) % size) for rank in ranks]
             hop_s = (
@@ -238,11 +237,15 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
             hop_s += 2 * cpu.message_s + cpu.wake_s + (add_s + store_s) / 2
             slice_s = busy_s / (rounds * slices)
             exchange_s = max(busy_s + longest_s, rounds * hop_s + (slices - 1) * slice_s)
-        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
+        case "direct":
             exchange_s = busy_s + 2 * (longest_s + cpu.wake_s)
-        case _:
+        case "star":
             alpha_s = [network.link(r, 0).alpha_s + network.link(0, r).alpha_s for r in range(1, size)]
             exchange_s = busy_s + max(alpha_s) + 2 * cpu.wake_s + out[0] / bounded.up_Bps[0] / slices
+        case "all-gather" | "butterfly" | "tree":
+            raise LocalProtocolError(f"{load.kind} is always simulated, not estimated")
+        case never:
+            assert_never(never)
     end_s = end_work_s(load, size, cpu)
     select_s = start_work_s(load, cpu) if load.kind.is_sparse else 0.0
     exchange_s += select_s + end_s + cpu.begin_s / 2

@@ -29,7 +29,6 @@ from gridtrain.core.messages import PeerId, Setup
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_comparison import (
     DENSE_PREFERENCE_MARGIN,
-    LOSSLESS_KINDS,
     ExchangeEstimate,
     estimate_exchange,
     fastest_estimate,
@@ -81,8 +80,6 @@ many times as long as a step with the current exchange."""
 
 LOCAL_STEPS_COMPUTE_SHARE = 0.5
 """If computation takes less than this share of a step, the reason for the choice recommends local steps."""
-
-STAR_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
 
 
 def seconds_per_sample(figures: Mapping[str, float]) -> float:
@@ -159,6 +156,13 @@ class ExchangeChoice:
         return self.is_auto and self.chosen is None
 
     @property
+    def unknown_text(self) -> str:
+        """The text of the script's exchange if it is unknown, so that no round can be planned; otherwise
+        empty."""
+        facts = dict(self._setup.facts) if self._setup is not None else {}
+        return facts.get("exchange", "") if self._named is None else ""
+
+    @property
     def chosen_text(self) -> str:
         """The choice as shown and journalled; empty if nothing has been chosen."""
         return self.chosen.describe() if self.chosen is not None else ""
@@ -213,7 +217,7 @@ class ExchangeChoice:
     def is_star(self) -> bool:
         """Whether all data of a round pass through rank 0."""
         load = self.workload
-        return load is not None and load.kind in STAR_KINDS
+        return load is not None and load.kind.topology == "star"
 
     def _candidates(self) -> tuple[Exchange, ...]:
         """Return the exchanges that may be chosen; empty if the script specifies an exchange."""
@@ -330,9 +334,9 @@ class ExchangeChoice:
         if self.chosen not in candidates or not estimates:
             return ""
         current, best = estimates[candidates.index(self.chosen)], self._best_of(estimates)
-        dense = min((x for x in estimates if x.load.kind in LOSSLESS_KINDS), key=lambda x: x.step_s)
+        dense = min((x for x in estimates if not x.load.kind.has_density), key=lambda x: x.step_s)
         self._alternative_text = ""
-        is_lossy = current.load.kind not in LOSSLESS_KINDS
+        is_lossy = current.load.kind.has_density
         if is_lossy and dense.step_s <= DENSE_RETURN_RATIO * current.step_s:
             return self._adopt(estimates, dense)
         if current.efficiency >= self._computing:
@@ -376,7 +380,7 @@ class ExchangeChoice:
         """
         recommended = recommend_exchange(estimates).best
         reaching = [each for each in estimates if each.efficiency >= self._computing]
-        if recommended.load.kind in LOSSLESS_KINDS or not reaching:
+        if not recommended.load.kind.has_density or not reaching:
             return recommended
         density = max(map(_density, reaching))
         return fastest_estimate([each for each in reaching if _density(each) == density])
@@ -425,7 +429,7 @@ class ExchangeChoice:
 
 def _density(each: ExchangeEstimate) -> float:
     """Return the density of an exchange; 1.0 if it sends every element."""
-    return each.load.density if each.load.kind.is_sparse else 1.0
+    return each.load.density if each.load.kind.has_density else 1.0
 
 
 def _slowest_compute_s(seconds: Sequence[float]) -> float:
@@ -446,7 +450,7 @@ def _choice_reason(
         return text
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
     slower = best.step_s / others[0].step_s
-    if best.load.kind in LOSSLESS_KINDS and 1.0 < slower <= 1.0 + DENSE_PREFERENCE_MARGIN:
+    if not best.load.kind.has_density and 1.0 < slower <= 1.0 + DENSE_PREFERENCE_MARGIN:
         text += "; a sparser exchange would gain too little to justify omitting gradients"
     elif slower > 1.0 and best.efficiency >= computing:
         text += f"; it is the densest exchange that leaves {computing:.0%} of the time for computing"

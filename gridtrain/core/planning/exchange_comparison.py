@@ -17,14 +17,12 @@ from gridtrain.core.planning.cost_model import ExchangeCost, exchange_cost
 from gridtrain.core.planning.local_steps_proposal import LocalStepsProposal, propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import best_order
-from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
+from gridtrain.core.planning.workload import CpuCosts, Workload
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
 DENSE_PREFERENCE_MARGIN = 0.10
 """A dense exchange is preferred if a step with it is longer than the fastest step by at most this share."""
-
-LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
     if not estimates:
         raise ConfigError("there is no exchange to choose from", remedy="allow at least one exchange")
     fastest = fastest_estimate(estimates)
-    lossless = [each for each in estimates if each.load.kind in LOSSLESS_KINDS]
+    lossless = [each for each in estimates if not each.load.kind.has_density]
     dense = min(lossless, key=lambda each: each.step_s, default=None)
     size = fastest.world_size
     if dense is not None:
@@ -218,12 +216,12 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     )
 
     def preference(at: int) -> tuple[bool, int]:
-        is_lossless = estimates[at].load.kind in LOSSLESS_KINDS
+        is_lossless = not estimates[at].load.kind.has_density
         return not (is_lossless and overlapped[at] <= MAX_DENSE_LOCAL_STEPS), overlapped[at]
 
     best = min(range(len(estimates)), key=preference)
     overlaps, every = waiting[best] > 1, overlapped[best]
-    if not overlaps and estimates[best].load.kind in LOSSLESS_KINDS:
+    if not overlaps and not estimates[best].load.kind.has_density:
         return f"{text} AdamW does not need them here: {names[best]} takes only a small part of each step."
     share = replace(estimates[best], local_steps=every, overlapped=float(overlaps)).efficiency
     options = f"every={every}, exchange={_as_call(estimates[best].load)}"
@@ -236,20 +234,13 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
 
 def _as_call(load: Workload) -> str:
     """Return the expression that creates this exchange in a script."""
-    topologies = {
-        ExchangeKind.DIRECT: "direct",
-        ExchangeKind.GTOPK_DIRECT: "direct",
-        ExchangeKind.STAR: "star",
-        ExchangeKind.TREE: "tree",
-        ExchangeKind.STAR_GTOPK: "star",
-    }
     options = [f"density={load.density:g}", f'values="{load.values}"'] if load.kind.is_sparse else []
     if load.is_rounded:
         options.append(f'values="{load.dense_values}"')
-    if load.kind in topologies:
-        options.append(f'topology="{topologies[load.kind]}"')
-    name = "TopK" if load.kind is ExchangeKind.TOPK else "GTopK" if load.kind.is_sparse else "Dense"
-    return f"{name}({', '.join(options)})"
+    exchange = load.kind.exchange
+    if load.kind is not Workload.of(exchange(), 1).kind:
+        options.append(f'topology="{load.kind.topology}"')
+    return f"{exchange.__name__}({', '.join(options)})"
 
 
 # -- in words --------------------------------------------------------------------------------------
@@ -258,6 +249,6 @@ def _as_call(load: Workload) -> str:
 def format_exchange(each: ExchangeEstimate) -> str:
     """Return the name of an exchange as text, for example "topk at density 0.001"."""
     kind = each.load.name
-    if each.load.kind.is_sparse:
+    if each.load.kind.has_density:
         kind += f" at density {each.load.density:g}"
     return f"{kind} every {each.local_steps} steps" if each.local_steps > 1 else kind

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from gridtrain.config import AUTO_TEXT, Auto, Dense, Exchange, GTopK, TopK
+from gridtrain.config import AUTO_TEXT, Auto, Dense, Exchange, GTopK
 from gridtrain.core.messages import Setup
 from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
@@ -26,7 +26,10 @@ chosen the direct topology for it."""
 DIRECT_GTOPK = "GTopK(topology=direct)"
 """The same value for a gTop-k exchange."""
 
-_EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
+EXCHANGE_CLASSES: dict[str, type[Any]] = {each.__name__.lower(): each for each in get_args(Exchange)}
+"""The class of each exchange, by its name in lower case."""
+
+_EXCHANGE = re.compile(rf"\b({'|'.join(each.__name__ for each in EXCHANGE_CLASSES.values())})\(([^()]*)")
 _LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(True|\d{1,9}))?\)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
@@ -39,16 +42,14 @@ def make_exchange(name: str, options: str) -> Exchange | None:
     Returns None if there is no such exchange or an option is invalid.
     """
     given = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
-    topology = given.get("topology")
     try:
-        if name.lower() == "dense":
-            return Dense(topology or "auto", given.get("values", "fp32"))
-        density, values = float(given.get("density", "nan")), given.get("values", "fp16")
-        if name.lower() == "topk":
-            return TopK(density, values=values) if topology is None else None
-        is_gtopk = name.lower() == "gtopk"
-        return GTopK(density, values=values, topology=topology or "auto") if is_gtopk else None
-    except (ConfigError, ValueError):
+        made = EXCHANGE_CLASSES[name.lower()]
+        read: dict[str, Any] = {key: given[key] for key in ("values", "topology") if key in given}
+        if hasattr(made, "density"):
+            read["density"] = float(given["density"])
+        exchange: Exchange = made(**read)
+        return exchange
+    except (ConfigError, KeyError, TypeError, ValueError):  # TypeError: it has no such option
         return None
 
 

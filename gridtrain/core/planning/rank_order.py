@@ -23,7 +23,7 @@ from gridtrain.core.messages import WHOLE_SHARE, PeerId
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.rank_order_search import (
     MAX_SEARCHED_PEERS,
-    ROOT_ONLY_KINDS,
+    ROOT_ONLY_TOPOLOGIES,
     Pieces,
     RankOrderEstimate,
     search_order,
@@ -48,14 +48,6 @@ A rate that only one end has reported may be far too high, because a worker whos
 whole burst from a buffer at once."""
 
 PeerPair = tuple[PeerId, PeerId]
-_TOPOLOGY_NAMES = {
-    ExchangeKind.DENSE: "ring",
-    ExchangeKind.DIRECT: "direct exchange",
-    ExchangeKind.TOPK: "all-gather",
-    ExchangeKind.GTOPK: "butterfly",
-    ExchangeKind.GTOPK_DIRECT: "direct exchange",
-    ExchangeKind.TREE: "tree",
-}
 _LATENCY_ONLY = Workload(ExchangeKind.DENSE, 1)
 """A ring exchange of one element, whose time depends only on the round trips."""
 
@@ -289,7 +281,7 @@ def search_rank_order(
     if count <= 2:
         return RankOrder(joined, f"{format_count(count, 'worker')}: the order makes no difference")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
-    by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
+    by_latency = load is None or (load.kind.topology == "ring" and not has_rates)
     yield
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
@@ -429,9 +421,10 @@ def _latency_reason(found: RankOrderEstimate) -> str:
 def _reason(
     load: Workload, measured: LinkMeasurements, order: Sequence[PeerId], found: RankOrderEstimate
 ) -> str:
-    shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
+    exchange = " exchange" if load.kind.topology == "direct" else ""
+    shape = f"{load.kind.topology}{exchange} of {len(order)}"
     text = f"{shape} ordered by predicted time: {format_seconds(found.exchange_s)} per exchange{_gain(found)}"
-    if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
+    if len(order) > MAX_SEARCHED_PEERS and load.kind.topology not in ROOT_ONLY_TOPOLOGIES:
         text = (
             f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
             f"{format_seconds(found.exchange_s)} per exchange"

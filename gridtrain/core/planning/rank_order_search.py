@@ -23,16 +23,14 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import accumulate, combinations, islice, permutations
 from math import factorial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, assert_never
 
 from gridtrain.core.collectives import butterfly, tree
 from gridtrain.core.planning import cost_model
 from gridtrain.core.planning.message_schedule import send_levels
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.workload import (
-    DIRECT_KINDS,
     CpuCosts,
-    ExchangeKind,
     Workload,
     count_messages,
     messages_by_pair,
@@ -131,11 +129,11 @@ class RankOrderEstimate:
     saves_relays: bool
 
 
-ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, *DIRECT_KINDS)
-"""Kinds for which only the choice of rank 0 matters; in a direct exchange rank 0 is the root of the vote."""
+ROOT_ONLY_TOPOLOGIES = ("star", "direct")
+"""Topologies for which only the choice of rank 0 matters; in a direct exchange it is the root of the vote."""
 
-RING_KINDS = (ExchangeKind.DENSE, ExchangeKind.TOPK)
-"""Kinds for which it makes no difference which member is rank 0: a ring has no first rank, and in an
+ROOTLESS_TOPOLOGIES = ("ring", "all-gather")
+"""Topologies for which it makes no difference which member is rank 0: a ring has no first rank, and in an
 all-gather all ranks do the same work."""
 
 
@@ -153,18 +151,18 @@ def search_order(
     Args:
         network: the network of the members, in join order.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
-            difference (`RING_KINDS`).
+            difference (`ROOTLESS_TOPOLOGIES`).
         now: the current order, or empty; the search also starts from this order.
         is_urgent: whether members are waiting for the result; if so, only a few orders are tried.
     """
     limits = URGENT_SEARCH if is_urgent else FULL_SEARCH
-    members, is_ring = range(network.size), load.kind in RING_KINDS
+    members, is_ring = range(network.size), load.kind.topology in ROOTLESS_TOPOLOGIES
     fitting = limits.messages // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
     simulated = max(limits.simulated_orders, fitting)
-    is_searched = 2 < network.size <= limits.searched_peers and load.kind not in ROOT_ONLY_KINDS
+    is_searched = 2 < network.size <= limits.searched_peers and load.kind.topology not in ROOT_ONLY_TOPOLOGIES
     exact_roots = _affordable_roots(network.size, limits)
     roots = list(firsts[:1])
-    if load.kind in ROOT_ONLY_KINDS:
+    if load.kind.topology in ROOT_ONLY_TOPOLOGIES:
         roots = _fastest_peers(network, firsts, max(1, fitting))
     elif is_searched and not is_ring:
         roots = _fastest_peers(network, firsts, max(MAX_ROOTS, exact_roots))
@@ -244,16 +242,20 @@ def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> Ord
     members, handling_s = range(size), 2 * cpu.message_s + cpu.wake_s
     alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
     byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
-    if load.kind is ExchangeKind.DENSE:
-        edges_s = _ring_estimator(load, alpha_s, byte_s)
-    else:
-        own_bytes = [load.payload_bytes(share) for share in network.entry_shares or [1.0] * size]
-        make = _gather_estimator if load.kind is ExchangeKind.TOPK else _hops_estimator
-        edges_s = make(load, alpha_s, byte_s, own_bytes)
+    own_bytes = [load.payload_bytes(share) for share in network.entry_shares or [1.0] * size]
+    match load.kind.topology:
+        case "ring":
+            edges_s = _ring_estimator(load, alpha_s, byte_s)
+        case "all-gather":
+            edges_s = _gather_estimator(load, alpha_s, byte_s, own_bytes)
+        case "butterfly" | "tree" | "star" | "direct":  # of the last two only rank 0 is chosen
+            edges_s = _hops_estimator(load, alpha_s, byte_s, own_bytes)
+        case never:
+            assert_never(never)
     if not network.shared_Bps:
         return edges_s
     crossed = messages_by_pair(load, size)
-    segmented = load.kind in (ExchangeKind.DENSE, *DIRECT_KINDS)
+    segmented = load.kind.topology in ("ring", "direct")
     nbytes = load.unit_bytes / (size if segmented else 1)  # of one message of one slice
     shared = [[network.link(a, b).shared_links if a != b else () for b in members] for a in members]
 
@@ -324,7 +326,7 @@ def _hops_estimator(
         own_bytes: (P,) the size of each member's own payload; after a merge, a member sends a whole payload.
     """
     size, whole_bytes = len(alpha_s), load.unit_bytes
-    exchange = tree if load.kind is ExchangeKind.TREE else butterfly
+    exchange = tree if load.kind.topology == "tree" else butterfly
     levels = send_levels([exchange.schedule(rank, size) for rank in range(size)])
     sends = [[(rank, hop.partner) for rank, hop in level] for level in levels]
 

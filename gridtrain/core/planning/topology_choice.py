@@ -30,7 +30,7 @@ MIN_LINK_SHARE = 0.25
 """A link that is slower than this fraction of its ends' upload and download is probably shared by several
 pairs."""
 
-_USUAL_NAME = {ExchangeKind.DENSE: "around a ring", ExchangeKind.GTOPK: "in a butterfly"}
+_USUAL_NAME: dict[str, str] = {"ring": "around a ring", "butterfly": "in a butterfly"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def choose_topology(
     usual, direct = replace(load, kind=kind), replace(load, kind=DIRECT_KIND_OF[kind])
     usual_s = best_order(usual, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
-    name = _USUAL_NAME[kind]
+    name = _USUAL_NAME[kind.topology]
     if direct_s < usual_s:
         return Topology(True, f"direct: {format_seconds(direct_s)}, {name} {format_seconds(usual_s)}")
     reason = f"{name}: {format_seconds(usual_s)}, direct {format_seconds(direct_s)}"
@@ -103,7 +103,7 @@ def _without_times(
     kind = _usual_kind(load)
     if kind not in DIRECT_KIND_OF or (not kind.is_sparse and load.unit_bytes > MAX_DIRECT_BYTES):
         return USUAL_TOPOLOGY
-    name = _USUAL_NAME[kind]
+    name = _USUAL_NAME[kind.topology]
     if size > MAX_DIRECT_MEMBERS:
         return Topology(False, f"{name}, because direct exchanges have at most {MAX_DIRECT_MEMBERS} members")
     if not edges:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from gridtrain.config import Dense, Exchange, GTopK, LocalSteps
+from gridtrain.config import Dense, Exchange, LocalSteps, TopK
 
 _FLOAT = 4
 _ENTRY_BYTES = 12
@@ -108,7 +108,7 @@ def worker_memory(
         copies = 4.0 if wire.momentum else 2.0
         residual = copies * _FLOAT
         share = wire.k_at(10**9, parameters) / parameters
-        summed = min(1.0, share if isinstance(wire, GTopK) else share * workers)
+        summed = min(1.0, share * workers if isinstance(wire, TopK) else share)
         buffers = 2.0 * _ENTRY_BYTES * summed
         step_bytes = _LOGGED_STEP_BYTES + _LOGGED_ENTRY_BYTES * summed * parameters
         log = min(logged_steps * step_bytes, MAX_LOGGED_BYTES) / parameters

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-from gridtrain.config import VALUES, Dense, Exchange
-from gridtrain.core.collectives import direct, ring
+from gridtrain.config import VALUES, Dense, Exchange, GTopK, TopK
+from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
 from gridtrain.errors import ConfigError
@@ -30,7 +32,7 @@ MAX_MESSAGES = 30_000
 
 
 class ExchangeKind(StrEnum):
-    """An exchange and its topology; the value is the name that `gridtrain plan` shows."""
+    """An exchange and its topology (`_TABLE`); the value is the name that `gridtrain plan` shows."""
 
     DENSE = "dense"
     DIRECT = "dense-direct"
@@ -42,28 +44,56 @@ class ExchangeKind(StrEnum):
     STAR_GTOPK = "star-gtopk"
 
     @property
-    def is_sparse(self) -> bool:
-        return self not in (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
+    def exchange(self) -> type[Exchange]:
+        """The class in `gridtrain.config`."""
+        return _TABLE[self][0]
 
+    @property
+    def topology(self) -> TopologyName:
+        return _TABLE[self][1]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether indices are sent with the values."""
+        return self.exchange is not Dense
+
+    @property
+    def has_density(self) -> bool:
+        """Whether members choose a share of the elements to send, and omit the others."""
+        return hasattr(self.exchange, "density")
+
+
+TopologyName = Literal["ring", "direct", "all-gather", "butterfly", "tree", "star"]
+"""Who exchanges with whom.  Each topology has one schedule of messages, whatever is sent."""
+
+NeighboursOf = Callable[[int, int], frozenset[int]]
+"""Maps a rank and a world size to the ranks with which that rank exchanges messages."""
+
+NEIGHBOURS: dict[str, NeighboursOf] = {
+    "ring": ring.neighbours,
+    "direct": direct.neighbours,
+    "all-gather": allgather.neighbours,
+    "butterfly": butterfly.neighbours,
+    "tree": tree.neighbours,
+    "star": star.neighbours,
+}
+
+_TABLE: dict[ExchangeKind, tuple[type[Exchange], TopologyName]] = {
+    ExchangeKind.DENSE: (Dense, "ring"),
+    ExchangeKind.DIRECT: (Dense, "direct"),
+    ExchangeKind.TOPK: (TopK, "all-gather"),
+    ExchangeKind.GTOPK: (GTopK, "butterfly"),
+    ExchangeKind.GTOPK_DIRECT: (GTopK, "direct"),
+    ExchangeKind.TREE: (GTopK, "tree"),
+    ExchangeKind.STAR: (Dense, "star"),
+    ExchangeKind.STAR_GTOPK: (GTopK, "star"),
+}
 
 DIRECT_KIND_OF = {ExchangeKind.DENSE: ExchangeKind.DIRECT, ExchangeKind.GTOPK: ExchangeKind.GTOPK_DIRECT}
-"""The direct kind of each kind whose topology the coordinator may choose."""
+"""The direct kind of each kind whose topology the coordinator may choose ("auto")."""
 
-DIRECT_KINDS = tuple(DIRECT_KIND_OF.values())
-"""Kinds in which each member sums a part of the vector for all members."""
-
-_KINDS = {
-    ("Dense", "auto"): ExchangeKind.DENSE,
-    ("Dense", "ring"): ExchangeKind.DENSE,
-    ("Dense", "direct"): ExchangeKind.DIRECT,
-    ("Dense", "star"): ExchangeKind.STAR,
-    ("TopK", "all-gather"): ExchangeKind.TOPK,
-    ("GTopK", "auto"): ExchangeKind.GTOPK,
-    ("GTopK", "butterfly"): ExchangeKind.GTOPK,
-    ("GTopK", "direct"): ExchangeKind.GTOPK_DIRECT,
-    ("GTopK", "tree"): ExchangeKind.TREE,
-    ("GTopK", "star"): ExchangeKind.STAR_GTOPK,
-}
+_KINDS = {(kind.exchange, str(kind.topology)): kind for kind in ExchangeKind}
+_KINDS |= {(kind.exchange, "auto"): kind for kind in DIRECT_KIND_OF}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +179,7 @@ class Workload:
                 remedy="use at least 1 parameter, a density > 0 and <= 1, and one of these formats for "
                 f"values: {', '.join(VALUES)}",
             )
-        if self.values == "int2" and self.kind in (
-            ExchangeKind.GTOPK,
-            ExchangeKind.GTOPK_DIRECT,
-            ExchangeKind.TREE,
-        ):
+        if self.values == "int2" and self.kind.is_sparse and self.kind.topology not in ("all-gather", "star"):
             raise ConfigError(
                 f'values is "int2", which {self.kind} does not support, because it rounds at each merge',
                 remedy="use int4, or compare only exchanges that round once: topk, star-gtopk and dense ones",
@@ -162,7 +188,7 @@ class Workload:
     @classmethod
     def of(cls, exchange: Exchange, parameters: int, encrypted: bool = True) -> Workload:
         """Return the workload of `exchange` for a model of `parameters` parameters."""
-        kind = _KINDS[type(exchange).__name__, exchange.topology]
+        kind = _KINDS[type(exchange), exchange.topology]
         if isinstance(exchange, Dense):
             return cls(kind, parameters, encrypted=encrypted, dense_values=exchange.values)
         return cls(kind, parameters, exchange.density, exchange.values, encrypted)
@@ -196,7 +222,7 @@ class Workload:
 
     def payload_bytes(self, fraction: float) -> float:
         """Return the size in bytes of a payload with this fraction of the whole payload's elements."""
-        if fraction == 1.0 or not self.kind.is_sparse or self.kind in DIRECT_KINDS:
+        if fraction == 1.0 or not self.kind.is_sparse or self.kind.topology == "direct":
             return fraction * self.unit_bytes  # the parts of a direct exchange are as dense as the whole
         return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
 
@@ -228,9 +254,9 @@ def slice_count(load: Workload, world_size: int) -> int:
     """Return the number of slices of a segment, or of the whole vector in a dense star; 1 if sparse."""
     if load.kind.is_sparse:
         return 1
-    if load.kind is ExchangeKind.STAR:
+    if load.kind.topology == "star":
         return ring.count_slices(load.unit_bytes)
-    slices = direct.count_slices if load.kind is ExchangeKind.DIRECT else ring.count_slices
+    slices = direct.count_slices if load.kind.topology == "direct" else ring.count_slices
     return slices(math.ceil(load.unit_bytes / world_size))
 
 
@@ -238,8 +264,9 @@ def slice_count(load: Workload, world_size: int) -> int:
 
 
 def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
-    """Return the number of messages that all members together send for one slice of a dense kind."""
-    return 2 * (world_size - 1) * (1 if kind is ExchangeKind.STAR else world_size)
+    """Return the number of messages that all members together send for one slice, in a ring, directly or in a
+    star."""
+    return 2 * (world_size - 1) * (1 if kind.topology == "star" else world_size)
 
 
 def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
@@ -253,60 +280,61 @@ def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
 
 def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> list[PlannedMessage]:
     """Return the messages of the exchange, with `simulated_slices` slices if it is dense."""
-    match load.kind:
-        case ExchangeKind.DENSE:
-            return message_schedule.ring(world_size, simulated_slices(load, world_size, max_messages))
-        case ExchangeKind.DIRECT:
-            return message_schedule.direct(world_size, simulated_slices(load, world_size, max_messages))
-        case ExchangeKind.STAR:
-            slices = simulated_slices(load, world_size, max_messages)
-            return message_schedule.star(world_size, slices, ReceiveWork.ADD, ReceiveWork.STORE)
-        case ExchangeKind.TOPK:
+    slices = simulated_slices(load, world_size, max_messages)
+    match load.kind.topology:
+        case "ring":
+            return message_schedule.ring(world_size, slices)
+        case "direct":
+            return message_schedule.direct(world_size, slices, *receive_works(load.kind))
+        case "all-gather":
             return message_schedule.all_gather(world_size)
-        case ExchangeKind.GTOPK:
+        case "butterfly":
             return message_schedule.butterfly(world_size)
-        case ExchangeKind.GTOPK_DIRECT:
-            return message_schedule.direct(world_size, 1, ReceiveWork.POOL, ReceiveWork.ADOPT)
-        case ExchangeKind.TREE:
+        case "tree":
             return message_schedule.tree(world_size)
-        case ExchangeKind.STAR_GTOPK:
-            return message_schedule.star(world_size, 1, ReceiveWork.POOL, ReceiveWork.ADOPT)
+        case "star":
+            return message_schedule.star(world_size, slices, *receive_works(load.kind))
+
+
+def receive_works(kind: ExchangeKind) -> tuple[ReceiveWork, ReceiveWork]:
+    """Return the work on a part that a member sums for others, and on the sum, directly and in a star."""
+    return (ReceiveWork.POOL, ReceiveWork.ADOPT) if kind.is_sparse else (ReceiveWork.ADD, ReceiveWork.STORE)
 
 
 def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> int:
     """Return the length of `messages_of` without building the list, which may have millions of messages."""
     others = world_size - 1
-    match load.kind:
-        case ExchangeKind.DENSE | ExchangeKind.DIRECT | ExchangeKind.STAR:
+    match load.kind.topology:
+        case "ring" | "direct" | "star":
             each = _messages_per_slice(load.kind, world_size)
             return each * simulated_slices(load, world_size, max_messages)
-        case ExchangeKind.TOPK:
+        case "all-gather":
             bundled = world_size > message_schedule.BUNDLING_MIN_RANKS
             return world_size * (others.bit_length() if bundled else others)
-        case ExchangeKind.GTOPK:
+        case "butterfly":
             log2 = world_size.bit_length() - 1
             return (log2 << log2) + 2 * (world_size - (1 << log2))
-        case ExchangeKind.GTOPK_DIRECT:
-            return 2 * others * world_size
-        case ExchangeKind.TREE | ExchangeKind.STAR_GTOPK:
+        case "tree":
             return 2 * others
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
     """Count the messages by (sender, receiver), of one slice of each segment if the exchange is dense."""
     ranks = range(world_size)
-    if load.kind is ExchangeKind.DENSE:
+    if load.kind.topology == "ring":
         hops = 2 * (world_size - 1)
         return Counter({(rank, (rank + 1) % world_size): hops for rank in ranks if hops})
-    if load.kind in DIRECT_KINDS:
+    if load.kind.topology == "direct":
         return Counter({(src, dst): 2 for src in ranks for dst in ranks if src != dst})
     return Counter((message.src, message.dst) for message in messages_of(load, world_size, 1))
 
 
 # -- CPU time --------------------------------------------------------------------------------------
 
-_SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
-"""Kinds in which each member sums one segment and hashes it slice by slice."""
+
+def _is_hashed_in_slices(kind: ExchangeKind) -> bool:
+    """Return whether each member sums one segment and hashes it slice by slice."""
+    return not kind.is_sparse and kind.topology != "star"
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
@@ -331,14 +359,14 @@ def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
     """Return the CPU time for decoding the whole dense vector and, if a ring sends it on, for rounding it."""
     if not load.is_rounded:
         return 0.0
-    rounding_s = cpu.round_element_s if is_sent_on and load.kind is ExchangeKind.DENSE else 0.0
+    rounding_s = cpu.round_element_s if is_sent_on and load.kind.topology == "ring" else 0.0
     return load.parameters * (cpu.widen_element_s + rounding_s)
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
     """Return the CPU time for selecting and encoding, or rounding, before anything is sent."""
     if not load.kind.is_sparse:  # in a ring a member rounds only its own segment before it sends
-        is_rounding = load.is_rounded and load.kind is not ExchangeKind.DENSE
+        is_rounding = load.is_rounded and load.kind.topology != "ring"
         return load.parameters * cpu.round_element_s if is_rounding else 0.0
     encode_entry_s = cpu.encode_entry_s + _level_entry_s(load, cpu)
     return load.parameters * cpu.select_parameter_s + load.entries * encode_entry_s
@@ -354,18 +382,19 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
     If each member sums one segment, only the last slice remains to be hashed.
     """
-    if load.kind in _SEGMENTED:
+    if _is_hashed_in_slices(load.kind):
         return load.vector_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
-    if load.kind is ExchangeKind.STAR:
+    if not load.kind.is_sparse:
         return load.vector_bytes * cpu.hash_byte_s
-    entries = load.entries * (world_size if load.kind is ExchangeKind.TOPK else 1)
-    summing_s = entries * cpu.sum_entry_s if load.kind is ExchangeKind.TOPK else 0.0
+    is_gathered = load.kind.topology == "all-gather"
+    entries = load.entries * (world_size if is_gathered else 1)
+    summing_s = entries * cpu.sum_entry_s if is_gathered else 0.0
     return summing_s + 12 * min(entries, load.parameters) * cpu.hash_byte_s
 
 
 def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
     """Return the CPU time for hashing final slices, which overlaps with transfers if the core is idle."""
-    if load.kind not in _SEGMENTED:
+    if not _is_hashed_in_slices(load.kind):
         return 0.0
     return load.vector_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 

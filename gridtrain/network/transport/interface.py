@@ -8,6 +8,7 @@ by its public key (`PeerId`), never by an address or a routing id.  `send` never
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -111,17 +112,27 @@ class ReachResult:
 TransportEvent = Received | PeerUp | PeerDown | TransportViolation | ConnectionDenied | ReachResult
 
 
+RELAYED_PIECE = "a piece of a message"
+
+
 @dataclass(slots=True)
 class TrafficCounters:
     """The bytes and messages sent and received through the socket, by message type ("Data", "Vote", ...).
 
     Bytes include framing.
+
+    Attributes:
+        relayed_sent_bytes, relayed_received_bytes: the bytes, without framing, of the messages that this peer
+            itself exchanged through a relay, by the type of the message inside; what this peer forwards for
+            others is left out.  A piece that does not yet complete a message counts as `RELAYED_PIECE`, too.
     """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     sent_messages: dict[str, int] = field(default_factory=dict)
     received_bytes: dict[str, int] = field(default_factory=dict)
     received_messages: dict[str, int] = field(default_factory=dict)
+    relayed_sent_bytes: Counter[str] = field(default_factory=Counter)
+    relayed_received_bytes: Counter[str] = field(default_factory=Counter)
 
     def count_sent(self, kind: str, nbytes: int) -> None:
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + nbytes

@@ -36,6 +36,7 @@ from gridtrain.core.messages import (
 from gridtrain.errors import GridtrainError, LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import (
+    RELAYED_PIECE,
     Frames,
     PeerDown,
     PeerUp,
@@ -166,7 +167,9 @@ class RelayTransport(WrappingTransport):
         if link is None:
             self._inner.send(peer, message, frames)
         else:
-            self._post(link, codec.encode(message) if frames is None else frames, bulk=is_bulk(message))
+            frames = codec.encode(message) if frames is None else frames
+            self._post(link, frames, bulk=is_bulk(message))
+            self.traffic.relayed_sent_bytes[type(message).__name__] += sum(map(len, frames))
 
     def backlog_bytes(self, peer: PeerId) -> int:
         """Return the bytes queued for the peer; for a relayed peer, all bytes queued for the relay."""
@@ -229,7 +232,9 @@ class RelayTransport(WrappingTransport):
                 self._handle_offer(link, packet, now_s)
                 return
             frames = link.channel.decrypt(packet)
-            if frames is not None:
+            if frames is None:
+                self.traffic.relayed_received_bytes[RELAYED_PIECE] += len(packet)
+            else:
                 self._handle_message(link, frames, now_s)
         except PacketRejected as problem:
             self._handle_rejected(link, problem, now_s)
@@ -274,7 +279,9 @@ class RelayTransport(WrappingTransport):
                 raise RemoteProtocolError(
                     f"{type(message).__name__} must not be sent encrypted through a relay"
                 )
-            self._events.append(Received(link.peer, message, sum(map(len, frames))))
+            nbytes = sum(map(len, frames))
+            self.traffic.relayed_received_bytes[type(message).__name__] += nbytes
+            self._events.append(Received(link.peer, message, nbytes))
 
     def _handle_rejected(self, link: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
         """Count a rejected packet; end the session if packets were lost or too many cannot be decrypted.

@@ -10,16 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_args
 
 from gridtrain.config import Exchange
+from gridtrain.core.planning.exchange_facts import EXCHANGE_CLASSES
 from gridtrain.errors import ConfigError
-
-EXCHANGE_CLASSES: dict[str, type[Any]] = {
-    family.__name__.lower(): family for family in get_args(Exchange) if family.__name__ != "LocalSteps"
-}
-"""The class of each exchange, by its name in lower case; `LocalSteps`, which does not exchange in every step,
-is left out."""
 
 
 def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:

@@ -144,6 +144,17 @@ def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
     assert [note.fields["name"] for note in run.notes("refused")] == ["a worker", "c"]
 
 
+@pytest.mark.parametrize("exchange", ["Dense()", "SignTopK(density=0.1)"])
+def test_an_exchange_that_the_coordinator_does_not_know_is_logged_and_not_planned(exchange: str) -> None:
+    run = ScriptedCoordinator(min_workers=1)
+    facts = ("model", "1000 parameters"), ("exchange", exchange)
+    run.join(A, setup=replace(SETUP, facts=facts))
+    is_known = exchange == "Dense()"
+    notes = [] if is_known else [{"exchange": exchange}]
+    assert [note.fields for note in run.notes("exchange_unknown")] == notes
+    assert (run.core._planner.exchange_choice.workload is not None) is is_known
+
+
 UNBALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
 REFUSED_FIRST = {
     "batch-size": replace(SETUP, facts=(("model", "mine"),), batch_size=0),

@@ -50,24 +50,23 @@ def closed_form_s(load: Workload, world_size: int, alpha_s: float, bandwidth_Bps
         return 0.0
     log2 = size.bit_length() - 1
     exact = size == 1 << log2
-    match load.kind:
-        case ExchangeKind.DENSE:
+    match load.kind.topology:
+        case "ring":
             rounds, slices = 2 * (size - 1), slice_count(load, size)
             slice_s = unit_s / (size * slices)
             flowing_s = rounds * slices * slice_s + alpha_s
             return max(flowing_s, rounds * (alpha_s + slice_s) + (slices - 1) * slice_s)
-        case ExchangeKind.DIRECT | ExchangeKind.GTOPK_DIRECT:
+        case "direct":
             half_s = (size - 1) / size * unit_s
             return max(2 * half_s + alpha_s, 2 * alpha_s + half_s * (1 + 1 / slice_count(load, size)))
-        case ExchangeKind.TOPK:
+        case "all-gather":
             return (log2 + (not exact)) * alpha_s + (size - 1) * unit_s
-        case ExchangeKind.GTOPK:
+        case "butterfly":
             return (log2 + 2 * (not exact)) * (alpha_s + unit_s)
-        case ExchangeKind.TREE:
+        case "tree":
             return 2 * (log2 + (not exact)) * (alpha_s + unit_s)
-        case ExchangeKind.STAR | ExchangeKind.STAR_GTOPK:
-            slices = slice_count(load, size) if load.kind is ExchangeKind.STAR else 1
-            return 2 * alpha_s + (size - 1) * unit_s * (1 + 1 / slices)
+        case "star":
+            return 2 * alpha_s + (size - 1) * unit_s * (1 + 1 / slice_count(load, size))
 
 
 # -- on even links -------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def test_the_cost_grows_with_size_and_latency_and_falls_with_rate(kind: Exchange
     assert s() < s(parameters=5_000_000)
     assert s() < s(rate=5e6)
     assert s() < s(alpha_s=0.050)
-    assert (s() < s(density=0.1)) is kind.is_sparse
+    assert (s() < s(density=0.1)) is kind.has_density
 
 
 def test_encryption_and_work_cost_time() -> None:

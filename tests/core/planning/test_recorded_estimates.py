@@ -113,22 +113,35 @@ def test_orders_from_measurements_are_as_recorded(has_rates: bool) -> None:
     compare(RECORDED, f"measured orders {has_rates}", found)
 
 
-def test_comparisons_are_as_recorded() -> None:
+COMPARED = [(size, compute_s) for size in (2, 4, 8) for compute_s in (0.01, 1.0, 60.0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_with_each_exchange_are_as_recorded(kind: ExchangeKind) -> None:
+    random, found, load = Random(2), [], Workload(kind, 400_000, 0.01)
+    for size, compute_s in COMPARED:
+        network = drawn_network(random, size)
+        one = exchange_comparison.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
+        found.append((one.step_s, one.efficiency, one.speedup))
+    compare(RECORDED, f"steps {kind.value}", found)
+
+
+def test_choices_are_as_recorded() -> None:
     random, found = Random(2), []
-    for size in (2, 4, 8):
-        for compute_s in (0.01, 1.0, 60.0):
-            network = drawn_network(random, size)
-            loads = [Workload(kind, 400_000, 0.01) for kind in KINDS]
-            each = [
-                exchange_comparison.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
-                for load in loads
-            ]
-            best = exchange_comparison.estimate_best_order(loads[0], network, CPU, compute_s)
-            rows = [(one.step_s, one.efficiency, one.speedup) for one in (*each, best)]
-            chosen = exchange_comparison.recommend_exchange(each).best.load.kind
-            topology = choose_topology(loads[0], size, network, True)
-            found.append((rows, chosen, topology))
-    compare(RECORDED, "comparisons", found)
+    loads = [
+        Workload(kind, 400_000, 0.01) for kind in (ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK)
+    ]
+    for size, compute_s in COMPARED:
+        network = drawn_network(random, size)
+        each = [
+            exchange_comparison.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
+            for load in loads
+        ]
+        best = exchange_comparison.estimate_best_order(loads[0], network, CPU, compute_s)
+        chosen = exchange_comparison.recommend_exchange(each).best.load.kind
+        topology = choose_topology(loads[0], size, network, True)
+        found.append(((best.step_s, best.efficiency, best.speedup), chosen, topology))
+    compare(RECORDED, "choices", found)
 
 
 def test_shares_and_local_steps_are_as_recorded() -> None:

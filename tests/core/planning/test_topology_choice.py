@@ -19,7 +19,7 @@ from gridtrain.core.planning.topology_choice import (
     MAX_DIRECT_MEMBERS,
     choose_topology,
 )
-from gridtrain.core.planning.workload import DIRECT_KINDS, ExchangeKind, Workload
+from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import DialBackResult, MessageReceived, PeerConnected
 
@@ -116,7 +116,7 @@ def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: in
     made = exchanging(exchange, stages=stages)
     made.choose_topology(4, HOMES, True)
     assert made.view_exchange == named
-    assert (made.workload is not None and made.workload.kind in DIRECT_KINDS) == bool(named)
+    assert (made.workload is not None and made.workload.kind.topology == "direct") == bool(named)
     made.choose_topology(2, LAN, True)
     assert (
         made.view_exchange == ""

@@ -29,6 +29,7 @@ from gridtrain.network.transport import relay_forwarder
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
+    RELAYED_PIECE,
     PeerDown,
     PeerUp,
     Received,
@@ -38,6 +39,7 @@ from gridtrain.network.transport.interface import (
     allow_all,
 )
 from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_for_nobody
+from gridtrain.network.transport.secure_channel import PIECE_BYTES
 from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES, is_bulk
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -173,6 +175,19 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
     )
     assert carl.transport.traffic.received_messages.keys() >= {"RelayRequest"}
     assert carl.transport.traffic.sent_messages.keys() >= {"RelayedMessage"}
+
+
+def test_the_two_ends_count_relayed_messages_by_type_and_the_relay_counts_none_as_its_own(world):
+    anna, bert, carl = three(world)
+    anna.transport.send(bert.key, Ping(1))
+    anna.transport.send(bert.key, data(0, bytes(2 * PIECE_BYTES)))
+    world.until(lambda: bert.got(Ping) and bert.got(Data))
+    sent, received = anna.transport.traffic.relayed_sent_bytes, bert.transport.traffic.relayed_received_bytes
+    assert sent.keys() == {"Ping", "Data"} and received.keys() == {"Ping", "Data", RELAYED_PIECE}
+    assert received["Data"] == sent["Data"] > 2 * PIECE_BYTES < received[RELAYED_PIECE]
+    relay = carl.transport.traffic
+    assert relay.sent_bytes["RelayedMessage"] > sent["Data"]
+    assert not relay.relayed_sent_bytes and not relay.relayed_received_bytes
 
 
 def test_the_relay_sees_no_plain_text(world):

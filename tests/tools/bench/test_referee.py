@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gridtrain.core.planning.exchange_facts import EXCHANGE_CLASSES
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.tools.bench.bench_group import ExchangeSample
-from gridtrain.tools.bench.exchange_names import EXCHANGE_CLASSES, parse_exchange
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient, BarrierServer
 
 

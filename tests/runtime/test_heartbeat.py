@@ -1,0 +1,32 @@
+"""What a heartbeat reports as progress and as exchanged bytes."""
+
+from __future__ import annotations
+
+from gridtrain.core.messages import STATE_BYTES
+from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
+from gridtrain.runtime.heartbeat import HeartbeatSource
+from gridtrain.runtime.mailbox.mailbox import Mailbox
+
+
+def test_relayed_payloads_and_state_count_but_neither_control_nor_what_is_forwarded_for_others() -> None:
+    source, traffic = HeartbeatSource(Mailbox(lambda: None)), TrafficCounters()
+    traffic.count_received("RelayRequest", 500)
+    traffic.count_sent("RelayedMessage", 500)
+    traffic.relayed_received_bytes["RoundProgress"] += 40
+    beat = source.make_heartbeat(traffic, 0)
+    assert beat.progress == 0
+    assert dict(beat.metrics) == {"exchanged_bytes": 0.0, "received_bytes": 500.0, "sent_bytes": 500.0}
+
+    progress = []
+    for counter, kind in (
+        (traffic.relayed_sent_bytes, "Data"),
+        (traffic.relayed_received_bytes, RELAYED_PIECE),
+        (traffic.relayed_received_bytes, "Data"),
+        (traffic.relayed_received_bytes, "SnapshotBlock"),
+        (traffic.relayed_received_bytes, "Vote"),
+    ):
+        counter[kind] += 30
+        beat = source.make_heartbeat(traffic, 0)
+        progress.append(beat.progress)
+    assert progress == [1, 2, 3, 4, 4]
+    assert (dict(beat.metrics)["exchanged_bytes"], dict(beat.metrics)[STATE_BYTES]) == (30.0, 30.0)
