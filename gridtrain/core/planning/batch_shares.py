@@ -42,6 +42,7 @@ MAX_MEDIAN_RATIO = 64.0
 """Upper bound on a speed, as a multiple of the median speed, because workers report their own speeds."""
 
 MAX_NAMED_WORKERS = 8
+MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the speed is kept
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class WorkerSpeeds:
     """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
+    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of unmeasured workers, oldest first
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
         """Record the totals in a heartbeat's figures; a missing total counts as 0.
@@ -91,6 +93,18 @@ class WorkerSpeeds:
         known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         known.observations += 1
         known.last_totals = totals
+        if self.speed(peer) is not None:
+            self._bounds.pop(peer, None)
+
+    def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
+        """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
+
+        Until its speed is measured, also after `forget`, it is assumed to be at most the quotient.
+        """
+        if samples > 0 and self.speed(peer) is None:
+            self._bounds[peer] = min(samples / waited_s, self._bounds.pop(peer, math.inf))
+            if len(self._bounds) > MAX_BOUNDED_WORKERS:
+                del self._bounds[next(iter(self._bounds))]
 
     def forget(self, peer: PeerId) -> None:
         self._speeds.pop(peer, None)
@@ -108,8 +122,8 @@ class WorkerSpeeds:
     def plan_shares(
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
-        """Divide `total` samples among `peers`; assume the median speed for a worker without a measured
-        speed.
+        """Divide `total` samples among `peers`; assume the median speed, or its bound if that is lower, for a
+        worker without a measured speed.
 
         Args:
             names: (len(peers),) the workers' names, for the text of the reason.
@@ -122,7 +136,7 @@ class WorkerSpeeds:
             why = "too little computing was measured to compare speeds"
             return BatchShares(counts, f"{total} samples in equal shares: {why}{exceeded}")
         shares = [
-            f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
+            f"{name} {count} ({self._describe_speed(peer)})"
             for peer, name, count in zip(peers, names, counts, strict=True)
         ]
         shown = list_first(shares, MAX_NAMED_WORKERS)
@@ -150,8 +164,17 @@ class WorkerSpeeds:
         return f"shares by measured speed make the computation of a step {now_s / then_s:.2f} times as fast"
 
     def _assumed_speeds(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
-        usual = median(measured.values()) if measured else 1.0
-        return [min(measured.get(peer, usual), MAX_MEDIAN_RATIO * usual) for peer in peers]
+        if not measured:
+            return [1.0] * len(peers)
+        usual = median(measured.values())
+        assumed = (measured.get(peer) or min(usual, self._bounds.get(peer, usual)) for peer in peers)
+        return [min(speed, MAX_MEDIAN_RATIO * usual) for speed in assumed]
+
+    def _describe_speed(self, peer: PeerId) -> str:
+        if (speed := self.speed(peer)) is not None:
+            return f"{speed:.3g}/s"
+        bound = self._bounds.get(peer)
+        return "not measured" if bound is None else f"not measured, at most {bound:.3g}/s"
 
 
 def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
