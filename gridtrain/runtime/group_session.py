@@ -526,7 +526,11 @@ class GroupSession:
         Later calls in the same turn, and calls between `pause_computing` and `resume_computing`, have no
         effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
         when the last micro-batch has left its stage.
+
+        A turn that the group did not wait for is left out: the time of a pause says nothing about the speed.
         """
+        if self._loop.mailbox.snapshot.is_late:
+            self._compute_rate.discard()
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
 

@@ -47,8 +47,13 @@ MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the 
 
 @dataclass(slots=True)
 class _SpeedEstimate:
-    """Sums of one worker's samples and compute time, in which earlier observations have less weight."""
+    """Sums of one worker's samples and compute time, in which earlier observations have less weight.
 
+    Each observation counts as the median of itself and the two before, so that a pause of the training loop,
+    which lengthens one observation, does not count.
+    """
+
+    latest: tuple[tuple[float, float], ...] = ()  # samples and seconds of up to three observations
     samples: float = 0.0
     seconds_s: float = 0.0
     observations: int = 0
@@ -89,10 +94,14 @@ class WorkerSpeeds:
             return
         if not (0 < samples < math.inf and 0 < seconds_s < math.inf):
             return
-        known.samples = known.samples * OBSERVATION_DECAY + samples
-        known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         known.observations += 1
         known.last_totals = totals
+        known.latest = *known.latest[-2:], (samples, seconds_s)
+        if len(known.latest) < 3:
+            return
+        samples, seconds_s = sorted(known.latest, key=lambda each: each[1] / each[0])[1]
+        known.samples = known.samples * OBSERVATION_DECAY + samples
+        known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         if self.speed(peer) is not None:
             self._bounds.pop(peer, None)
 

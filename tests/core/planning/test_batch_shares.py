@@ -125,6 +125,22 @@ def test_one_division_is_enough_and_has_a_reason() -> None:
     )
 
 
+def test_pauses_do_not_count_but_a_slowdown_is_found_soon() -> None:
+    """C pauses for 30 s in every fifth step, and is twice as slow later."""
+    peers, shares, most = [A, B, C], [20, 20, 20], [0, 0, 0]
+    workers = Workers(dict.fromkeys(peers, 10.0))
+    for _ in range(20):
+        workers.compute(shares, steps=4)
+        workers.reported[C] = workers.reported[C][0], workers.reported[C][1] + 30.0
+        workers.compute(shares)
+        assert workers.sharing.speed(C) in (None, pytest.approx(10.0))
+    workers.speeds[C] = 5.0
+    reports = 1
+    while workers.compute(shares) or not workers.sharing.rebalance_reason(peers, shares, most):
+        reports += 1
+    assert reports == 7, "6 without regard to pauses"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_does_not_lead_to_repeated_divisions(seed: int) -> None:
     """Each step varies by up to a fifth; smoothed speeds vary less than the least gain."""
