@@ -28,7 +28,7 @@ and the compute time of these samples in seconds."""
 
 OBSERVATION_DECAY = math.exp(-1 / 20)
 """The weight of earlier observations is multiplied by this factor at each new observation.  An observation is
-a heartbeat or, if steps take longer than the interval between heartbeats, a step."""
+a heartbeat or, if batches take longer than the interval between heartbeats, a batch."""
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
