@@ -6,30 +6,29 @@ From these two figures of each worker, the coordinator computes the workers' sha
     turn begins              step() is called       outcome known       next turn begins
          |---- reading, forward, backward ----|---- waiting, exchange ----|
                        counted                           not counted
+
+With local steps, a turn is counted in parts, so that a long one need not end before the speed is known.
 """
 
 from __future__ import annotations
 
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 
-UNCOUNTED_STEPS = 1
-"""Number of this worker's first batches that are not counted, because kernels are compiled and memory is
-allocated while they are being computed."""
-
 
 class ComputeRate:
-    """The samples and seconds of all counted turns since this worker joined.
+    """The samples and seconds of all counted turns, or parts of turns, since this worker joined.
 
-    Turns that were abandoned or interrupted by an evaluation are not counted.
+    The first one is not counted, because kernels are compiled and memory is allocated during it.  Nor are
+    turns that were abandoned or interrupted by an evaluation.
     """
 
     def __init__(self) -> None:
-        self._measured_steps = 0
+        self._is_warm = False
         self._turn_began_s, self._computed_share = 0.0, 1.0
         self._began_s: float | None = None
         self._before_pause_s: float | None = None
-        self._open_samples = 0
-        self._samples = 0
+        self._open_samples, self._ended_share = 0, 0.0
+        self._samples = 0.0
         self._seconds_s = 0.0
 
     def begin(self, now_s: float, samples: int) -> None:
@@ -39,10 +38,9 @@ class ComputeRate:
             now_s: the current time.
             samples: the number of samples in the turn's batch; 0 if this worker takes part without samples.
         """
-        self._measured_steps += samples > 0
-        counts = samples > 0 and self._measured_steps > UNCOUNTED_STEPS
         self._turn_began_s, self._computed_share = now_s, 1.0
-        self._began_s, self._open_samples = now_s if counts else None, samples
+        self._began_s = now_s if samples > 0 else None
+        self._open_samples, self._ended_share = samples, 0.0
         self._before_pause_s = None
 
     def discard(self) -> None:
@@ -65,17 +63,29 @@ class ComputeRate:
         if self._before_pause_s is not None:
             self._began_s, self._before_pause_s = now_s - self._before_pause_s, None
 
-    def end(self, now_s: float) -> bool:
-        """Count the current turn, whose gradient is complete; return whether the figures have changed.
+    def uncounted_s(self, now_s: float) -> float:
+        """Return the seconds of the current turn that `end` would count now; 0.0 if there are none."""
+        return 0.0 if self._began_s is None else now_s - self._began_s
 
-        Only the first call in a turn can change the figures.  Calls between `pause` and `resume` have no
-        effect.
+    def end(self, now_s: float, share: float = 1.0) -> bool:
+        """Count the current turn, or the part of it since the last call; return whether the figures have
+        changed.
+
+        Calls after the turn's end, and between `pause` and `resume`, have no effect.
+
+        Args:
+            now_s: the current time.
+            share: the fraction of the turn's samples computed so far, 0 < share <= 1.
         """
-        began_s, self._began_s = self._began_s, None
-        if began_s is None:
+        if self._began_s is None:
             return False
-        self._samples += self._open_samples
-        self._seconds_s += now_s - began_s
+        seconds_s, self._began_s = self.uncounted_s(now_s), now_s if share < 1 else None
+        samples, self._ended_share = self._open_samples * (share - self._ended_share), share
+        if not self._is_warm:
+            self._is_warm = True
+            return False
+        self._samples += samples
+        self._seconds_s += seconds_s
         return True
 
     def turn_s(self, now_s: float) -> float:
@@ -85,4 +95,4 @@ class ComputeRate:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a heartbeat."""
-        return {SAMPLES_FIGURE: float(self._samples), SECONDS_FIGURE: self._seconds_s}
+        return {SAMPLES_FIGURE: self._samples, SECONDS_FIGURE: self._seconds_s}

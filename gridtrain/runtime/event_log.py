@@ -19,7 +19,8 @@ EVENT_TEXTS = {
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "dismissed": "the group continues without this worker: it %(reason)s",
     "left_out": "the group continues without this worker, which %(reason)s; it will rejoin when its training "
-    "loop continues",
+    "loop continues (if its batches take that long: global_batch_size gives a slow worker fewer samples, and "
+    "with LocalSteps the limit is longer)",
     "left_behind": "the group continued without this worker, which had completed step %(step)s; this worker "
     "has rejoined and is receiving the group's state",
     "set_back": "the group returned to step %(to)s without this worker, which had completed step %(step)s; "

@@ -541,14 +541,25 @@ class GroupSession:
         """See `pause_computing`."""
         self._compute_rate.resume(time.monotonic())
 
-    def finish_computing(self) -> None:
-        """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete.
+    @property
+    def is_computing_unreported(self) -> bool:
+        """Whether this turn has been computed for longer than the interval of heartbeats since the latest
+        `finish_computing`."""
+        return self._compute_rate.uncounted_s(time.monotonic()) >= self.config.deadlines.beat_s
+
+    def finish_computing(self, share: float = 1.0) -> None:
+        """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete, or
+        earlier with the fraction of the samples that have been computed, 0 < share <= 1.
 
         Later calls in the same turn, and calls between `pause_computing` and `resume_computing`, have no
         effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
         when the last micro-batch has left its stage.
+
+        A turn that the group did not wait for is left out: the time of a pause says nothing about the speed.
         """
-        if self._compute_rate.end(time.monotonic()):
+        if self._loop.mailbox.snapshot.is_late:
+            self._compute_rate.discard()
+        if self._compute_rate.end(time.monotonic(), share):
             self.report_figures(self._compute_rate.figures())
 
     def end_round(self, outcome: RoundOutcome) -> None:

@@ -1,4 +1,4 @@
-"""Decides when a worker gives up waiting for the coordinator, and when it rejoins after its loop has stalled.
+"""Decides when a worker gives up waiting for the coordinator, and when it rejoins after its removal.
 
 After any other disconnection, the transport reconnects automatically.
 """
@@ -16,8 +16,8 @@ DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
 REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
-"""Minimum time between two rejoins of a worker whose training loop stalls, because the others wait for each
-stall.  It doubles with each rejoin, up to the maximum."""
+"""Minimum time between two rejoins of a worker that makes no progress in time, because the others wait each
+time.  It doubles with each rejoin, up to the maximum."""
 
 REJOIN_TIMEOUT_S = 120.0
 """Time after which a worker that rejoins gives up if the coordinator does not answer."""
@@ -35,20 +35,21 @@ class ReconnectPolicy:
         self._address, self._paused_s = address, paused_s
         self._pause_reason, self._paused_since_s = "", 0.0
         self._denied_since_s: float | None = None
-        self._is_left_out = False  # removed because its loop stalled, and not connected again
+        self._is_left_out = False  # removed for lack of progress, and not connected again
         self._rejoin_s: float | None = None  # when it began to connect again
         self._has_told_interval = False
         self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
 
     def trainer_stalled(self) -> None:
-        """Record that this worker was removed because its training loop stalled."""
+        """Record that this worker was removed because its training loop made no progress in time."""
         self._is_left_out, self._rejoin_s, self._has_told_interval = True, None, False
 
     @property
     def waiting_reason(self) -> str:
         """Why this worker does not train; "" if nothing is known to prevent it.  Thread-safe."""
         if self._is_left_out:
-            return "its training loop has stalled, and the group continues without it until it rejoins"
+            why = "its training loop made no progress in time"
+            return f"{why}, and the group continues without it until it rejoins"
         return self._pause_reason
 
     def should_rejoin(self, now_s: float, *, trainer_waiting: bool) -> bool:
@@ -66,7 +67,7 @@ class ReconnectPolicy:
             if not self._has_told_interval:
                 self._has_told_interval = True
                 log.warning(
-                    "this worker rejoins in %.0f s, because its training loop stalls repeatedly",
+                    "this worker rejoins in %.0f s, because the group has repeatedly waited for it too long",
                     self._next_rejoin_s - now_s,
                 )
             return False
@@ -121,8 +122,8 @@ class ReconnectPolicy:
         """
         if self._rejoin_s is not None and now_s >= self._rejoin_s + REJOIN_TIMEOUT_S:
             raise CoordinatorUnreachable(
-                "the group continued without this worker, whose training loop had stalled, and the "
-                f"coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
+                "the group continued without this worker, whose training loop made no progress in time, "
+                f"and the coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
                 remedy="ask the run's owner whether it has finished, or start this worker again",
             )
         if not reason or self._is_left_out:

@@ -1,8 +1,8 @@
 """`grid.batches`: divides a turn's samples among calls to `step()`; handles stand-ins and pauses.
 
-A call without samples of its own gets the latest samples, or the first samples of the data set, as a stand-in
-that is not counted.  A loop that omits a call to `step()` gets an error.  The agent is the process of
-`gridtrain worker`, which can pause or stop this worker.
+In a turn without samples, each call gets the first of the latest samples, or of the data set, as a stand-in
+that is not counted; the last calls of a short turn get its latest batch.  A loop that omits a call to
+`step()` gets an error.  The agent is the process of `gridtrain worker`, which can pause or stop this worker.
 
 GroupSession.await_turn --> a snapshot with the open step and this worker's positions in the data
      ModelState.begin_turn      adds a residual, writes a checkpoint that is due
@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 
 from gridtrain.core.commit import data_ledger
+from gridtrain.core.commit.spans import take_first
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.pipeline.pipeline import Pipeline
@@ -105,10 +106,8 @@ class Turns:
 
     def _positions(self) -> Generator[Spans, None, None]:
         self._resume()
-        # At least two samples, so that batch norm has statistics.
-        stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._sizes.batch_size // self._calls))),)
         try:
-            yield from self._iterate(stand_in)
+            yield from self._iterate()
         except GeneratorExit:  # the script has left the loop
             # If the turn is not done, changes since its start do not belong to a step.
             if self._session.is_turn_done and isinstance(self._trainer, GridOptimizer):
@@ -127,7 +126,10 @@ class Turns:
         elif session.is_in_turn and not session.is_turn_done:
             raise interrupted_error(session.step, "its model has stages")
 
-    def _iterate(self, stand_in: Spans) -> Iterator[Spans]:
+    def _iterate(self) -> Iterator[Spans]:
+        # The others wait for a stand-in, too.  Two samples in each batch, so that batch norm has statistics.
+        most = 2 * self._sizes.accumulate
+        stand_in: Spans = (Span(0, min(self.spec.size, most)),)
         while (snapshot := self._next_turn()) is not None:
             assert snapshot.open_round is not None
             self._full_share = snapshot.shares[snapshot.rank][1]
@@ -142,7 +144,7 @@ class Turns:
                 self._trainer.end_empty_turn()
                 continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
-            stand_in = spans[-1]
+            stand_in = take_first(deque(spans[-1]), most)
             yield from self._call_by_call(spans, self._calls_with_samples(snapshot.spans))
             self._computed = snapshot.spans
             # With overlapped local steps, a turn's round may be done before the turn's last call.

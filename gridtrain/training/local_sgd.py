@@ -43,7 +43,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.sparsify.error_feedback import add_at
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer, check_applied
 from gridtrain.training.turn_start_state import capture_turn_start
@@ -212,6 +212,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.weights.take(self.local_calls <= self._calls_with_samples)
         self._local_step()
         if self.local_calls < self._every:
+            self._report_speed()
             self._report_local()
         else:
             self._global_step()
@@ -257,12 +258,25 @@ class LocalSGDOptimizer(GridOptimizer):
                 self.inner.step()
         self.last_skipped = overflowed
 
+    def _report_speed(self) -> None:
+        """Report the compute figures of this turn so far, at the interval of heartbeats and before its
+        stand-ins."""
+        calls = self._calls_with_samples
+        is_due = self.local_calls < calls and self._session.is_computing_unreported
+        if is_due or self.local_calls == calls:
+            self._finish_local_steps()
+            self._session.finish_computing(self.local_calls / calls)
+
     def _report_local(self) -> None:
         self._stopwatch.lap("computing_s")
         laps_s = self._stopwatch.reset()
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
         self._session.report_figures({})  # shows progress; the other workers may already wait in the round
+
+    def _finish_local_steps(self) -> None:
+        """Wait for the local steps on a GPU, so that the measured speed includes them."""
+        finish_queued_work(self._flat.parameters[0].device)
 
     # -- the exchange ------------------------------------------------------------------------------------
 

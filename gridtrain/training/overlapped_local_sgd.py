@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from gridtrain.config import LocalSteps
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 from gridtrain.training.checkpoint.joint_optimizer import JointOptimizer
 from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
 
@@ -137,10 +136,6 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             self._exchange_latest()
         if not self._is_change_finite:
             self._reset_inner()
-
-    def _finish_local_steps(self) -> None:
-        """Wait for the local steps on a GPU, so that the measured speed includes them."""
-        finish_queued_work(self._flat.parameters[0].device)
 
     def _exchange_latest(self) -> None:
         """Store the change that this turn has made so far, wait until the round with the previous turn's

@@ -24,7 +24,11 @@ class Snapshots:
 
     def __init__(self, *snapshots: WorkerSnapshot) -> None:
         self.snapshots, self.figures = list(snapshots), dict[str, float]()
-        self.loop = self.heartbeat = self.step_rounds = self
+        self.loop = self.heartbeat = self.step_rounds = self.mailbox = self
+
+    @property
+    def snapshot(self) -> WorkerSnapshot:
+        return self.snapshots[0]
 
     def wait(self, found: Callable[[WorkerSnapshot], bool]) -> WorkerSnapshot:
         while not found(self.snapshots[0]):

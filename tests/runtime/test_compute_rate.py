@@ -37,3 +37,18 @@ def test_an_exchange_amid_a_turn_does_not_count() -> None:
     rate.resume(31.0)
     assert rate.end(33.0)
     assert rate.figures() == {SAMPLES_FIGURE: 8.0, SECONDS_FIGURE: 4.0}
+
+
+def test_a_turn_of_local_steps_counts_in_parts_from_its_second_batch_on() -> None:
+    rate = ComputeRate()
+    rate.begin(0.0, 8)
+    assert not rate.end(60.0, 0.25), "compiling"
+    assert rate.uncounted_s(63.0) == 3.0
+    assert rate.end(64.0, 0.75)
+    assert rate.figures() == {SAMPLES_FIGURE: 4.0, SECONDS_FIGURE: 4.0}
+    rate.discard()
+    assert not rate.end(65.0) and not rate.end(66.0, 0.9), "an evaluation"
+    rate.begin(70.0, 8)
+    assert rate.end(71.0, 0.5) and rate.end(72.0) and not rate.end(99.0, 1.0)
+    assert rate.figures() == {SAMPLES_FIGURE: 12.0, SECONDS_FIGURE: 6.0}
+    assert rate.uncounted_s(99.0) == 0.0

@@ -393,6 +393,29 @@ def test_a_loss_that_is_not_a_number_makes_the_mean_so_on_all_workers(diverged: 
     assert gridtrain.local(train, workers=2) == [([True, False, True], 1)] * 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stand_in_has_two_samples_of_the_latest_batch(accumulate: int) -> None:
+    """The others wait for it.  The third step of the pass has a single sample."""
+    samples = torch.arange(16.0 * accumulate + 1).unsqueeze(1)
+
+    def train(grid: gridtrain.Grid) -> list[tuple[bool, list[float]]]:
+        model = nn.Linear(1, 1)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        seen = []
+        for number, batch in enumerate(grid.batches(samples, batch_size=4, accumulate=accumulate, epochs=1)):
+            seen.append((grid.has_samples, batch.flatten().tolist()))
+            model(batch).mean().backward()
+            if number % accumulate == accumulate - 1:
+                optimizer.step()
+        return seen
+
+    seen = next(seen for seen in gridtrain.local(train, workers=2) if not seen[-1][0])
+    assert [own for own, _ in seen] == [True] * 2 * accumulate + [False] * accumulate
+    assert [len(batch) for _, batch in seen] == [4] * 2 * accumulate + [2] * accumulate
+    read = [number for _, batch in seen for number in batch]
+    assert read[-2 * accumulate :] == read[4 * accumulate : 6 * accumulate]
+
+
 @pytest.mark.parametrize("draws", ["batches", "sampler"])
 @pytest.mark.parametrize(
     "exchange", [DENSE, gridtrain.LocalSteps(2, DENSE)], ids=["each step", "local steps"]

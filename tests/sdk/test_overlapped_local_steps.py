@@ -20,7 +20,7 @@ from torch import nn
 import gridtrain
 from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.runtime.compute_rate import ComputeRate
-from gridtrain.training import optimizer, overlapped_local_sgd
+from gridtrain.training import local_sgd, optimizer
 
 OWN_SHARE = 0.75
 """Share of its own change with which each of two workers begins a turn."""
@@ -76,7 +76,7 @@ def test_queued_work_of_a_gpu_counts_as_computing(together: Any, monkeypatch: py
         return reading
 
     monkeypatch.setattr(optimizer, "finish_queued_work", finish)
-    monkeypatch.setattr(overlapped_local_sgd, "finish_queued_work", finish)
+    monkeypatch.setattr(local_sgd, "finish_queued_work", finish)
     monkeypatch.setattr(ComputeRate, "pause", read("paused", pause))
     monkeypatch.setattr(ComputeRate, "end", read("ended", end))
 

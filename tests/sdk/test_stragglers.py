@@ -18,6 +18,7 @@ import gridtrain
 from gridtrain.core.commit.data_ledger import MAX_LATE_STEPS
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
 from gridtrain.core.messages import ReplicaDigest
+from gridtrain.core.planning.batch_shares import SECONDS_FIGURE
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS
 
@@ -26,6 +27,8 @@ DATA = torch.utils.data.TensorDataset(
     torch.randn(640, 6, generator=torch.Generator().manual_seed(1)), torch.arange(640) % 3
 )
 STALLED_AT, STEPS_WITHOUT, COMPARE_EVERY = FEWEST_DELAYS + 4, 6, 2
+STALL_S = 1e6
+"""The duration of a stall by the clock of the worker's compute figures."""
 IN_BUCKETS = gridtrain.Overlap(buckets=4, least=16, adaptive=False)
 ABSENCE = re.compile(
     r"the group went on for (\d+) steps without this worker, whose training loop had stalled; "
@@ -42,6 +45,7 @@ class Stall:
         steps_without: the steps that the group has taken when the stall ended.
         steps_counted: by how many steps `grid.step` of that worker has grown in this time.
         batches: the number of batches of the worker that stalled.
+        computed_s: the compute time that this worker has reported at its end, in seconds.
         digests: by step, the digests of the workers' states that were compared after it.
     """
 
@@ -49,6 +53,7 @@ class Stall:
     steps_without: int = -1
     steps_counted: int = -1
     batches: int = 0
+    computed_s: float = 0.0
     digests: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _gone_on: threading.Condition = field(default_factory=threading.Condition)
@@ -109,6 +114,7 @@ def train(
         def stall_once(*gradient: torch.Tensor) -> None:
             if is_stalling and number == stalled_at * optimizer.calls_per_turn:
                 before = grid.step
+                session._compute_rate._began_s -= STALL_S
                 stall.stall(timeout_s)
                 stall.steps_counted = grid.step - before
 
@@ -128,7 +134,8 @@ def train(
                 scheduler.step()
             if not is_stalling:
                 stall.step_taken(grid.step)
-        stall.batches = number if is_stalling else stall.batches
+        if is_stalling:
+            stall.batches, stall.computed_s = number, session._compute_rate.figures()[SECONDS_FIGURE]
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return parameters, optimizer.param_groups[0]["lr"], grid._session.snapshot.ledger.consumed
 
@@ -178,6 +185,7 @@ def test_the_group_goes_on_without_a_stalled_loop(exchange: Any, caplog: pytest.
     assert fate == f"step {first} is used in step {used}" and used == first + missed
     assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
     assert stall.steps_counted == 0, "its model does not contain them yet"
+    assert stall.computed_s < STALL_S, "a stall does not count as slow computing"
     assert len(set(results)) == 1, "models, learning rates and ledgers are equal"
     assert results[0][2] == len(DATA), "every sample counts once"
     assert len(stall.digests) > STEPS_WITHOUT // COMPARE_EVERY

@@ -111,10 +111,12 @@ class _Session:
     """A `GroupSession` of the perfect network."""
 
     is_in_turn = False
+    is_computing_unreported = True
 
     def __init__(self, network, rank):
         self.network, self.rank = network, rank
         self.notes = []
+        self.computed_shares = []
         self.plans = []
         self.tasks = SimpleNamespace(disable_replay=lambda reason: None)
 
@@ -136,8 +138,8 @@ class _Session:
     def predict_plan(self):
         return None
 
-    def finish_computing(self):
-        pass
+    def finish_computing(self, share=1.0):
+        self.computed_shares.append(share)
 
     def total_weight(self, plan, weight):
         return None

@@ -518,6 +518,20 @@ def test_timings_are_of_each_local_step_and_reports_of_the_turn(network):
     assert noted["computing_s"] == pytest.approx(sum(computing_s))
 
 
+@pytest.mark.parametrize(
+    "with_samples, shares", [(0, []), (1, [1.0]), (2, [0.5, 1.0]), (EVERY, [1 / 3, 2 / 3])]
+)
+def test_compute_figures_are_reported_before_the_turn_ends_and_without_its_stand_ins(
+    network, with_samples, shares
+):
+    session, model = network().session(), small_model()
+    optimizer = wrap(session, model, Dense())
+    optimizer.begin_turn(with_samples)
+    for step in range(EVERY):
+        train_step(model, optimizer, step)
+    assert session.computed_shares == shares
+
+
 def test_adam_gives_no_warning(network, recwarn):
     wrap(network().session(), small_model(), GTopK(density=0.01))
     assert not recwarn.list

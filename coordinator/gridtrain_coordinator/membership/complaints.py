@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
-from gridtrain.quantities import shorten
+from gridtrain.quantities import format_count, shorten
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -118,6 +118,8 @@ class Complaints:
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
         for peer, (code, why) in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
+            if code == STALLED:
+                self._planner.record_unfinished_share(peer, now_s - run.workers[peer].progressed_s)
             effects += self._departures.dismiss(peer, why, code=code)
         run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
@@ -238,8 +240,11 @@ class StalledStep:
             if peer not in workers:
                 continue
             accusers, may_know = self._accusers[peer], root in (reporter, peer)
-            if may_know and stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
-                found[peer] = STALLED, "made no progress while other members waited"
+            waited_s = now_s - workers[peer].progressed_s
+            if may_know and stalled.silent_s > 0 and patience_s <= waited_s:
+                share = format_count(self._run.share_of(peer), "sample")
+                waited = f"for {waited_s:.1f} s (limit {patience_s:.1f} s) while other members waited"
+                found[peer] = STALLED, f"made no progress {waited}; its share of a step is {share}"
             elif len(accusers) >= STALLS_BEFORE_REMOVAL and (may_know or set(accusers) != {reporter}):
                 found[peer] = DISMISSED, f"delayed step {step} {len(accusers)} times: {reason}"
             elif len(accusers) >= STALLS_BEFORE_REMOVAL:

@@ -227,7 +227,7 @@ class Readiness:
         If no step was measured, this is the limit for a first step, which may compile the model.
         """
         limits = self._run.limits
-        share = next((x.share for x in self._run.member_list if x.peer == worker.peer), 0)
+        share = self._run.share_of(worker.peer)
         step_s = share * seconds_per_sample(worker.figures)
         if not 0 < step_s < math.inf:
             return limits.first_step_s

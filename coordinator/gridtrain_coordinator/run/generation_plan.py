@@ -111,6 +111,10 @@ class GenerationPlanner:
         """Record the compute times in a heartbeat's metrics."""
         self._batch_shares.observe(peer, figures)
 
+    def record_unfinished_share(self, peer: m.PeerId, waited_s: float) -> None:
+        """Record that a member has made no progress with its share of a step for `waited_s` seconds."""
+        self._batch_shares.observe_unfinished(peer, self._run.share_of(peer), waited_s)
+
     def forget(self, peer: m.PeerId) -> None:
         self.link_failures.forget(peer)
         self._batch_shares.forget(peer)

@@ -147,6 +147,10 @@ class RunState:
         """The members that are registered, in rank order."""
         return [peer for peer in self.member_order if peer in self.workers]
 
+    def share_of(self, peer: m.PeerId) -> int:
+        """Return a member's share of a step, in samples; 0 for other workers."""
+        return next((member.share for member in self.member_list if member.peer == peer), 0)
+
     @property
     def connected_members(self) -> list[m.PeerId]:
         """The members that have joined over their current connection, in rank order."""

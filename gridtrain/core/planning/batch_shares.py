@@ -28,7 +28,7 @@ and the compute time of these samples in seconds."""
 
 OBSERVATION_DECAY = math.exp(-1 / 20)
 """The weight of earlier observations is multiplied by this factor at each new observation.  An observation is
-a heartbeat or, if steps take longer than the interval between heartbeats, a step."""
+a heartbeat or, if batches take longer than the interval between heartbeats, a batch."""
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
@@ -42,12 +42,18 @@ MAX_MEDIAN_RATIO = 64.0
 """Upper bound on a speed and on a batch size, as a multiple of the median: workers report their own."""
 
 MAX_NAMED_WORKERS = 8
+MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the speed is kept
 
 
 @dataclass(slots=True)
 class _SpeedEstimate:
-    """Sums of one worker's samples and compute time, in which earlier observations have less weight."""
+    """Sums of one worker's samples and compute time, in which earlier observations have less weight.
 
+    Each observation counts as the median of itself and the two before, so that a pause of the training loop,
+    which lengthens one observation, does not count.
+    """
+
+    latest: tuple[tuple[float, float], ...] = ()  # samples and seconds of up to three observations
     samples: float = 0.0
     seconds_s: float = 0.0
     observations: int = 0
@@ -72,6 +78,7 @@ class WorkerSpeeds:
     """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
+    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of unmeasured workers, oldest first
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
         """Record the totals in a heartbeat's figures; a missing total counts as 0.
@@ -87,10 +94,26 @@ class WorkerSpeeds:
             return
         if not (0 < samples < math.inf and 0 < seconds_s < math.inf):
             return
-        known.samples = known.samples * OBSERVATION_DECAY + samples
-        known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         known.observations += 1
         known.last_totals = totals
+        known.latest = *known.latest[-2:], (samples, seconds_s)
+        if len(known.latest) < 3:
+            return
+        samples, seconds_s = sorted(known.latest, key=lambda each: each[1] / each[0])[1]
+        known.samples = known.samples * OBSERVATION_DECAY + samples
+        known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
+        if self.speed(peer) is not None:
+            self._bounds.pop(peer, None)
+
+    def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
+        """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
+
+        Until its speed is measured, also after `forget`, it is assumed to be at most the quotient.
+        """
+        if samples > 0 and self.speed(peer) is None:
+            self._bounds[peer] = min(samples / waited_s, self._bounds.pop(peer, math.inf))
+            if len(self._bounds) > MAX_BOUNDED_WORKERS:
+                del self._bounds[next(iter(self._bounds))]
 
     def forget(self, peer: PeerId) -> None:
         self._speeds.pop(peer, None)
@@ -108,8 +131,8 @@ class WorkerSpeeds:
     def plan_shares(
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
-        """Divide `total` samples among `peers`; assume the median speed for a worker without a measured
-        speed.
+        """Divide `total` samples among `peers`; assume the median speed, or its bound if that is lower, for a
+        worker without a measured speed.
 
         Args:
             names: (len(peers),) the workers' names, for the text of the reason.
@@ -122,7 +145,7 @@ class WorkerSpeeds:
             why = "too little computing was measured to compare speeds"
             return BatchShares(counts, f"{total} samples in equal shares: {why}{exceeded}")
         shares = [
-            f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
+            f"{name} {count} ({self._describe_speed(peer)})"
             for peer, name, count in zip(peers, names, counts, strict=True)
         ]
         shown = list_first(shares, MAX_NAMED_WORKERS)
@@ -150,8 +173,17 @@ class WorkerSpeeds:
         return f"shares by measured speed make the computation of a step {now_s / then_s:.2f} times as fast"
 
     def _assumed_speeds(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
-        usual = median(measured.values()) if measured else 1.0
-        return [min(measured.get(peer, usual), MAX_MEDIAN_RATIO * usual) for peer in peers]
+        if not measured:
+            return [1.0] * len(peers)
+        usual = median(measured.values())
+        assumed = (measured.get(peer) or min(usual, self._bounds.get(peer, usual)) for peer in peers)
+        return [min(speed, MAX_MEDIAN_RATIO * usual) for speed in assumed]
+
+    def _describe_speed(self, peer: PeerId) -> str:
+        if (speed := self.speed(peer)) is not None:
+            return f"{speed:.3g}/s"
+        bound = self._bounds.get(peer)
+        return "not measured" if bound is None else f"not measured, at most {bound:.3g}/s"
 
 
 def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> BatchShares:

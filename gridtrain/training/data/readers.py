@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from gridtrain.core.commit.data_ledger import count_samples
+from gridtrain.core.commit.spans import take_first
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError, describe_type
 from gridtrain.quantities import format_count
@@ -218,13 +221,15 @@ class IterableReader:
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
-        if spans != self._latest[0]:  # a stand-in repeats the latest spans
+        count = count_samples(spans)
+        if tuple(spans) != take_first(deque(self._latest[0]), count):  # a stand-in repeats the first samples
             samples: list[Any] = []
             for span in spans:
                 number, offset = divmod(span.start, self._spec.size)
                 samples += self._pass(number, offset).take(offset, span.stop - span.start)
             self._latest = spans, samples
-        return [self._collate(part) for part in split_micro_batches(self._latest[1], self._accumulate)]
+        taken = self._latest[1][:count]
+        return [self._collate(part) for part in split_micro_batches(taken, self._accumulate)]
 
     def _pass(self, number: int, offset: int) -> _DatasetPass:
         found = [p for p in self._open if p.number == number and p.offset <= offset]

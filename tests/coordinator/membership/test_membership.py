@@ -359,6 +359,10 @@ def test_a_suspect_without_progress_is_removed() -> None:
     run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 1), (B,), 5.0, "rank 1 is silent"))
     assert Disconnect(B) in run.effects
     assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
+    assert [refused.reason for refused in sent(run.effects, m.Refused)] == [
+        "made no progress for 16.0 s (limit 5.0 s) while other members waited; its share of a step is 4 "
+        "samples"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -794,6 +798,22 @@ def test_an_exaggerated_batch_size_gets_a_bounded_share() -> None:
     assert {x.peer: x.share for x in run.core.run.member_list} == sizes | {C: 512}
     reason = "each worker takes its own batch size, but at most 64 times the median batch size"
     assert run.core.snapshot(0.0)["plan_reason"].endswith(f"{reason}: c 512 instead of {2**31 - 1}")
+
+
+def test_a_newcomer_that_is_too_slow_for_its_share_gets_a_smaller_one_when_it_rejoins() -> None:
+    run = Sharers({A: 30.0, B: 30.0}, 60, {})
+    run.compute(10)
+    for share in (20, 1):
+        run.join(C)
+        run.report(A), run.report(B)
+        run.start(A, B, C)
+        assert run.shares[C] == share
+        run.say(C, m.Heartbeat(1, 0, int(run.now_s), ()))
+        run.now_s += 10.0 - 1.0
+        run.say(A, m.RoundStalled(m.RoundId(1, run.core.generation, 0, 1), (C,), 5.0, "c is silent"))
+        run.report(A), run.report(B)
+        run.start(A, B)
+        assert run.shares == {A: 30, B: 30}
 
 
 CATCHING_UP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridtrain.core.planning.batch_shares import (
+    MAX_BOUNDED_WORKERS,
     MIN_OBSERVATIONS,
     MIN_SPEEDUP,
     SAMPLES_FIGURE,
@@ -124,6 +125,22 @@ def test_one_division_is_enough_and_has_a_reason() -> None:
     )
 
 
+def test_pauses_do_not_count_but_a_slowdown_is_found_soon() -> None:
+    """C pauses for 30 s in every fifth step, and is twice as slow later."""
+    peers, shares, most = [A, B, C], [20, 20, 20], [0, 0, 0]
+    workers = Workers(dict.fromkeys(peers, 10.0))
+    for _ in range(20):
+        workers.compute(shares, steps=4)
+        workers.reported[C] = workers.reported[C][0], workers.reported[C][1] + 30.0
+        workers.compute(shares)
+        assert workers.sharing.speed(C) in (None, pytest.approx(10.0))
+    workers.speeds[C] = 5.0
+    reports = 1
+    while workers.compute(shares) or not workers.sharing.rebalance_reason(peers, shares, most):
+        reports += 1
+    assert reports == 7, "6 without regard to pauses"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_does_not_lead_to_repeated_divisions(seed: int) -> None:
     """Each step varies by up to a fifth; smoothed speeds vary less than the least gain."""
@@ -151,6 +168,36 @@ def test_an_unmeasured_worker_counts_as_the_median_and_triggers_no_division() ->
     assert workers.sharing.speed(C) is None
     assert workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 60, [0, 0, 0]).counts == (30, 10, 20)
     assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == ""
+
+
+def test_an_unmeasured_worker_is_at_most_as_fast_as_its_unfinished_batch_shows() -> None:
+    workers = Workers({A: 30.0, B: 30.0, C: 1.0})
+    workers.sharing.observe_unfinished(C, 20, 10.0)
+    peers, names = [A, B, C], ["a", "b", "c"]
+    assert workers.sharing.plan_shares(peers, names, 62, [0, 0, 0]).counts == (21, 21, 20), (
+        "nothing to compare"
+    )
+    workers.compute([20, 20, 0], steps=MIN_OBSERVATIONS)
+    workers.sharing.forget(C)
+    for _ in range(2):
+        plan = workers.sharing.plan_shares(peers, names, 62, [0, 0, 0])
+        assert plan.counts == (30, 30, 2)
+        assert plan.reason.endswith("c 2 (not measured, at most 2/s)")
+        workers.sharing.observe_unfinished(C, 90, 10.0)  # no new bound
+    workers.compute([0, 0, 2], steps=MIN_OBSERVATIONS)
+    assert workers.sharing.speed(C) == pytest.approx(1.0)
+    workers.sharing.forget(C)
+    assert workers.sharing.plan_shares(peers, names, 60, [0, 0, 0]).counts == (20, 20, 20)
+
+
+def test_the_bounds_of_a_limited_number_of_workers_are_kept() -> None:
+    workers = Workers({A: 30.0, B: 30.0})
+    workers.compute([20, 20], steps=MIN_OBSERVATIONS)
+    for number in range(MAX_BOUNDED_WORKERS + 1):
+        workers.sharing.observe_unfinished(number.to_bytes(32, "big"), 20, 10.0)
+    first, second = (number.to_bytes(32, "big") for number in range(2))
+    plan = workers.sharing.plan_shares([A, first, second], ["a", "b", "c"], 62, [0, 0, 0])
+    assert plan.counts == (30, 30, 2)
 
 
 @pytest.mark.parametrize(
