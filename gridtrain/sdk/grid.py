@@ -658,9 +658,9 @@ class Grid:
         step without the call is left out and named in the log.  If a worker's number is not finite, neither
         is the average.
 
-        Raises `ConfigError` if this happens three times in a row and most workers do not make the call, or if
-        a weight is negative or not finite.  Before the first batch, a worker receives its own number, and a
-        warning is logged once.
+        Raises `ConfigError` on rank 0 if this happens three times in a row and at least half of the workers
+        do not make the call, and on any worker if a weight is negative or not finite.  Before the first
+        batch, a worker receives its own number, and a warning is logged once.
         """
         self._warn_before_first_batch()
         number = value.item() if isinstance(value, torch.Tensor) else float(value)

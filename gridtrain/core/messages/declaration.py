@@ -184,11 +184,11 @@ class NameField(TextField):
     """A text without characters that are not visible, because people tell workers apart by their names."""
 
     # A list, not `unicodedata`, whose version depends on that of Python: controls, blanks except the space,
-    # and code points that Unicode calls default-ignorable.
+    # code points that Unicode calls default-ignorable, and the format controls of hieroglyphs.
     _forbidden = re.compile(
         "[\x00-\x1f\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f"
         "\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3"
-        "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]|^ | $"
+        "\U00013430-\U00013442\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]|^ | $"
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import tracemalloc
+import unicodedata
 from typing import Any
 
 import msgpack
@@ -212,6 +215,18 @@ def test_a_name_that_looks_like_another_because_of_an_invisible_character_is_ref
         assert declaration.NAME.unpack(accepted) == accepted
     with pytest.raises(declaration.FieldError, match=rf", with {re.escape(found)}; it must be at most 64"):
         declaration.NAME.unpack(name)
+
+
+def test_of_all_format_characters_a_name_may_contain_only_visible_signs() -> None:
+    allowed = set()
+    for letter in (
+        chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Cf"
+    ):
+        with contextlib.suppress(declaration.FieldError):
+            allowed.add(unicodedata.name(declaration.NAME.unpack(letter)).split()[0])
+    assert allowed == {"ARABIC", "KAITHI", "SYRIAC"}, (
+        "signs that enclose the numbers after them, or end verses"
+    )
 
 
 def test_a_full_page_of_a_roster_fits_a_header() -> None:

@@ -58,7 +58,8 @@ step stalls for the third time, when the coordinator dismisses a member."""
 ZERO_COPY_RECV = 10
 """The number of a context's option, for which pyzmq has no name.  The option is off: if it is on, a short
 encrypted message that has not been read keeps the buffer in which it arrived, so that 37 bytes on the wire
-take 2.5 kB of memory and more instead of 0.2 kB."""
+take 2.5 kB of memory and more instead of 0.2 kB.  What a long message has beyond this buffer of 8 kB is read
+directly into the message in both cases."""
 
 _KEEPALIVE_PROBES = 3
 
