@@ -10,6 +10,7 @@ All parts of the coordinator's core share this state, and change it only through
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -284,7 +285,25 @@ class RunState:
         a pipeline, and once the owner has ended the run."""
         if self.members or self.partition.is_pipeline or self.is_ending or self.is_finished:
             return False
-        return (self.checkpoint_step or 0) < self.left_step
+        workers = list(self.workers.values())
+        steps = [x.checkpoint_step or 0 for x in workers if self.is_checkpoint_credible(x, workers)]
+        return max(steps, default=0) < self.left_step
+
+    def is_checkpoint_credible(self, worker: Worker, others: Iterable[Worker]) -> bool:
+        """Return whether the run may have reached the step of a worker's checkpoint; True without one.
+
+        The members of the latest generation may have committed more steps than the journal and their reports
+        show.  A journal that is older than the run does not know them; then most checkpoints decide.
+
+        Args:
+            others: the workers whose checkpoints are compared with it, which include the worker itself.
+        """
+        own = worker.checkpoint_step
+        is_known = not self.latest_members or worker.peer in self.latest_members
+        if own is None or own <= self.highest_step or is_known:
+            return True
+        steps = [step for other in others if (step := other.checkpoint_step) is not None]
+        return 2 * sum(step >= own for step in steps) > len(steps)
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""

@@ -1585,6 +1585,19 @@ def test_a_checkpoint_of_a_step_that_the_run_has_not_reached_needs_a_member_or_a
     assert ignored == ([("c", 300)] if step < 300 else [])
 
 
+def test_a_checkpoint_that_is_not_used_does_not_end_the_wait_for_one_that_is() -> None:
+    """C has a checkpoint of another history, such as of an earlier run; B has an old one of this run."""
+    run = all_left(min_workers=2)
+    leave(run)
+    generation = run.core.generation
+    restart(run, B, step=40), restart(run, C, step=300)
+    advance_until(run, run.now_s + 50.0)
+    assert run.core.generation == generation, "without A's checkpoint the run would lose 65 steps"
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 5.0)
+    assert run.view.applied == 104 and not run.notes("rollback")
+
+
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
     run = all_left()
     leave(run)
