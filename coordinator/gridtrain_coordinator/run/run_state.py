@@ -60,6 +60,7 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
+        step_before: `highest_step` before the members' first generation, whose checkpoint may be a false one.
         latest_members: the members of the latest generation that trained or is in the journal, also when they
             no longer hold the model; empty for a new run.
         left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
@@ -94,7 +95,7 @@ class RunState:
         self.paused_workers = PausedWorkers()
         self._last_skipped = SkippedSteps()
         self.skip_alert = SkipAlert()
-        self.highest_step = self._step_before = 0
+        self.highest_step = self.step_before = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
@@ -266,7 +267,7 @@ class RunState:
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""
         if not self.members:
-            self._step_before = self.highest_step
+            self.step_before = self.highest_step
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -316,7 +317,7 @@ class RunState:
     def lose_model(self, now_s: float) -> None:
         """Remove all members.  Call when no remaining worker holds the model."""
         if not self.has_started and self.view is not None and self.highest_step == self.view.applied + 1:
-            self.highest_step = self._step_before  # no member has trained with the checkpoint of that step
+            self.highest_step = self.step_before  # no member has trained with the checkpoint of that step
         self._set_members(())
         self.model_lost_s = now_s
         self.view, self.has_started = None, False

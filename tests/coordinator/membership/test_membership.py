@@ -1598,6 +1598,25 @@ def test_a_checkpoint_that_is_not_used_does_not_end_the_wait_for_one_that_is() -
     assert run.view.applied == 104 and not run.notes("rollback")
 
 
+@pytest.mark.parametrize("returning", [A, E])
+def test_a_member_that_cannot_send_the_checkpoint_of_the_run_stays(returning: m.PeerId) -> None:
+    """C and D are new, and cannot connect to it: without the checkpoint they would start at step 0.
+
+    E was not a member, so that it may not have the checkpoint at all.
+    """
+    run = all_left(min_workers=2)
+    leave(run)
+    run.core.run._min_workers = 3
+    restart(run, returning, step=105)
+    run.join(C), run.join(D)
+    advance_until(run, run.now_s + 1.0)
+    assert run.view.applied == 104
+    run.ready(returning)
+    while run.core.run.view_change.is_forming:
+        advance_until(run, run.core.deadline_s)
+    assert [note.fields["name"] for note in run.notes("lost")] == (["c", "d"] if returning == A else ["e"])
+
+
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
     run = all_left()
     leave(run)
