@@ -115,6 +115,7 @@ class RunState:
             self.partition.define(recovered.definition)
         view = recovered.view
         self.highest_step = max(view.applied + 1 if view is not None else 0, recovered.highest_step)
+        self.step_before = self.highest_step  # an earlier generation may have reached it
         self.is_ending, self.left_step = recovered.is_ending, recovered.left_step
         self.left_workers = dict(recovered.left_workers)
         if recovered.end_reason is not None:

@@ -1617,6 +1617,27 @@ def test_a_member_that_cannot_send_the_checkpoint_of_the_run_stays(returning: m.
     assert [note.fields["name"] for note in run.notes("lost")] == (["c", "d"] if returning == A else ["e"])
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_steps_that_are_lost_before_the_checkpoint_is_used_are_a_rollback(restarts: bool) -> None:
+    """Also if the coordinator restarts while the generation that would continue from it forms."""
+    run = all_left(min_workers=2)
+    leave(run)
+    restart(run, A, step=105), restart(run, C, step=50)
+    advance_until(run, run.now_s + 1.0)
+    assert run.view.applied == 104 and not run.core.run.has_started
+    if restarts:
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
+        for peer, step in ((A, 105), (C, 50)):
+            restart(run, peer, step=step, is_admitted=False)
+    for peer in (A, C):
+        run.say(peer, m.Leave(""))
+    assert run.core.phase is RunPhase.WAITING and run.core.run.highest_step == 105
+    run.join(D), run.join(E)
+    run.now_s += 2 * run.core.run.limits.regather_s
+    run.tick()
+    assert [note.fields for note in run.notes("rollback")] == [{"from": 105, "to": 0}]
+
+
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
     run = all_left()
     leave(run)
