@@ -697,6 +697,22 @@ def test_a_member_that_reports_most_stalls_is_dismissed_unless_it_is_the_root(
         assert found == ([dismissed] if number == 5 else []), number
 
 
+def test_a_member_that_accuses_one_root_after_the_other_costs_the_run_one_of_them() -> None:
+    run, dismissed, here = Run(A, B, C, D, E), [], [A, B, C, D, E]
+    for _ in range(6):
+        root = run.core.run.member_order[0]
+        dismissed.append(stall(run, (D, *(peer for peer in here if peer != D)), root))
+        here = [peer for peer in here if peer in run.core.run.workers]
+    assert dismissed == [[], [], [A], [], [], [D]]
+
+
+def test_members_that_the_root_suspects_are_dismissed_one_after_the_other() -> None:
+    run = Run(A, B, C, D)
+    assert run.core.run.member_order[0] == A
+    assert [stall(run, (A, B, C, D), B) for _ in range(3)] == [[], [], [B]]
+    assert [stall(run, (A, C, D), C) for _ in range(3)] == [[], [], [C]]
+
+
 def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     run = Run(A, B, C)
     members = (A, B, C)
