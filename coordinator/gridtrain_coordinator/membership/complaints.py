@@ -186,7 +186,8 @@ class StalledStep:
     6th               dora       any        yes             dora       reported most stalls, and is not root
 
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
-    is late, and which members it is not connected to.  After a dismissal the count restarts.
+    is late, and which members it is not connected to.  After a dismissal the count restarts, but the reports
+    of members other than the root are kept if a suspect was dismissed.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -210,23 +211,38 @@ class StalledStep:
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
     ) -> dict[m.PeerId, tuple[str, str]]:
         """Map the members to dismiss because of this stall to the code and the reason for the `Refused`."""
-        found = self._find_after_many(stalled.reason) or self._find_suspects(stalled, reporter, now_s)
-        if found:
-            self._step = -1  # the others' count restarts
+        if found := self._find_suspected_reporter(stalled.reason):
+            self._step = -1  # the count restarts
+        elif found := self._find_suspects(stalled, reporter, now_s):
+            self._accusers.clear()
+            del self._reporters[None]  # whoever accuses one root after the other remains noticed
+        elif found := self._find_newest(stalled.reason):
+            self._step = -1
         return found
 
-    def _find_after_many(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
-        """Return the member to dismiss because the step has stalled in many generations."""
-        present, times = self._run.present_members, self._reporters.total()
-        if times < STALLS_BEFORE_REMOVING_NEWEST or len(present) < 2:
-            return {}
-        # A false report comes before the root's, which waits for a timeout, and must not cost another member.
+    @property
+    def _has_stalled_often(self) -> bool:
+        is_often = self._reporters.total() >= STALLS_BEFORE_REMOVING_NEWEST
+        return is_often and len(self._run.present_members) > 1
+
+    def _find_suspected_reporter(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
+        """Return the member other than the root that reported most of many stalls; empty if none did.
+
+        A false report comes before the root's, which waits for a timeout, and must not cost another member.
+        """
         ((most, reports),) = self._reporters.most_common(1)
-        if most in present and 2 * reports > times:
-            text = f"reported {reports} of {times} stalls of step {self._step}: {reason}"
-            return {most: (DISMISSED, text)}
+        times = self._reporters.total()
+        if not self._has_stalled_often or most not in self._run.present_members or 2 * reports <= times:
+            return {}
+        return {most: (DISMISSED, f"reported {reports} of {times} stalls of step {self._step}: {reason}")}
+
+    def _find_newest(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
+        """Return the newest member if the step has stalled in many generations."""
+        if not self._has_stalled_often:
+            return {}
+        times = self._reporters.total()
         text = f"is the newest member, and step {self._step} failed in {times} generations: {reason}"
-        return {max(present, key=self._run.workers.seniority): (DISMISSED, text)}
+        return {max(self._run.present_members, key=self._run.workers.seniority): (DISMISSED, text)}
 
     def _find_suspects(
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float

@@ -174,11 +174,15 @@ class Readiness:
     ) -> bool:
         """Return whether more members than the holders wait for a checkpoint, and none has received it.
 
-        Only before training: until then, that the holders have the checkpoint is merely their claim.
+        Only before training: until then, that the holders have the checkpoint is merely their claim.  It is
+        believed if the run had reached that step and one of them was a member, which may be unable to send:
+        without it the run would lose its steps.
         """
         run, joining = self._run, self._joining()
-        is_claim = not run.has_started and run.view is not None and run.view.applied >= 0
-        if not is_claim or run.partition.is_pipeline or len(joining) <= len(holders):
+        applied = run.view.applied if run.view is not None else -1
+        if run.has_started or applied < 0 or run.partition.is_pipeline or len(joining) <= len(holders):
+            return False
+        if applied < run.step_before and not run.latest_members.isdisjoint(holders):
             return False
         return joining <= set(late) and not any(self._is_busy(run.workers[peer], now_s) for peer in joining)
 

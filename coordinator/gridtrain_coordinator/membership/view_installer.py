@@ -112,7 +112,8 @@ class ViewInstaller:
         run = self._run
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         effects: list[Effect] = []
-        believed = [peer for peer in admitted if self._is_checkpoint_credible(peer, admitted)]
+        workers = [run.workers[peer] for peer in admitted]
+        believed = [worker.peer for worker in workers if run.is_checkpoint_credible(worker, workers)]
         for peer in sorted({*admitted} - {*believed}, key=admitted.index):
             worker = run.workers[peer]
             fields = {"name": worker.name, "step": worker.checkpoint_step, "reached": run.highest_step}
@@ -120,9 +121,7 @@ class ViewInstaller:
         outcome, source = self._latest_checkpoint(believed), None
         if outcome is None:
             source = admitted[0]
-            holders = self._initial_state.start_with(
-                run.workers[source], [run.workers[peer] for peer in admitted]
-            )
+            holders = self._initial_state.start_with(run.workers[source], workers)
             again = self._next_generation if self._next_generation > 1 else 0
             ledger = m.LedgerState(restart_generation=again)
             outcome = replace(initial_outcome(), holders=holders, ledger=ledger)
@@ -145,20 +144,6 @@ class ViewInstaller:
     def clear_initial_state(self) -> None:
         """Discard the initial state.  Call when no remaining worker holds the model."""
         self._initial_state.clear(self._run.workers.values())
-
-    def _is_checkpoint_credible(self, peer: m.PeerId, admitted: list[m.PeerId]) -> bool:
-        """Return whether the run may have reached the step of a worker's checkpoint; True without one.
-
-        The members of the latest generation may have committed more steps than the journal and their reports
-        show.  A journal that is older than the run does not know them; then most checkpoints decide.
-        """
-        run = self._run
-        steps = [step for other in admitted if (step := run.workers[other].checkpoint_step) is not None]
-        own = run.workers[peer].checkpoint_step
-        is_known = not run.latest_members or peer in run.latest_members
-        if own is None or own <= run.highest_step or is_known:
-            return True
-        return 2 * sum(step >= own for step in steps) > len(steps)
 
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:
         """Return the state in these workers' latest checkpoint; None if they have no checkpoint."""

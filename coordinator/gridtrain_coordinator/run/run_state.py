@@ -10,6 +10,7 @@ All parts of the coordinator's core share this state, and change it only through
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -59,6 +60,7 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, as far as generations and members' reports show.
+        step_before: `highest_step` before the members' first generation, whose checkpoint may be a false one.
         latest_members: the members of the latest generation that trained or is in the journal, also when they
             no longer hold the model; empty for a new run.
         left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
@@ -93,7 +95,7 @@ class RunState:
         self.paused_workers = PausedWorkers()
         self._last_skipped = SkippedSteps()
         self.skip_alert = SkipAlert()
-        self.highest_step = self._step_before = 0
+        self.highest_step = self.step_before = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
@@ -113,6 +115,7 @@ class RunState:
             self.partition.define(recovered.definition)
         view = recovered.view
         self.highest_step = max(view.applied + 1 if view is not None else 0, recovered.highest_step)
+        self.step_before = self.highest_step  # an earlier generation may have reached it
         self.is_ending, self.left_step = recovered.is_ending, recovered.left_step
         self.left_workers = dict(recovered.left_workers)
         if recovered.end_reason is not None:
@@ -269,7 +272,7 @@ class RunState:
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""
         if not self.members:
-            self._step_before = self.highest_step
+            self.step_before = self.highest_step
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -288,7 +291,25 @@ class RunState:
         a pipeline, and once the owner has ended the run."""
         if self.members or self.partition.is_pipeline or self.is_ending or self.is_finished:
             return False
-        return (self.checkpoint_step or 0) < self.left_step
+        workers = list(self.workers.values())
+        steps = [x.checkpoint_step or 0 for x in workers if self.is_checkpoint_credible(x, workers)]
+        return max(steps, default=0) < self.left_step
+
+    def is_checkpoint_credible(self, worker: Worker, others: Iterable[Worker]) -> bool:
+        """Return whether the run may have reached the step of a worker's checkpoint; True without one.
+
+        The members of the latest generation may have committed more steps than the journal and their reports
+        show.  A journal that is older than the run does not know them; then most checkpoints decide.
+
+        Args:
+            others: the workers whose checkpoints are compared with it, which include the worker itself.
+        """
+        own = worker.checkpoint_step
+        is_known = not self.latest_members or worker.peer in self.latest_members
+        if own is None or own <= self.highest_step or is_known:
+            return True
+        steps = [step for other in others if (step := other.checkpoint_step) is not None]
+        return 2 * sum(step >= own for step in steps) > len(steps)
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""
@@ -301,7 +322,7 @@ class RunState:
     def lose_model(self, now_s: float) -> None:
         """Remove all members.  Call when no remaining worker holds the model."""
         if not self.has_started and self.view is not None and self.highest_step == self.view.applied + 1:
-            self.highest_step = self._step_before  # no member has trained with the checkpoint of that step
+            self.highest_step = self.step_before  # no member has trained with the checkpoint of that step
         self._set_members(())
         self.model_lost_s = now_s
         self.view, self.has_started = None, False

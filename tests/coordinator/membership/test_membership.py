@@ -701,6 +701,22 @@ def test_a_member_that_reports_most_stalls_is_dismissed_unless_it_is_the_root(
         assert found == ([dismissed] if number == 5 else []), number
 
 
+def test_a_member_that_accuses_one_root_after_the_other_costs_the_run_one_of_them() -> None:
+    run, dismissed, here = Run(A, B, C, D, E), [], [A, B, C, D, E]
+    for _ in range(6):
+        root = run.core.run.member_order[0]
+        dismissed.append(stall(run, (D, *(peer for peer in here if peer != D)), root))
+        here = [peer for peer in here if peer in run.core.run.workers]
+    assert dismissed == [[], [], [A], [], [], [D]]
+
+
+def test_members_that_the_root_suspects_are_dismissed_one_after_the_other() -> None:
+    run = Run(A, B, C, D)
+    assert run.core.run.member_order[0] == A
+    assert [stall(run, (A, B, C, D), B) for _ in range(3)] == [[], [], [B]]
+    assert [stall(run, (A, C, D), C) for _ in range(3)] == [[], [], [C]]
+
+
 def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     run = Run(A, B, C)
     members = (A, B, C)
@@ -1603,6 +1619,59 @@ def test_a_checkpoint_of_a_step_that_the_run_has_not_reached_needs_a_member_or_a
     assert run.view.applied + 1 == step
     ignored = [(note.fields["name"], note.fields["step"]) for note in run.notes("checkpoint_ignored")]
     assert ignored == ([("c", 300)] if step < 300 else [])
+
+
+def test_a_checkpoint_that_is_not_used_does_not_end_the_wait_for_one_that_is() -> None:
+    """C has a checkpoint of another history, such as of an earlier run; B has an old one of this run."""
+    run = all_left(min_workers=2)
+    leave(run)
+    generation = run.core.generation
+    restart(run, B, step=40), restart(run, C, step=300)
+    advance_until(run, run.now_s + 50.0)
+    assert run.core.generation == generation, "without A's checkpoint the run would lose 65 steps"
+    restart(run, A, step=105)
+    advance_until(run, run.now_s + 5.0)
+    assert run.view.applied == 104 and not run.notes("rollback")
+
+
+@pytest.mark.parametrize("returning", [A, E])
+def test_a_member_that_cannot_send_the_checkpoint_of_the_run_stays(returning: m.PeerId) -> None:
+    """C and D are new, and cannot connect to it: without the checkpoint they would start at step 0.
+
+    E was not a member, so that it may not have the checkpoint at all.
+    """
+    run = all_left(min_workers=2)
+    leave(run)
+    run.core.run._min_workers = 3
+    restart(run, returning, step=105)
+    run.join(C), run.join(D)
+    advance_until(run, run.now_s + 1.0)
+    assert run.view.applied == 104
+    run.ready(returning)
+    while run.core.run.view_change.is_forming:
+        advance_until(run, run.core.deadline_s)
+    assert [note.fields["name"] for note in run.notes("lost")] == (["c", "d"] if returning == A else ["e"])
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_steps_that_are_lost_before_the_checkpoint_is_used_are_a_rollback(restarts: bool) -> None:
+    """Also if the coordinator restarts while the generation that would continue from it forms."""
+    run = all_left(min_workers=2)
+    leave(run)
+    restart(run, A, step=105), restart(run, C, step=50)
+    advance_until(run, run.now_s + 1.0)
+    assert run.view.applied == 104 and not run.core.run.has_started
+    if restarts:
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
+        for peer, step in ((A, 105), (C, 50)):
+            restart(run, peer, step=step, is_admitted=False)
+    for peer in (A, C):
+        run.say(peer, m.Leave(""))
+    assert run.core.phase is RunPhase.WAITING and run.core.run.highest_step == 105
+    run.join(D), run.join(E)
+    run.now_s += 2 * run.core.run.limits.regather_s
+    run.tick()
+    assert [note.fields for note in run.notes("rollback")] == [{"from": 105, "to": 0}]
 
 
 def test_the_checkpoint_of_a_worker_that_leaves_before_its_first_step_is_awaited() -> None:
