@@ -128,9 +128,7 @@ def test_steps_with_each_exchange_are_as_recorded(kind: ExchangeKind) -> None:
 
 def test_choices_are_as_recorded() -> None:
     random, found = Random(2), []
-    loads = [
-        Workload(kind, 400_000, 0.01) for kind in (ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK)
-    ]
+    loads = [Workload(kind, 400_000, 0.01) for kind in KINDS]
     for size, compute_s in COMPARED:
         network = drawn_network(random, size)
         each = [
