@@ -78,7 +78,7 @@ class WorkerSpeeds:
     """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
-    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of unmeasured workers, oldest first
+    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of workers to be measured, oldest first
     _limited: set[PeerId] = field(default_factory=set)  # whose share was planned with such a bound
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
@@ -109,11 +109,13 @@ class WorkerSpeeds:
     def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
         """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
 
-        Until its speed is measured, also after `forget`, it is assumed to be at most the quotient.  This may
-        have been a pause, so that `rebalance_reason` lets its share grow as soon as its speed is measured.
+        Until its speed is measured again, also after `forget`, it is assumed to be at most its measured speed
+        or, without one, the quotient.  This may have been a pause, so that `rebalance_reason` lets its share
+        grow as soon as its speed is measured.
         """
-        if samples > 0 and self.speed(peer) is None:
-            self._bounds[peer] = min(samples / waited_s, self._bounds.pop(peer, math.inf))
+        if samples > 0:
+            speed = self.speed(peer) or samples / waited_s
+            self._bounds[peer] = min(speed, self._bounds.pop(peer, math.inf))
             if len(self._bounds) > MAX_BOUNDED_WORKERS:
                 del self._bounds[next(iter(self._bounds))]
 

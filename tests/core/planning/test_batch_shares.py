@@ -214,6 +214,18 @@ def test_a_worker_of_usual_speed_does_not_keep_the_share_after_a_pause(
     assert shares[-1] >= least and divisions <= most_divisions
 
 
+@pytest.mark.parametrize("speed, counts", [(1.0, (30, 29, 1)), (30.0, (20, 20, 20)), (90.0, (20, 20, 20))])
+def test_a_measured_worker_is_as_slow_after_its_removal_as_before(
+    speed: float, counts: tuple[int, ...]
+) -> None:
+    """Otherwise a slow one would get the median share after each pause, and be removed again."""
+    workers = Workers({A: 30.0, B: 30.0, C: speed})
+    workers.compute([30, 30, 1], steps=40)
+    workers.sharing.observe_unfinished(C, 1, 15.0)
+    workers.sharing.forget(C)
+    assert workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 60, [0, 0, 0]).counts == counts
+
+
 def test_a_worker_without_a_share_causes_no_division() -> None:
     workers = Workers({A: 30.0, B: 30.0, C: 30.0})
     workers.compute([1, 1, 0], steps=40)
