@@ -210,6 +210,7 @@ class LocalSGDOptimizer(GridOptimizer):
             self._save_anchor()
         self.local_calls += 1
         self.weights.take(self.local_calls <= self._calls_with_samples)
+        self._leave_out_stand_ins()
         self._local_step()
         if self.local_calls < self._every:
             self._report_speed()

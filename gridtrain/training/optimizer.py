@@ -195,6 +195,7 @@ class GridOptimizer(WrappingOptimizer):
         # Of the latest turn, until its round is over.
         self._turn_start: serialization.TurnStartState | None = None
         self._statistics = RunningStatistics(model)
+        self._calls_with_samples = 1  # of the turn
         self.parameter_watch = ParameterWatch(model, [p for _, p in state_parameters(model)])
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
@@ -280,6 +281,7 @@ class GridOptimizer(WrappingOptimizer):
             calls_with_samples: the number of the turn's calls to `step` that have samples; the remaining
                 calls get stand-in batches.
         """
+        self._calls_with_samples = calls_with_samples
         self.weights.begin_turn()
         self._statistics.save()
         if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
@@ -326,6 +328,7 @@ class GridOptimizer(WrappingOptimizer):
         self._check_batches()
         self._check_script_changes(self.parameter_watch.is_written)
         self.weights.take()
+        self._leave_out_stand_ins()
         early = None
         if self._overlapper is not None:
             check_no_scaler(self)
@@ -346,6 +349,11 @@ class GridOptimizer(WrappingOptimizer):
                 remedy=f"call optimizer.step() once per {self.backwards_per_step} batches, or remove "
                 f"accumulate={self.backwards_per_step} from grid.batches(...)",
             )
+
+    def _leave_out_stand_ins(self) -> None:
+        """In a turn without samples, undo the stand-in's change of the running statistics."""
+        if self._calls_with_samples == 0:
+            self._statistics.restore()
 
     def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
         """Attempt one step until an attempt is committed; the local gradient stays in flat_N until then.
@@ -426,6 +434,8 @@ class GridOptimizer(WrappingOptimizer):
             log.warning("step %d was weighted by samples: not all counts were known in time", plan.step + 1)
         if averages is not None:
             self.buffer_averaging.apply(averages)
+            if self._calls_with_samples == 0:  # overlapped local steps continue with the averages
+                self._statistics.save()
         if trial is not None and self._overlapper is not None:
             self._overlapper.finish_trial(plan, trial)
         self._load_update(self.residual.commit(attempt))

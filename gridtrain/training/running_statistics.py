@@ -1,9 +1,12 @@
-"""Restores batch norm's running statistics after a batch with values that are not finite.
+"""Restores batch norm's running statistics after a batch that must not change them.
 
 begin_turn            the worker copies the statistics
 the batch             values that are not finite reach the statistics (in the forward pass) and the gradient
 the step is skipped   a worker whose gradient caused this restores the copy; otherwise the values would
                       affect all later batches and the final model
+
+In a turn without samples, the worker restores the copy in each call, because the two samples of a stand-in,
+repeated for many local steps, would replace the statistics.
 """
 
 from __future__ import annotations

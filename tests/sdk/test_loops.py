@@ -416,6 +416,39 @@ def test_a_stand_in_has_two_samples_of_the_latest_batch(accumulate: int) -> None
     assert read[-2 * accumulate :] == read[4 * accumulate : 6 * accumulate]
 
 
+@pytest.mark.parametrize(
+    "exchange, average_every",
+    [
+        (DENSE, 0),
+        (gridtrain.LocalSteps(3, DENSE), 0),
+        (gridtrain.LocalSteps(3, DENSE, overlap=1), 0),
+        (gridtrain.LocalSteps(3, DENSE, overlap=1), 1),
+    ],
+    ids=["each step", "local steps", "overlapped", "averaged amid the turn"],
+)
+def test_a_stand_in_does_not_change_running_statistics(exchange: Any, average_every: int) -> None:
+    """Two samples would spoil them, above all in each of many local steps before the last average."""
+    calls = getattr(exchange, "every", 1)
+    samples = torch.arange(8.0 * calls + 1).unsqueeze(1)
+
+    def train(grid: gridtrain.Grid) -> list[tuple[bool, float]]:
+        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=average_every)
+        seen = []
+        for batch in grid.batches(samples, batch_size=4, epochs=1):
+            seen.append(grid.has_samples)
+            model(batch).mean().backward()
+            optimizer.step()
+            seen[-1] = seen[-1], float(model[0].running_mean)
+        return seen
+
+    seen = next(seen for seen in gridtrain.local(train, workers=2) if not seen[calls][0])
+    assert [own for own, _ in seen] == [True] * calls + [False] * calls
+    (kept,) = {mean for _, mean in seen[calls:]}
+    assert seen[0][1] > 0 and (kept == seen[calls - 1][1]) == (average_every == 0)
+
+
 @pytest.mark.parametrize("draws", ["batches", "sampler"])
 @pytest.mark.parametrize(
     "exchange", [DENSE, gridtrain.LocalSteps(2, DENSE)], ids=["each step", "local steps"]

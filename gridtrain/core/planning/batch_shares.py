@@ -78,7 +78,8 @@ class WorkerSpeeds:
     """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
-    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of unmeasured workers, oldest first
+    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of workers to be measured, oldest first
+    _limited: set[PeerId] = field(default_factory=set)  # whose share was planned with such a bound
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
         """Record the totals in a heartbeat's figures; a missing total counts as 0.
@@ -108,23 +109,29 @@ class WorkerSpeeds:
     def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
         """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
 
-        Until its speed is measured, also after `forget`, it is assumed to be at most the quotient.
+        Until its speed is measured again, also after `forget`, it is assumed to be at most its measured speed
+        or, without one, the quotient.  This may have been a pause, so that `rebalance_reason` lets its share
+        grow as soon as its speed is measured.
         """
-        if samples > 0 and self.speed(peer) is None:
-            self._bounds[peer] = min(samples / waited_s, self._bounds.pop(peer, math.inf))
+        if samples > 0:
+            speed = self.speed(peer) or samples / waited_s
+            self._bounds[peer] = min(speed, self._bounds.pop(peer, math.inf))
             if len(self._bounds) > MAX_BOUNDED_WORKERS:
                 del self._bounds[next(iter(self._bounds))]
 
     def forget(self, peer: PeerId) -> None:
         self._speeds.pop(peer, None)
+        self._limited.discard(peer)
 
     def speed(self, peer: PeerId) -> float | None:
         """Return the worker's samples per second of compute time.
 
-        Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).
+        Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).  A worker
+        with a share by its bound may be too fast to compute for `MIN_SECONDS_S`.
         """
         known = self._speeds.get(peer)
-        if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < MIN_SECONDS_S:
+        least_s = 0.0 if peer in self._limited else MIN_SECONDS_S
+        if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < least_s:
             return None
         return min(max(known.samples / known.seconds_s, 1e-6), 1e12)
 
@@ -139,6 +146,7 @@ class WorkerSpeeds:
             most: (len(peers),) the largest share of each worker; 0 means no limit.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
+        self._limited.update(p for p in peers if measured and p in self._bounds)
         counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
         exceeded = _exceeded_limits(names, counts, most)
         if not measured:
@@ -167,8 +175,13 @@ class WorkerSpeeds:
             return ""
         speeds = self._assumed_speeds(peers, measured)
         now_s = slowest_compute_s(current, speeds)
-        then_s = slowest_compute_s(divide_samples(sum(current), speeds, most), speeds)
+        counts = divide_samples(sum(current), speeds, most)
+        then_s = slowest_compute_s(counts, speeds)
         if now_s < MIN_SPEEDUP * then_s:
+            # In a large group, the gain is small even if one worker of usual speed has a single sample.
+            planned = zip(peers, current, counts, strict=True)
+            if any(p in self._limited and 0 < MIN_SPEEDUP * share <= count for p, share, count in planned):
+                return "a worker that made no progress before is fast enough for a larger share"
             return ""
         return f"shares by measured speed make the computation of a step {now_s / then_s:.2f} times as fast"
 

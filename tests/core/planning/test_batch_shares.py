@@ -135,8 +135,9 @@ def test_pauses_do_not_count_but_a_slowdown_is_found_soon() -> None:
         workers.compute(shares)
         assert workers.sharing.speed(C) in (None, pytest.approx(10.0))
     workers.speeds[C] = 5.0
-    reports = 1
-    while workers.compute(shares) or not workers.sharing.rebalance_reason(peers, shares, most):
+    reports = 0
+    while not workers.sharing.rebalance_reason(peers, shares, most):
+        workers.compute(shares)
         reports += 1
     assert reports == 7, "6 without regard to pauses"
 
@@ -188,6 +189,61 @@ def test_an_unmeasured_worker_is_at_most_as_fast_as_its_unfinished_batch_shows()
     assert workers.sharing.speed(C) == pytest.approx(1.0)
     workers.sharing.forget(C)
     assert workers.sharing.plan_shares(peers, names, 60, [0, 0, 0]).counts == (20, 20, 20)
+
+
+@pytest.mark.parametrize("fixed_s, least, most_divisions", [(0.0, 16, 1), (0.02, 12, 8)])
+def test_a_worker_of_usual_speed_does_not_keep_the_share_after_a_pause(
+    fixed_s: float, least: int, most_divisions: int
+) -> None:
+    """In a group of 12, its samples make the steps only 12 / 11 times as fast.  Without a fixed time, a
+    single sample takes it less than `MIN_SECONDS_S` in all observations."""
+    peers, most = [bytes([65 + number]) * 32 for number in range(12)], [0] * 12
+    workers = Workers(dict.fromkeys(peers, 800.0), fixed_s=fixed_s)
+    workers.compute([16] * 12, steps=20)
+    workers.sharing.forget(peers[-1])
+    workers.sharing.observe_unfinished(peers[-1], 16, 15.0)
+    shares = workers.sharing.plan_shares(peers, ["x"] * 12, 192, most).counts
+    assert shares[-1] == 1
+    divisions = 0
+    for _ in range(20):
+        workers.compute(list(shares), steps=30)
+        if reason := workers.sharing.rebalance_reason(peers, shares, most):
+            assert reason == "a worker that made no progress before is fast enough for a larger share"
+            shares = workers.sharing.plan_shares(peers, ["x"] * 12, 192, most).counts
+            divisions += 1
+    assert shares[-1] >= least and divisions <= most_divisions
+
+
+@pytest.mark.parametrize("speed, counts", [(1.0, (30, 29, 1)), (30.0, (20, 20, 20)), (90.0, (20, 20, 20))])
+def test_a_measured_worker_is_as_slow_after_its_removal_as_before(
+    speed: float, counts: tuple[int, ...]
+) -> None:
+    """Otherwise a slow one would get the median share after each pause, and be removed again."""
+    workers = Workers({A: 30.0, B: 30.0, C: speed})
+    workers.compute([30, 30, 1], steps=40)
+    workers.sharing.observe_unfinished(C, 1, 15.0)
+    workers.sharing.forget(C)
+    assert workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 60, [0, 0, 0]).counts == counts
+
+
+def test_a_worker_without_a_share_causes_no_division() -> None:
+    workers = Workers({A: 30.0, B: 30.0, C: 30.0})
+    workers.compute([1, 1, 0], steps=40)
+    workers.sharing.observe_unfinished(C, 1, 15.0)
+    shares = workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 2, [0, 0, 0]).counts
+    assert shares == (1, 1, 0) and not workers.sharing.rebalance_reason([A, B, C], shares, [0, 0, 0])
+
+
+def test_a_slow_worker_keeps_a_small_share() -> None:
+    workers = Workers({A: 30.0, B: 30.0, C: 1.0})
+    workers.compute([30, 30, 0], steps=MIN_OBSERVATIONS)
+    workers.sharing.observe_unfinished(C, 20, 15.0)
+    peers, most = [A, B, C], [0, 0, 0]
+    shares = workers.sharing.plan_shares(peers, ["a", "b", "c"], 60, most).counts
+    assert shares[-1] == 1
+    for _ in range(20):
+        workers.compute(list(shares), steps=5)
+        assert workers.sharing.rebalance_reason(peers, shares, most) == ""
 
 
 def test_the_bounds_of_a_limited_number_of_workers_are_kept() -> None:
