@@ -113,12 +113,14 @@ class ViewInstaller:
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         effects: list[Effect] = []
         workers = [run.workers[peer] for peer in admitted]
-        believed = [worker.peer for worker in workers if run.is_checkpoint_credible(worker, workers)]
-        for peer in sorted({*admitted} - {*believed}, key=admitted.index):
-            worker = run.workers[peer]
-            fields = {"name": worker.name, "step": worker.checkpoint_step, "reached": run.highest_step}
-            effects.append(LogEvent("warning", "checkpoint_ignored", fields))
-        outcome, source = self._latest_checkpoint(believed), None
+        believed = [worker for worker in workers if run.is_checkpoint_credible(worker, workers)]
+        if all((worker.checkpoint_step or 0) < run.highest_step for worker in believed):
+            believed = workers  # it may be of steps that were not reported: with a new key after a restart
+        for worker in workers:
+            if worker not in believed:
+                fields = {"name": worker.name, "step": worker.checkpoint_step, "reached": run.highest_step}
+                effects.append(LogEvent("warning", "checkpoint_ignored", fields))
+        outcome, source = self._latest_checkpoint([worker.peer for worker in believed]), None
         if outcome is None:
             source = admitted[0]
             holders = self._initial_state.start_with(run.workers[source], workers)

@@ -1621,6 +1621,16 @@ def test_a_checkpoint_of_a_step_that_the_run_has_not_reached_needs_a_member_or_a
     assert ignored == ([("c", 300)] if step < 300 else [])
 
 
+def test_a_later_checkpoint_is_used_if_the_others_would_lose_steps() -> None:
+    """C may be A on another machine, with a new key and steps that A had not reported yet."""
+    run = all_left(min_workers=2)
+    leave(run)
+    restart(run, B, step=40), restart(run, C, step=108)
+    advance_until(run, run.now_s + 70.0)
+    assert run.view.applied + 1 == 108
+    assert not run.notes("rollback") and not run.notes("checkpoint_ignored")
+
+
 def test_a_checkpoint_that_is_not_used_does_not_end_the_wait_for_one_that_is() -> None:
     """C has a checkpoint of another history, such as of an earlier run; B has an old one of this run."""
     run = all_left(min_workers=2)
