@@ -228,6 +228,13 @@ class LocalSGDOptimizer(GridOptimizer):
                 parameter.copy_(anchor)
             self.parameter_watch.record()
 
+    @torch.no_grad()
+    def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
+        super().apply_update(update)
+        if self._has_anchor:  # in a turn: `abort_turn` must not undo the missed step
+            for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
+                anchor.copy_(parameter)
+
     def exchange(self) -> bool:
         raise ConfigError(
             "optimizer.exchange() was called with LocalSteps, which exchanges no gradient",
