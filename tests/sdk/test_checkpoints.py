@@ -26,7 +26,7 @@ from training_loop import backward, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.group_session import WaitInterrupted
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk import run_end
@@ -363,6 +363,38 @@ def test_local_steps_are_undone_without_the_missed_steps_that_were_applied_since
     (folder,) = (tmp_path / "worker-0").glob("step-*")
     assert any(torch.equal(each, common) for each in checkpoint_store.read(folder).tensors.values())
     assert torch.equal(model.weight, common)
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_local_steps_are_not_undone_if_the_script_has_moved_a_frozen_teacher(
+    runs_again: bool, tmp_path: Path
+) -> None:
+    """The anchor does not contain it."""
+
+    def work(grid: gridtrain.Grid) -> None:
+        model = nn.Sequential(copy.deepcopy(NET), copy.deepcopy(NET).requires_grad_(False))
+        inner = torch.optim.SGD(model[0].parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.LocalSteps(3), send_frozen=["1.*"])
+        count = 0
+
+        def stop(*_: Any) -> None:
+            if count == 7:
+                raise Interrupted
+
+        inner.register_step_post_hook(stop)
+        with suppress(Interrupted):
+            for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
+                backward(model[0], batch)
+                optimizer.step()
+                with torch.no_grad():
+                    model[1].weight.lerp_(model[0].weight, 0.1)
+                count += 1
+        if runs_again:
+            with pytest.raises(GridtrainError, match="its script changes frozen parameters in local steps"):
+                next(iter(grid.batches(DATA, batch_size=2, steps=STEPS)))
+
+    run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    assert not list((tmp_path / "worker-0").glob("step-*"))
 
 
 def test_a_checkpoint_of_a_worker_that_ends_within_local_steps_has_no_moments_of_these_steps(
