@@ -130,7 +130,7 @@ class MiniBatchStatistics:
     @torch.no_grad()
     def discard(self) -> None:
         """Drop the statistics of the mini-batch, and restore the running statistics that `update` changed."""
-        for statistic, value in self._before:
+        for statistic, value in reversed(self._before):
             statistic.copy_(value)
         self._before.clear()
         self._sums.clear()

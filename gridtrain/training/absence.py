@@ -190,10 +190,20 @@ class Absence:
 
     def advance_schedulers(self) -> None:
         """Step the tracked schedulers, as the script does after each step."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects its own optimizer's step before each
-            for scheduler in self._schedulers:
-                scheduler.step()
+        _step_all(self._schedulers)
+
+    def advance_late_schedulers(self) -> None:
+        """Step the tracked schedulers that the script has not stepped since `check_step`."""
+        if self._latest is not None and len(self._latest[2]) == len(self._schedulers):
+            pairs = zip(self._schedulers, self._latest[2], strict=True)
+            _step_all([each for each, then in pairs if int(each.last_epoch) == then])
+
+
+def _step_all(schedulers: Sequence[lr_scheduler.LRScheduler]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects its own optimizer's step before each
+        for scheduler in schedulers:
+            scheduler.step()
 
 
 def _counts_steps(tracker: object) -> TypeGuard[lr_scheduler.LRScheduler]:

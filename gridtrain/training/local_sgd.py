@@ -44,8 +44,10 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.sparsify.error_feedback import add_at
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
+from gridtrain.training.checkpoint.frozen_base import state_parameters
 from gridtrain.training.exchangers import largest_magnitude
-from gridtrain.training.optimizer import GridOptimizer, check_applied
+from gridtrain.training.optimizer import GridOptimizer, check_applied, interrupted_error
+from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.turn_start_state import capture_turn_start
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -171,6 +173,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
         self._has_anchor = False  # from a turn's first local step until the turn's update is applied
         self._is_anchor_own = True  # whether the script has left the parameters to the optimizer until then
+        frozen = [p for _, p in state_parameters(model) if not p.requires_grad]  # `send_frozen`: no anchor
+        self._frozen_watch = ParameterWatch(model, frozen) if frozen else None
         self._computing_s = 0.0
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -230,6 +234,23 @@ class LocalSGDOptimizer(GridOptimizer):
                 parameter.copy_(anchor)
             self.parameter_watch.record()
 
+    @torch.no_grad()
+    def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
+        super().apply_update(update)
+        if self._has_anchor:  # in a turn: `abort_turn` must not undo the missed step
+            for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
+                anchor.copy_(parameter)
+
+    def resume(self) -> None:
+        if self._has_anchor and self._is_applied and self._has_changed_frozen:
+            raise interrupted_error(self._session.step, "its script changes frozen parameters in local steps")
+        super().resume()
+
+    @property
+    def _has_changed_frozen(self) -> bool:
+        """Whether frozen parameters of the state have changed since the turn's first local step."""
+        return self._frozen_watch is not None and self._frozen_watch.is_written
+
     def exchange(self) -> bool:
         raise ConfigError(
             "optimizer.exchange() was called with LocalSteps, which exchanges no gradient",
@@ -248,6 +269,8 @@ class LocalSGDOptimizer(GridOptimizer):
         for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
             anchor.copy_(parameter)
         self._is_anchor_own = not self.parameter_watch.has_changed
+        if self._frozen_watch is not None:
+            self._frozen_watch.record()
         self._has_anchor = True
 
     def _local_step(self) -> None:
@@ -297,7 +320,8 @@ class LocalSGDOptimizer(GridOptimizer):
     @contextmanager
     def _own_changes(self) -> Iterator[None]:
         """Record the changes of the parameters in the `with` block as not made by the script, also if it is
-        interrupted."""
+        interrupted; unless it has changed frozen ones, which `abort_turn` cannot restore."""
+        self._is_anchor_own = self._is_anchor_own and not self._has_changed_frozen
         try:
             yield
         finally:

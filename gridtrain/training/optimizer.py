@@ -549,6 +549,8 @@ class GridOptimizer(WrappingOptimizer):
             self.abort_turn()
             if self._turn_start is not None:
                 self.capture_turn_state()()  # restores trackers and settings from the start of the turn
+        elif not self.absence.find_change():
+            self.absence.advance_late_schedulers()  # the interrupt came between step() and them
         self.inner.zero_grad()  # the script may not have done it
 
     def _finish_step(self) -> None:

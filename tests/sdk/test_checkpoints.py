@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from brisk import WITHIN_S
@@ -25,7 +26,7 @@ from training_loop import backward, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.group_session import WaitInterrupted
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk import run_end
@@ -335,6 +336,65 @@ def test_a_worker_that_ends_before_the_groups_update_leaves_the_state_before_the
     assert [path.name for path in folder.glob("step-*")] == ["step-00000005"]
     (resumed,) = run(tmp_path / "cut", 1, lambda grid: work(grid, ends=False), every=100)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_local_steps_are_undone_without_the_missed_steps_that_were_applied_since(tmp_path: Path) -> None:
+    """With `wait="auto"` these are applied before the exchange, in which the worker is stopped."""
+
+    def work(grid: gridtrain.Grid) -> tuple[nn.Module, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, gridtrain.LocalSteps(every=2), wait="auto")
+        session: Any = grid._session
+        begin = session.begin
+
+        def begin_after_missed_step() -> Any:
+            plan = begin()
+            if plan.step == 3:
+                optimizer.apply_update(np.ones(3, np.float32))
+                raise Interrupted
+            return plan
+
+        session.begin = begin_after_missed_step
+        with suppress(Interrupted):
+            list(train_steps(grid, model, optimizer, DATA, batch_size=6, steps=STEPS))
+        return model, model.weight.detach().clone()
+
+    ((model, common),) = run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    (folder,) = (tmp_path / "worker-0").glob("step-*")
+    assert any(torch.equal(each, common) for each in checkpoint_store.read(folder).tensors.values())
+    assert torch.equal(model.weight, common)
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_local_steps_are_not_undone_if_the_script_has_moved_a_frozen_teacher(
+    runs_again: bool, tmp_path: Path
+) -> None:
+    """The anchor does not contain it."""
+
+    def work(grid: gridtrain.Grid) -> None:
+        model = nn.Sequential(copy.deepcopy(NET), copy.deepcopy(NET).requires_grad_(False))
+        inner = torch.optim.SGD(model[0].parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.LocalSteps(3), send_frozen=["1.*"])
+        count = 0
+
+        def stop(*_: Any) -> None:
+            if count == 7:
+                raise Interrupted
+
+        inner.register_step_post_hook(stop)
+        with suppress(Interrupted):
+            for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
+                backward(model[0], batch)
+                optimizer.step()
+                with torch.no_grad():
+                    model[1].weight.lerp_(model[0].weight, 0.1)
+                count += 1
+        if runs_again:
+            with pytest.raises(GridtrainError, match="its script changes frozen parameters in local steps"):
+                next(iter(grid.batches(DATA, batch_size=2, steps=STEPS)))
+
+    run(tmp_path, 1, work, every=100, saves_on_leaving=True)
+    assert not list((tmp_path / "worker-0").glob("step-*"))
 
 
 def test_a_checkpoint_of_a_worker_that_ends_within_local_steps_has_no_moments_of_these_steps(

@@ -70,6 +70,7 @@ class Loop:
             self.optimizer.zero_grad()
             if self._tracks:
                 self.scheduler.step()
+            self._stop("after the scheduler")
             self.calls += 1
 
     def run(self, *, by_loader: bool = False) -> torch.Tensor:
@@ -118,7 +119,14 @@ def test_the_models_stay_equal_if_one_of_two_loops_is_run_again(
 
 
 @pytest.mark.parametrize(
-    ("exchange", "where"), [(EXCHANGES[1], "after the commit"), (EXCHANGES[2], "before step()")], ids=str
+    ("exchange", "where"),
+    [
+        (EXCHANGES[1], "after the commit"),
+        (EXCHANGES[2], "before step()"),
+        (EXCHANGES[0], "after step()"),
+        (EXCHANGES[0], "after the scheduler"),
+    ],
+    ids=str,
 )
 def test_a_step_that_is_finished_or_undone_includes_those_of_a_scheduler(
     exchange: Any, where: str, tmp_path: Path
