@@ -737,7 +737,8 @@ def check_compatible(
             raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
         if isinstance(part, torch.optim.LBFGS):
             raise ConfigError(
-                "LBFGS evaluates a batch several times in one step, but its gradient is exchanged once",
+                "LBFGS cannot be used in a run: it evaluates a batch several times in one step, but its "
+                "gradient is exchanged once",
                 remedy="use SGD or AdamW",
             )
         if isinstance(part, torch.optim.SparseAdam) and not isinstance(exchange, LocalSteps):

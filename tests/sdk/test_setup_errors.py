@@ -257,7 +257,10 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             r"the figure loss is 'low'; it must be a number -> call grid.report\(loss=0.5",
         ),
         (Script(tracked=3), "grid.track was given object=3, which does not have state_dict or load_state_"),
-        (Script(kind=torch.optim.LBFGS), "LBFGS cannot be used in a run -> use SGD or AdamW"),
+        (
+            Script(kind=torch.optim.LBFGS),
+            "LBFGS cannot be used in a run: it evaluates .* -> use SGD or AdamW",
+        ),
     ],
     ids=str,
 )

@@ -397,7 +397,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
     [
         (
             lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())),
-            "^LBFGS evaluates a batch several times in one step, .* -> use SGD or AdamW",
+            "^LBFGS cannot be used in a run: it evaluates a batch several times in one step, .* -> use SGD",
         ),
         (
             lambda: wrap(lambda m: torch.optim.SparseAdam(m.parameters())),

@@ -949,3 +949,21 @@ def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent) -
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == -signal.SIGKILL
+
+
+@needs_proc
+def test_a_script_whose_agent_was_killed_as_it_started_is_no_orphan() -> None:
+    """The agent has not told the watchdog the script's process id."""
+    mark = f"{agent_module.CONTROL}=/{os.getpid()}/control"
+    variables = os.environ | dict([mark.split("=")])
+    program = [sys.executable, "-I", "-S", script_processes.__file__, "60", mark]
+    command = (sys.executable, "-c", LEAVES_GRACEFULLY)
+    script = subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0)
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    with subprocess.Popen(program, stdin=subprocess.DEVNULL) as watchdog:
+        try:
+            assert script.communicate(timeout=WITHIN_S)[0] == "leaving on SIGTERM\n"
+            assert script.returncode == 0 and watchdog.wait(WITHIN_S) == 0
+        finally:
+            script.kill()
+            watchdog.kill()

@@ -529,9 +529,10 @@ def _run_once(
     stats: ContributionStats,
 ) -> int:
     """Run the script once, until it and all its descendants have ended; return its exit code."""
+    mark = f"{CONTROL}={variables.get(CONTROL, '')}"
     with (
-        _watchdog(job.grace_s) as watchdog,
-        _running_script(job, variables, console, watchdog) as (script, processes),
+        _watchdog(job.grace_s, mark) as watchdog,
+        _running_script(job, variables, console, watchdog, mark) as (script, processes),
     ):
         enforcer.set_script(script.pid)
         kill_at_s = terminate_at_s = math.inf
@@ -581,14 +582,18 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 
 @contextlib.contextmanager
-def _watchdog(grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
+def _watchdog(grace_s: float, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that ends those of the script if this process dies and thereby closes its pipe.
 
-    The caller writes the script's process id to it, and "done" once all of the script's processes have ended.
+    The caller writes the script's process id to it (0 if it could not be started), and "done" once all of the
+    script's processes have ended.
+
+    Args:
+        mark: the environment variable, NAME=VALUE, that only this script is started with.
     """
     watchdog = subprocess.Popen(
         # -I -S: with the standard library alone, it starts in a few milliseconds
-        [sys.executable, "-I", "-S", script_processes.__file__, str(grace_s)],
+        [sys.executable, "-I", "-S", script_processes.__file__, str(grace_s), mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -612,13 +617,13 @@ def _write(watchdog: subprocess.Popen[bytes], line: str) -> None:
 
 @contextlib.contextmanager
 def _running_script(
-    job: Job, variables: Mapping[str, str], console: Console, watchdog: subprocess.Popen[bytes]
+    job: Job, variables: Mapping[str, str], console: Console, watchdog: subprocess.Popen[bytes], mark: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], ScriptProcesses]]:
     """Start the script and yield it with its processes; on exit, terminate all that are left."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
-    processes = ScriptProcesses(watchdog.pid, f"{CONTROL}={variables.get(CONTROL, '')}")
+    processes = ScriptProcesses(watchdog.pid, mark)
     piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise, output to a pipe is buffered
@@ -637,12 +642,13 @@ def _running_script(
         )
     except OSError as error:
         processes.close()
+        _write(watchdog, "0")
         raise ConfigError(
             f"cannot start {job.command[0]!r}: {error.strerror}",
             remedy="check the command after the two dashes, for instance: -- python train.py",
         ) from None
-    processes.begin(script.pid)
     _write(watchdog, str(script.pid))
+    processes.begin(script.pid)
     copiers = [
         threading.Thread(
             target=_copy, args=(pipe, stream, job.name if job.prefix else "", console), daemon=True

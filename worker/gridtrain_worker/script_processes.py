@@ -24,6 +24,9 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MAX_SEARCHES = 100
 """How often to search at most for processes that were started before a signal had reached their parents."""
 
+START_SEARCHES = 4
+"""How often to search for the script of an agent that was killed as it started it."""
+
 REAP_S = 1.0
 WATCH_S = 0.5
 
@@ -221,10 +224,26 @@ def _adopt_orphans(adopts: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
-def watch(grace_s: float) -> None:
+def _find_started(mark: str) -> int:
+    """Return the process id of the script that the agent had started, or was starting, when it was killed; 0
+    if it had not begun to."""
+    for _ in range(START_SEARCHES):
+        started = [one for one in read_processes() if mark.encode() in _environment(one[0])]
+        if started:
+            return min(started, key=lambda one: one[1])[0]  # the oldest; others are its descendants
+        time.sleep(WATCH_S)  # it has the agent's environment until its program begins
+    return 0
+
+
+def watch(grace_s: float, mark: str) -> None:
     """Read the script's process id from stdin, then "done" once all its processes have ended; if stdin ends
-    before, the agent was killed: end them."""
-    script = int(sys.stdin.readline() or 0)
+    before, the agent was killed: end them.
+
+    Args:
+        mark: the environment variable, NAME=VALUE, that only this script was started with.
+    """
+    line = sys.stdin.readline()
+    script = int(line) if line else _find_started(mark)
     first = _read_process(script) if script else None
     if not script or sys.stdin.readline():
         return
@@ -246,4 +265,4 @@ def watch(grace_s: float) -> None:
 
 
 if __name__ == "__main__":
-    watch(float(sys.argv[1]))
+    watch(float(sys.argv[1]), sys.argv[2])

@@ -148,7 +148,7 @@ def test_commands_with_the_token_reach_the_daemon(desk: Desks) -> None:
     here.client.post(f"{where}/ban", headers=here.owner)
     here.client.post(f"{where}/unban", headers=here.owner)
     key = bytes.fromhex(peer)
-    assert here.orders == [RemoveWorker(key, False, "too�slow"), RemoveWorker(key, True, ""), Unban(key)]
+    assert here.orders == [RemoveWorker(key, False, "too slow"), RemoveWorker(key, True, ""), Unban(key)]
 
 
 def test_a_refused_command_is_409_and_an_unanswered_one_504(
