@@ -70,14 +70,16 @@ def test_a_checkpoint_is_written_without_another_copy_of_its_tensors(tmp_path: P
     tensors |= {"ö": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
     residual = {"residual": torch.ones(500_000), "u": torch.zeros(500_000)}
     info = CheckpointInfo(4, b"h" * 32, LedgerState(step=5))
-    path = checkpoint_store.step_folder(tmp_path, 5)
-    tracemalloc.start()
-    try:
-        checkpoint_store.save(CheckpointContent(info, (), {}, tensors, residual), path)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 0.05 * (path / "residual.safetensors").stat().st_size
+    peaks_bytes = []
+    for name in ("1", "2", "3"):  # a thread of an earlier test may allocate memory during one of them
+        path = checkpoint_store.step_folder(tmp_path / name, 5)
+        tracemalloc.start()
+        try:
+            checkpoint_store.save(CheckpointContent(info, (), {}, tensors, residual), path)
+            peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert min(peaks_bytes) < 0.05 * (path / "residual.safetensors").stat().st_size
     for name, written in (("tensors", tensors), ("residual", residual)):
         assert (path / f"{name}.safetensors").read_bytes() == safetensors.torch.save(written)
     digest = hashlib.blake2b((path / "residual.safetensors").read_bytes(), digest_size=32)
