@@ -260,8 +260,8 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.  They are also averaged in the last step of the run.  0 disables both.  In between
-                they differ between workers, and so do evaluations.  An average destroys a queue of samples,
+                averaged.  They are also averaged in the last step of the run, unless that is skipped.  0
+                disables both.  In between they differ between workers, and so do evaluations.  An average destroys a queue of samples,
                 as in MoCo: register it with `persistent=False`, so that each worker keeps its own, which is
                 neither sent nor saved.  Make a codebook a frozen parameter (`send_frozen`) that the loop
                 changes in the same way on all workers.
