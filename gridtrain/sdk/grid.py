@@ -261,10 +261,10 @@ class Grid:
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
                 averaged.  They are also averaged in the last step of the run, unless that is skipped.  0
-                disables both.  In between they differ between workers, and so do evaluations.  An average destroys a queue of samples,
-                as in MoCo: register it with `persistent=False`, so that each worker keeps its own, which is
-                neither sent nor saved.  Make a codebook a frozen parameter (`send_frozen`) that the loop
-                changes in the same way on all workers.
+                disables both.  In between they differ between workers, and so do evaluations.  An average
+                destroys a queue of samples, as in MoCo: register it with `persistent=False`, so that each
+                worker keeps its own, which is neither sent nor saved.  Make a codebook a frozen parameter
+                (`send_frozen`) that the loop changes in the same way on all workers.
             compare_every: the interval, in steps, at which the workers' states are compared, and also after
                 steps 1, 2, 4, 8, ... before the first interval ends; a state that differs (because of a
                 flipped bit, a different kind of processor, or random numbers of the script) is replaced by
