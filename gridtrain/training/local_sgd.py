@@ -238,8 +238,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         super().apply_update(update)
         if self._has_anchor:  # in a turn: `abort_turn` must not undo the missed step
-            for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
-                anchor.copy_(parameter)
+            self._copy_to_anchor()
 
     def resume(self) -> None:
         if self._has_anchor and self._is_applied and self._has_changed_frozen:
@@ -266,12 +265,15 @@ class LocalSGDOptimizer(GridOptimizer):
         self._check_script_changes(self.parameter_watch.is_written)
         if self._calls_left is None:
             self._save_turn_start()
-        for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
-            anchor.copy_(parameter)
+        self._copy_to_anchor()
         self._is_anchor_own = not self.parameter_watch.has_changed
         if self._frozen_watch is not None:
             self._frozen_watch.record()
         self._has_anchor = True
+
+    def _copy_to_anchor(self) -> None:
+        for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
+            anchor.copy_(parameter)
 
     def _local_step(self) -> None:
         self._flat.check_unchanged()

@@ -31,6 +31,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.runtime.client import enrollment
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Answer, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker import policy_enforcer, script_processes
@@ -954,7 +955,7 @@ def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent) -
 @needs_proc
 def test_a_script_whose_agent_was_killed_as_it_started_is_no_orphan() -> None:
     """The agent has not told the watchdog the script's process id."""
-    mark = f"{agent_module.CONTROL}=/{os.getpid()}/control"
+    mark = f"{CONTROL_VARIABLE}=/{os.getpid()}/control"
     variables = os.environ | dict([mark.split("=")])
     program = [sys.executable, "-I", "-S", script_processes.__file__, "60", mark]
     command = (sys.executable, "-c", LEAVES_GRACEFULLY)

@@ -55,6 +55,7 @@ from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.quantities import format_age
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE
 from gridtrain.runtime.client.coordinator_client import DENIED
 from gridtrain.runtime.client.enrollment import Answer, Enrollment, ask_coordinator, enroll, revoked_error
 from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
@@ -80,7 +81,6 @@ Tell = Callable[[str], None]
 KEY_DIGITS = 12  # as many as the coordinator shows
 _clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
-CONTROL = f"{ENV_PREFIX}CONTROL"
 PARTIAL_LINE_S = 0.1
 """How long an incomplete line from the script is held back to wait for its end, so that other output does not
 split it: when `print` writes to a pipe, Python writes the newline separately."""
@@ -529,7 +529,7 @@ def _run_once(
     stats: ContributionStats,
 ) -> int:
     """Run the script once, until it and all its descendants have ended; return its exit code."""
-    mark = f"{CONTROL}={variables.get(CONTROL, '')}"
+    mark = f"{CONTROL_VARIABLE}={variables.get(CONTROL_VARIABLE, '')}"
     with (
         _watchdog(job.grace_s, mark) as watchdog,
         _running_script(job, variables, console, watchdog, mark) as (script, processes),
