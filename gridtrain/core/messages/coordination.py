@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 from typing import Annotated
 
@@ -45,7 +45,6 @@ from gridtrain.core.messages.types import (
 
 
 @message(1)
-@dataclass(frozen=True, slots=True)
 class Hello(Message):
     """First message on every connection: the dialling peer's key, protocol version and software."""
 
@@ -55,7 +54,6 @@ class Hello(Message):
 
 
 @message(5)
-@dataclass(frozen=True, slots=True)
 class Enrol(Message):
     """Request to admit the sender's own key, `peer`, on a connection that uses an invitation's key."""
 
@@ -63,7 +61,6 @@ class Enrol(Message):
 
 
 @message(10)
-@dataclass(frozen=True, slots=True)
 class Join(Message):
     """Request to take part in `run`.
 
@@ -84,7 +81,6 @@ class Join(Message):
 
 
 @message(11)
-@dataclass(frozen=True, slots=True)
 class Setup(Message):
     """The model and the data with which this worker will train, and the worker's capabilities.
 
@@ -119,7 +115,6 @@ class Setup(Message):
 
 
 @message(77)
-@dataclass(frozen=True, slots=True)
 class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
@@ -131,7 +126,6 @@ class StageCheckpointList(Message):
 
 
 @message(12)
-@dataclass(frozen=True, slots=True)
 class LinkLatencies(Message):
     """Round-trip times in seconds between this worker and the peers that it was asked to probe."""
 
@@ -139,7 +133,6 @@ class LinkLatencies(Message):
 
 
 @message(26)
-@dataclass(frozen=True, slots=True)
 class LinkRates(Message):
     """Measured rates of bulk messages, as triples (peer, rate to the peer, rate from the peer).
 
@@ -151,7 +144,6 @@ class LinkRates(Message):
 
 
 @message(80)
-@dataclass(frozen=True, slots=True)
 class WorkerInfo(Message):
     """This worker's device and software versions, for display only."""
 
@@ -200,7 +192,6 @@ MAX_METRICS = 64
 
 
 @message(13)
-@dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
@@ -218,7 +209,6 @@ class Heartbeat(Message):
 
 
 @message(14)
-@dataclass(frozen=True, slots=True)
 class FreezeReport(Message):
     """Answer to Freeze: the worker's state (commit rule 5).
 
@@ -244,7 +234,6 @@ class FreezeReport(Message):
 
 
 @message(23)
-@dataclass(frozen=True, slots=True)
 class CurrentGeneration(Message):
     """The worker's generation: its members with their shares, in rank order, and the partition of its model.
 
@@ -260,7 +249,6 @@ class CurrentGeneration(Message):
 
 
 @message(15)
-@dataclass(frozen=True, slots=True)
 class Ready(Message):
     """Report that the sender has executed the verdict, is synced, and is connected (commit rule 8)."""
 
@@ -270,7 +258,6 @@ class Ready(Message):
 
 
 @message(16)
-@dataclass(frozen=True, slots=True)
 class RoundStalled(Message):
     """Report that a round cannot end, because the suspects are silent, are not connected, or disagree.
 
@@ -286,7 +273,6 @@ class RoundStalled(Message):
 
 
 @message(20)
-@dataclass(frozen=True, slots=True)
 class ViolationReport(Message):
     """Report that `peer` violated the protocol and that the sender has disconnected it."""
 
@@ -295,7 +281,6 @@ class ViolationReport(Message):
 
 
 @message(22)
-@dataclass(frozen=True, slots=True)
 class ConnectionLost(Message):
     """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
@@ -305,7 +290,6 @@ class ConnectionLost(Message):
 
 
 @message(21)
-@dataclass(frozen=True, slots=True)
 class PeersUnreachable(Message):
     """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
@@ -315,7 +299,6 @@ class PeersUnreachable(Message):
 
 
 @message(24)
-@dataclass(frozen=True, slots=True)
 class ReplicaDigest(Message):
     """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
@@ -331,7 +314,6 @@ part of it, but could not."""
 
 
 @message(17)
-@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """Notice that the worker is leaving the run."""
 
@@ -353,7 +335,6 @@ def ends_with_resume(reason: str) -> bool:
 
 
 @message(83)
-@dataclass(frozen=True, slots=True)
 class TemporaryLeave(Message):
     """Notice that the worker is leaving the run until its owner's rules allow it to rejoin."""
 
@@ -361,7 +342,6 @@ class TemporaryLeave(Message):
 
 
 @message(18)
-@dataclass(frozen=True, slots=True)
 class RunFinished(Message):
     """Notice that the sender has reached the end of the run, which may have been ended early."""
 
@@ -370,7 +350,6 @@ class RunFinished(Message):
 
 
 @message(30)
-@dataclass(frozen=True, slots=True)
 class Welcome(Message):
     """Answer to Join; the worker ignores a coordinator whose `term` is outdated (commit rule 11)."""
 
@@ -380,7 +359,6 @@ class Welcome(Message):
 
 
 @message(31)
-@dataclass(frozen=True, slots=True)
 class Refused(Message):
     """Notice that a Join or a Setup is refused, or that the worker is dismissed.
 
@@ -393,7 +371,6 @@ class Refused(Message):
 
 
 @message(41)
-@dataclass(frozen=True, slots=True)
 class Enrolled(Message):
     """Answer to Enrol: the key may now connect and join `run`."""
 
@@ -401,7 +378,6 @@ class Enrolled(Message):
 
 
 @message(43)
-@dataclass(frozen=True, slots=True)
 class Reachability(Message):
     """Result of the coordinator's attempt to dial this worker; `address` is empty if the attempt failed."""
 
@@ -409,7 +385,6 @@ class Reachability(Message):
 
 
 @message(47)
-@dataclass(frozen=True, slots=True)
 class ReplicaDiverged(Message):
     """Notice that the receiver's replica digest after `step` differs from the majority's.
 
@@ -422,7 +397,6 @@ class ReplicaDiverged(Message):
 
 
 @message(44)
-@dataclass(frozen=True, slots=True)
 class ExpectProbes(Message):
     """Announcement of workers that will measure their links to the receiver.
 
@@ -433,7 +407,6 @@ class ExpectProbes(Message):
 
 
 @message(32)
-@dataclass(frozen=True, slots=True)
 class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
@@ -444,7 +417,6 @@ class Admitted(Message):
 
 
 @message(33)
-@dataclass(frozen=True, slots=True)
 class HeartbeatReply(Message):
     """Answer to Heartbeat."""
 
@@ -453,7 +425,6 @@ class HeartbeatReply(Message):
 
 
 @message(34)
-@dataclass(frozen=True, slots=True)
 class Freeze(Message):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
@@ -474,7 +445,6 @@ MAX_MEMBER_PAGES = 256
 
 
 @message(35)
-@dataclass(frozen=True, slots=True)
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
@@ -515,7 +485,6 @@ def _member_line(x: Member) -> str:
 
 
 @message(81)
-@dataclass(frozen=True, slots=True)
 class MemberListChanges(Message):
     """The next generation's members, as changes to the receiver's list; replaces all pages.
 
@@ -547,7 +516,6 @@ class MemberListChanges(Message):
 
 
 @message(36)
-@dataclass(frozen=True, slots=True)
 class MembershipView(Message):
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
@@ -574,7 +542,6 @@ class MembershipView(Message):
 
 
 @message(78)
-@dataclass(frozen=True, slots=True)
 class StandbyNotice(Message):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
@@ -591,7 +558,6 @@ class StandbyNotice(Message):
 
 
 @message(37)
-@dataclass(frozen=True, slots=True)
 class StartGeneration(Message):
     """Order to begin training, sent when all members are ready (commit rule 8)."""
 
@@ -600,7 +566,6 @@ class StartGeneration(Message):
 
 
 @message(38)
-@dataclass(frozen=True, slots=True)
 class RunStateUpdate(Message):
     """State of the run (`waiting`, `training`, `paused` or `finished`), and the reason for it."""
 
@@ -609,7 +574,6 @@ class RunStateUpdate(Message):
 
 
 @message(40)
-@dataclass(frozen=True, slots=True)
 class Rejoin(Message):
     """Order to send Join again, because the receiver is not registered."""
 

@@ -1,9 +1,10 @@
 """Defines the decorator that declares a message, and the types of message fields, with their bounds.
 
-A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
-are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
-end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The
-method `find_problem(self) -> str | None` checks rules that involve several fields.
+A message is a class with the base `Message`, decorated with `message(code)`, which makes it a frozen
+dataclass.  Its annotations are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of
+the annotated types at the end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...],
+AtMost(n)]` of these types.  The method `find_problem(self) -> str | None` checks rules that involve several
+fields.
 
 The encoding (`gridtrain.network.wire.field_encoding`) and the tables of PROTOCOL.md are derived from these
 annotations.
@@ -17,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from gridtrain.quantities import shorten
 
@@ -31,19 +32,23 @@ class Message:
     __slots__ = ()
 
 
-C = TypeVar("C", bound=type[Message])
+C = TypeVar("C", bound=Message)
 
 
-def message(code: int) -> Callable[[C], C]:
-    """Return a class decorator that declares a message with this code, which must be unique."""
+@dataclass_transform(frozen_default=True)
+def message(code: int) -> Callable[[type[C]], type[C]]:
+    """Return a class decorator that makes a class a frozen dataclass and declares it as a message.
 
-    def register(cls: C) -> C:
+    The code must be unique.
+    """
+
+    def declare(cls: type[C]) -> type[C]:
         if code in MESSAGE_TYPES:
             raise TypeError(f"{cls.__name__} has the code {code}, the code of {MESSAGE_TYPES[code].__name__}")
-        MESSAGE_TYPES[code] = cls
-        return cls
+        MESSAGE_TYPES[code] = declared = dataclass(frozen=True, slots=True)(cls)
+        return declared
 
-    return register
+    return declare
 
 
 class FieldError(Exception):

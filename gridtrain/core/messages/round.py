@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gridtrain.core.messages.declaration import (
     AnyFloat,
     Count,
@@ -19,7 +17,6 @@ from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
 @message(50)
-@dataclass(frozen=True, slots=True)
 class Data(Message):
     """One payload of a collective.
 
@@ -36,7 +33,6 @@ class Data(Message):
 
 
 @message(51)
-@dataclass(frozen=True, slots=True)
 class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
@@ -55,7 +51,6 @@ class Vote(Message):
 
 
 @message(52)
-@dataclass(frozen=True, slots=True)
 class Decision(Message):
     """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
@@ -65,7 +60,6 @@ class Decision(Message):
 
 
 @message(53)
-@dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
     """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
 
@@ -74,7 +68,6 @@ class RoundProgress(Message):
 
 
 @message(48)
-@dataclass(frozen=True, slots=True)
 class Waiting(Message):
     """Report to the root that the sender has submitted its contribution and is waiting for other members.
 
@@ -86,7 +79,6 @@ class Waiting(Message):
 
 
 @message(49)
-@dataclass(frozen=True, slots=True)
 class ProceedWithout(Message):
     """The root's request to a member that has not submitted to make an empty contribution to the step.
 
@@ -99,7 +91,6 @@ class ProceedWithout(Message):
 
 
 @message(58)
-@dataclass(frozen=True, slots=True)
 class MeanRequest(Message):
     """The sender's value for the average (`grid.mean`) with this step and index, sent to the root.
 
@@ -114,7 +105,6 @@ class MeanRequest(Message):
 
 
 @message(59)
-@dataclass(frozen=True, slots=True)
 class MeanReply(Message):
     """The root's answer to MeanRequest: the average over the members that contributed a value.
 
