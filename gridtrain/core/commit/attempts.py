@@ -53,7 +53,7 @@ from gridtrain.core.group.member_events import (
 )
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import SKIP, absent_flag, is_absent
-from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
@@ -431,7 +431,6 @@ class Attempts:
             raise RemoteProtocolError(
                 f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
                 f"{MAX_STALE_MESSAGES} could have been in flight",
-                remedy=NEVER_SENT,
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
@@ -459,7 +458,6 @@ class Attempts:
                 raise RemoteProtocolError(
                     f"rank {rank} sent data for {message.channel}, which is not a channel of round "
                     f"{self._current_round}",
-                    remedy=NEVER_SENT,
                 )
             return list(self._advance_collective(collective, rank, message))
         assert attempt is not None, "only data are delivered before the attempt opens"
@@ -472,7 +470,6 @@ class Attempts:
             raise RemoteProtocolError(
                 f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only "
                 f"{self._possible_flags:#x} can be set",
-                remedy=NEVER_SENT,
             )
         effects = collective.handle(rank, data.slot, data.flags, data.payload)
         translated = self._translate(data.channel, effects)
@@ -568,7 +565,6 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
             f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
             f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
             f"past attempt {ABORTS_BEFORE_FREEZE}",
-            remedy=NEVER_SENT,
         )
 
 
@@ -577,7 +573,6 @@ def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
         raise RemoteProtocolError(
             f"rank {from_rank} has sent {messages} early messages, {nbytes} bytes in all; at most "
             f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred",
-            remedy=NEVER_SENT,
         )
 
 

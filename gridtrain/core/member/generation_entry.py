@@ -128,9 +128,7 @@ def enter_generation(
     first_step = view.applied + 1
     generation = Generation(assignment, first_step, context, now_s, known_means=known_means, chained=chained)
     effects += context.checkpoints.begin_generation(assignment, context.is_pipelined, links.connected)
-    effects += context.residual_transfer.begin_generation(
-        assignment, view.applied, view.history, state.is_synced
-    )
+    effects += context.residual_transfer.begin_generation(assignment)
     rank, world_size = assignment.rank, assignment.world_size
     fields = {"generation": view.generation, "rank": rank, "of": world_size, "reason": view.reason}
     effects.append(LogEvent("view", fields))

@@ -244,8 +244,7 @@ class MemberCore:
             case SubmitRound():
                 return [late_submission(event)]
             case TransferResidual(blocks):
-                connected, position = context.peer_links.connected, context.replica_state.position
-                return context.residual_transfer.begin(blocks, None, connected, *position)
+                return context.residual_transfer.begin(blocks, None)
             case RequestMean(step, index):
                 return [DeliverMean(step, index, None)]
             case StateLoaded():

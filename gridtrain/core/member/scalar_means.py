@@ -33,7 +33,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import DeliverMean, MemberEffect, Send
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
@@ -175,7 +175,7 @@ class ScalarMeans:
         """
         at = self._rank_assignment
         rank = at.rank_of(peer)
-        if rank is None or (message.term, message.generation) != (at.term, at.generation):
+        if rank is None or not at.is_generation_of(message):
             return []
         _check_role(message, rank, at.rank)
         key = (message.step, message.index)
@@ -286,7 +286,6 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} to rank {rank}; only rank {ROOT} receives "
             "requests for averages and sends replies",
-            remedy=NEVER_SENT,
         )
 
 

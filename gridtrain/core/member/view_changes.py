@@ -122,8 +122,8 @@ class ViewChanges:
                 return self._enter_generation(message, now_s)
             case m.StandbyNotice():
                 return self._enter_standby(message)
-            case m.StartGeneration(term, generation):
-                return self._start_generation(term, generation, now_s)
+            case m.StartGeneration():
+                return self._start_generation(message, now_s)
             case m.HeartbeatReply():
                 return []
             case _:
@@ -175,10 +175,7 @@ class ViewChanges:
     def _replica_diverged(self, message: m.ReplicaDiverged) -> list[MemberEffect]:
         """Mark this worker's state as diverged from the run's, so that the next generation replaces it."""
         assignment = self.rank_assignment
-        if assignment is None or (message.term, message.generation) != (
-            assignment.term,
-            assignment.generation,
-        ):
+        if assignment is None or not assignment.is_generation_of(message):
             return []
         if not self._context.replica_state.is_synced:
             return []  # the notice is repeated until the state is replaced
@@ -232,16 +229,11 @@ class ViewChanges:
             effects += self.receive(peer, request, 0, now_s)
         return effects + generation.incoming_state.request() + generation.check_ready()
 
-    def _start_generation(self, term: int, number: int, now_s: float) -> list[MemberEffect]:
-        assignment = self.rank_assignment
-        if (
-            self.generation is None
-            or assignment is None
-            or (term, number) != (assignment.term, assignment.generation)
-            or term < self._coordinator_link.term
-        ):
+    def _start_generation(self, message: m.StartGeneration, now_s: float) -> list[MemberEffect]:
+        generation = self.generation
+        if generation is None or not generation.rank_assignment.is_generation_of(message):
             return []
-        return self.generation.start(now_s)
+        return generation.start(now_s) if message.term >= self._coordinator_link.term else []
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
         """Handle a StandbyNotice: execute the verdict and leave the generation, because the next one has no

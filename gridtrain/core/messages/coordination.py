@@ -14,6 +14,7 @@ from gridtrain.core.messages.declaration import (
     Count,
     Digest,
     Flops,
+    GenerationMessage,
     Message,
     Name,
     PeerId,
@@ -209,7 +210,7 @@ class Heartbeat(Message):
 
 
 @message(14)
-class FreezeReport(Message):
+class FreezeReport(GenerationMessage):
     """Answer to Freeze: the worker's state (commit rule 5).
 
     Attributes:
@@ -221,8 +222,6 @@ class FreezeReport(Message):
         layers: layers of the model that the state covers.
     """
 
-    term: UInt
-    generation: UInt
     is_synced: bool
     applied: AppliedStep
     history: Digest
@@ -234,7 +233,7 @@ class FreezeReport(Message):
 
 
 @message(23)
-class CurrentGeneration(Message):
+class CurrentGeneration(GenerationMessage):
     """The worker's generation: its members with their shares, in rank order, and the partition of its model.
 
     A member sends it after each Welcome, because a coordinator that was restored from a backup may not know
@@ -242,18 +241,14 @@ class CurrentGeneration(Message):
     the generation 0.
     """
 
-    term: UInt
-    generation: UInt
     members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(MAX_GENERATION_MEMBERS)]
     stage_bounds: StageBounds = ()
 
 
 @message(15)
-class Ready(Message):
+class Ready(GenerationMessage):
     """Report that the sender has executed the verdict, is synced, and is connected (commit rule 8)."""
 
-    term: UInt
-    generation: UInt
     history: Digest
 
 
@@ -281,29 +276,23 @@ class ViolationReport(Message):
 
 
 @message(22)
-class ConnectionLost(Message):
+class ConnectionLost(GenerationMessage):
     """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
-    term: UInt
-    generation: UInt
     peer: PeerId
 
 
 @message(21)
-class PeersUnreachable(Message):
+class PeersUnreachable(GenerationMessage):
     """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
-    term: UInt
-    generation: UInt
     peers: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
 
 
 @message(24)
-class ReplicaDigest(Message):
+class ReplicaDigest(GenerationMessage):
     """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
-    term: UInt
-    generation: UInt
     step: UInt
     digest: Digest
 
@@ -385,14 +374,12 @@ class Reachability(Message):
 
 
 @message(47)
-class ReplicaDiverged(Message):
+class ReplicaDiverged(GenerationMessage):
     """Notice that the receiver's replica digest after `step` differs from the majority's.
 
     The next generation replaces the receiver's state.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
 
 
@@ -425,15 +412,13 @@ class HeartbeatReply(Message):
 
 
 @message(34)
-class Freeze(Message):
+class Freeze(GenerationMessage):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  It disconnects the members in `removed`, which have left or were
     removed, immediately, and not only at the next MembershipView.
     """
 
-    term: UInt
-    generation: UInt
     reason: Reason
     removed: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
@@ -445,14 +430,12 @@ MAX_MEMBER_PAGES = 256
 
 
 @message(35)
-class MemberListPage(Message):
+class MemberListPage(GenerationMessage):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
     The coordinator can send MemberListChanges instead if the receiver has the list of its generation.
     """
 
-    term: UInt
-    generation: UInt
     page: Count
     pages: Positive
     members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
@@ -485,7 +468,7 @@ def _member_line(x: Member) -> str:
 
 
 @message(81)
-class MemberListChanges(Message):
+class MemberListChanges(GenerationMessage):
     """The next generation's members, as changes to the receiver's list; replaces all pages.
 
     Attributes:
@@ -495,8 +478,6 @@ class MemberListChanges(Message):
         digest: `member_list_digest` of the new list.
     """
 
-    term: UInt
-    generation: UInt
     base: UInt
     order: Spans
     members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
@@ -516,7 +497,7 @@ class MemberListChanges(Message):
 
 
 @message(36)
-class MembershipView(Message):
+class MembershipView(GenerationMessage):
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
@@ -528,8 +509,6 @@ class MembershipView(Message):
             the number of layers.
     """
 
-    term: UInt
-    generation: UInt
     world_size: Positive
     verdict: Verdict
     decided_round: RoundId | None
@@ -542,15 +521,13 @@ class MembershipView(Message):
 
 
 @message(78)
-class StandbyNotice(Message):
+class StandbyNotice(GenerationMessage):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
     `applied`, `history` and `ledger` are as in the MembershipView, so that a former member executes the same
     verdict.
     """
 
-    term: UInt
-    generation: UInt
     applied: AppliedStep
     history: Digest
     ledger: LedgerState
@@ -558,11 +535,8 @@ class StandbyNotice(Message):
 
 
 @message(37)
-class StartGeneration(Message):
+class StartGeneration(GenerationMessage):
     """Order to begin training, sent when all members are ready (commit rule 8)."""
-
-    term: UInt
-    generation: UInt
 
 
 @message(38)

@@ -32,6 +32,14 @@ class Message:
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationMessage(Message):
+    """The base of the messages that concern one generation, in one term."""
+
+    term: UInt
+    generation: UInt
+
+
 C = TypeVar("C", bound=Message)
 
 

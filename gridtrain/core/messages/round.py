@@ -6,6 +6,7 @@ from gridtrain.core.messages.declaration import (
     AnyFloat,
     Count,
     Digest,
+    GenerationMessage,
     Message,
     Payload,
     Reason,
@@ -91,28 +92,24 @@ class ProceedWithout(Message):
 
 
 @message(58)
-class MeanRequest(Message):
+class MeanRequest(GenerationMessage):
     """The sender's value for the average (`grid.mean`) with this step and index, sent to the root.
 
     `core.member.scalar_means` defines the indices, some of which have a special meaning.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
     index: Count
     value: AnyFloat
 
 
 @message(59)
-class MeanReply(Message):
+class MeanReply(GenerationMessage):
     """The root's answer to MeanRequest: the average over the members that contributed a value.
 
     `core.member.scalar_means` defines the indices, some of which have a special meaning.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
     index: Count
     value: AnyFloat

@@ -10,6 +10,7 @@ from gridtrain.core.messages.declaration import (
     AtMost,
     Count,
     Digest,
+    GenerationMessage,
     Message,
     Payload,
     PeerId,
@@ -129,7 +130,7 @@ class BurstRequest(Message):
 
 
 @message(56)
-class StateRequest(Message):
+class StateRequest(GenerationMessage):
     """Request from a joining member for the state.
 
     Attributes:
@@ -140,28 +141,22 @@ class StateRequest(Message):
         digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 
-    term: UInt
-    generation: UInt
     is_whole: bool = True
     blocks_received: Count = 0
     digest_only: bool = False
 
 
 @message(68)
-class StateDigest(Message):
+class StateDigest(GenerationMessage):
     """First answer of the state source to StateRequest: the BLAKE2b-256 digest of all blocks' payloads."""
 
-    term: UInt
-    generation: UInt
     digest: Digest
 
 
 @message(57)
-class StateBlock(Message):
+class StateBlock(GenerationMessage):
     """Block `index` of `total` of the state, at most 1 MiB."""
 
-    term: UInt
-    generation: UInt
     index: Count
     total: Positive
     payload: Payload
@@ -171,15 +166,13 @@ class StateBlock(Message):
 
 
 @message(89)
-class CheckpointRequest(Message):
+class CheckpointRequest(GenerationMessage):
     """Request for the receiver's checkpoint of these layers, taken after the MembershipView's step.
 
     The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
     answer the request.
     """
 
-    term: UInt
-    generation: UInt
     layers: Span
 
     def find_problem(self) -> str | None:
@@ -187,7 +180,7 @@ class CheckpointRequest(Message):
 
 
 @message(79)
-class CheckpointBlock(Message):
+class CheckpointBlock(GenerationMessage):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
     The receiver stores the checkpoint on its own disk.  It is either a member that has sent a
@@ -195,8 +188,6 @@ class CheckpointBlock(Message):
     first stage, if the sender is in the last one).
     """
 
-    term: UInt
-    generation: UInt
     checkpoint: CheckpointInfo
     index: Count
     total: Positive
@@ -272,14 +263,12 @@ class SnapshotUnavailable(Message):
 
 
 @message(63)
-class ResidualBlock(Message):
+class ResidualBlock(GenerationMessage):
     """Block `index` of `total` of a leaving member's residual, as it was after step `applied`.
 
     The blocks together are one sparse payload of fp32 values; see `core.member.residual_recipients`.
     """
 
-    term: UInt
-    generation: UInt
     applied: AppliedStep
     history: Digest
     index: Count
@@ -291,11 +280,9 @@ class ResidualBlock(Message):
 
 
 @message(64)
-class ResidualReply(Message):
+class ResidualReply(GenerationMessage):
     """Answer to the last ResidualBlock: the recipient accepts the complete residual, or declines it."""
 
-    term: UInt
-    generation: UInt
     is_accepted: bool
     reason: Reason
 
