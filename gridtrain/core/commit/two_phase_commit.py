@@ -219,7 +219,7 @@ class TwoPhaseCommit:
 
 def check_vote(from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the vote was sent to a member that is not the root."""
-    if not _counts_votes(rank):
+    if rank != ROOT:
         raise RemoteProtocolError(f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}")
 
 
@@ -229,10 +229,6 @@ def check_decision(from_rank: int, rank: int) -> None:
         raise RemoteProtocolError(
             f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides"
         )
-
-
-def _counts_votes(rank: int) -> bool:
-    return rank == ROOT
 
 
 def _decides(from_rank: int, rank: int) -> bool:

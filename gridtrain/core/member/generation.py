@@ -520,6 +520,8 @@ class Generation:
                 return self._state_digest_mismatch(generation)
             case StageCheckpointsChanged():
                 return self._stage_checkpoints_changed(event)
+            case _:
+                raise LocalProtocolError(f"a generation cannot handle the event {event}")
 
     def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
         """Report progress to the root or, as the root, to all members, which extend their deadlines."""
@@ -692,7 +694,7 @@ class Generation:
         state.commit_step(committed.round.step, committed.digest, ledger)
         proceeded = self.stragglers.committed(flags, now_s)
         means = self._means.complete() if self.stragglers.is_enabled else []  # answers late calls
-        self._means.set_absent(self.stragglers.absent)
+        self._means.absent = self.stragglers.absent
         self._is_stall_reported = False
         context.step_pace.step_committed(now_s)
         dropped = context.residual_transfer.step_committed()

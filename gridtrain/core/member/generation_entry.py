@@ -118,7 +118,7 @@ def enter_generation(
         return None, [*effects, Stop(_stale_model_error())]
     missed_some = old is not None and old.generation + 1 < view.generation
     is_left_behind = missed_some and was_synced and not state.is_synced
-    link.set_term(view.term)
+    link.term = view.term
     context.step_pace.step_interrupted()
     # A member that is not `joining` holds the state that the run starts from.
     as_built = not own.joining and _starts_as_built(view, context)

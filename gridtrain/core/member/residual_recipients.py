@@ -140,10 +140,6 @@ class ResidualTransfer:
 
     # -- the recipient -----------------------------------------------------------------------------
 
-    def refuse(self) -> None:
-        """Decline all residuals from now on."""
-        self.is_refusing = True
-
     def receive_block(
         self, assignment: RankAssignment, peer: m.PeerId, block: m.ResidualBlock
     ) -> list[MemberEffect]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import NO_VOTE
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, ProbePeers, Send, TakeSnapshot
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
@@ -192,11 +193,10 @@ class ViewChanges:
         disconnected = context.disconnect_strangers(self.rank_assignment)
         if generation is not None:
             generation.freeze()
-        vote = generation.attempts.prepared_vote if generation is not None else None
-        report = Send(
-            self._coordinator, context.replica_state.make_report(freeze.term, freeze.generation, vote)
-        )
-        return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected]
+        vote = generation.attempts.prepared_vote if generation is not None else NO_VOTE
+        report = context.replica_state.make_report(freeze.term, freeze.generation, vote)
+        event = LogEvent("frozen", {"reason": freeze.reason})
+        return [event, Send(self._coordinator, report), *disconnected]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
         """Build the next member list from the current one or, if that fails, rejoin to receive it."""
@@ -246,7 +246,7 @@ class ViewChanges:
         is_old = before is not None and notice.generation <= self.generation_number
         if notice.term < self._coordinator_link.term or is_old:
             return []
-        self._coordinator_link.set_term(notice.term)
+        self._coordinator_link.term = notice.term
         fields = {"generation": notice.generation, "reason": notice.reason}
         effects: list[MemberEffect] = [LogEvent("spare", fields)]
         if before is not None:

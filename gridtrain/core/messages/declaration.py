@@ -110,10 +110,14 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-class IntField(FieldType):
-    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
+class RangeField(FieldType):
+    """A type with a lower and an upper bound, which `bounds` describes."""
+
+    def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
+
+class IntField(RangeField):
     def pack(self, value: Any) -> int:
         if type(value) is not int or not self.low <= value <= self.high:
             raise FieldError(f"{describe(value)}; it must be {self.bounds}")
@@ -130,10 +134,7 @@ class BoolField(FieldType):
         return value
 
 
-class FloatField(FieldType):
-    def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
-        self.name, self.bounds, self.low, self.high = name, bounds, low, high
-
+class FloatField(RangeField):
     def pack(self, value: Any) -> float:
         if type(value) is int:  # as in Python, an int is accepted where a float is expected
             value = float(value)
@@ -160,10 +161,7 @@ class AnyFloatField(FieldType):
         return plain
 
 
-class BytesField(FieldType):
-    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
-        self.name, self.bounds, self.low, self.high = name, bounds, low, high
-
+class BytesField(RangeField):
     def pack(self, value: Any) -> bytes:
         if type(value) is not bytes or not self.low <= len(value) <= self.high:
             size = f"{len(value)} bytes" if type(value) is bytes else describe(value)

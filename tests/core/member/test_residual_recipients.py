@@ -118,7 +118,7 @@ def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
 def test_a_member_about_to_leave_accepts_no_residual() -> None:
     recipient = Transfer()
     recipient.receive_block(assignment_of(C), B, piece())
-    recipient.refuse()
+    recipient.is_refusing = True
     why = "it is also leaving"
     assert recipient.mark_complete(assignment_of(C), B) == [
         DropResidual(B),
