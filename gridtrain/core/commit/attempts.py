@@ -399,9 +399,14 @@ class Attempts:
 
     def _store_early(self, peer: m.PeerId, message: AttemptMessage, nbytes: int) -> None:
         early = self._early.setdefault(peer, _EarlyMessages())
-        _check_early_limits(self._rank(peer), len(early.messages) + 1, early.nbytes + nbytes)
+        count, total_bytes = len(early.messages) + 1, early.nbytes + nbytes
+        if count > MAX_EARLY_MESSAGES or total_bytes > MAX_EARLY_BYTES:
+            raise RemoteProtocolError(
+                f"rank {self._rank(peer)} has sent {count} early messages, {total_bytes} bytes in all; at "
+                f"most {MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred"
+            )
         early.messages.append((message, nbytes))
-        early.nbytes += nbytes
+        early.nbytes = total_bytes
 
     def _add(self, collectives: Mapping[m.Channel, Collective]) -> list[AttemptEffect]:
         if not self._collectives:
@@ -570,14 +575,6 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
             f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
             f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
             f"past attempt {ABORTS_BEFORE_FREEZE}",
-        )
-
-
-def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
-    if messages > MAX_EARLY_MESSAGES or nbytes > MAX_EARLY_BYTES:
-        raise RemoteProtocolError(
-            f"rank {from_rank} has sent {messages} early messages, {nbytes} bytes in all; at most "
-            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred",
         )
 
 

@@ -227,10 +227,8 @@ class ScalarMeans:
         """
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self.absent - values.keys()
-        if key < (
-            self._first_step,
-            BEFORE_STEP_INDEX,
-        ):  # a call after the last step of the earlier generation
+        # A call after the last step of the earlier generation:
+        if key < (self._first_step, BEFORE_STEP_INDEX):
             awaited -= {rank for rank in awaited if self._rank_assignment.members[rank].joining}
         if must_wait and any(not self._has_passed(rank, key) for rank in awaited):
             return []
