@@ -228,14 +228,19 @@ class LinkMeasurements:
         JSON; a value that has not been measured is None.
         """
         shown = list(enumerate(members[:MAX_LISTED_MEMBERS]))
-        trips_s = self._round_trips({peer: index for index, peer in shown})
         every = [
-            [i, j, trips_s.get((min(i, j), max(i, j))), self.rate_Bps(a, b)]
+            [i, j, self._round_trip_s(a, b), self.rate_Bps(a, b)]
             for i, a in shown
             for j, b in shown
             if i != j
         ]
         return [link for link in every if link[2] is not None or link[3] is not None]
+
+    def _round_trip_s(self, a: PeerId, b: PeerId) -> float | None:
+        """Return the larger of the two members' reports of the round trip; None if neither has reported
+        it."""
+        reported = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
+        return max((s for s in reported if math.isfinite(s) and s >= 0), default=None)
 
 
 def _median_without(ordered_Bps: Sequence[float], places: Sequence[int]) -> float:
