@@ -159,29 +159,17 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
             f"a sparse payload has {data.nbytes} bytes; its header alone has {_HEADER.size} bytes"
         )
     k, exponent, sent_kind = _HEADER.unpack_from(data)
-    _check_kind(sent_kind, kind)
-    _check_entries(k, max_entries, n)
-    _check_length(data.nbytes, k, n, kind)
-    return k, exponent
-
-
-def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
         raise invalid_payload(
             f"a sparse payload has value kind {sent_kind}; this generation uses {kind} ({kind.name})"
         )
-
-
-def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
         raise invalid_payload(
             f"a sparse payload has {k} of {n} entries; at most {min(max_entries, n)} are allowed"
         )
-
-
-def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
-    if payload_bytes != expected:
+    if data.nbytes != expected:
         raise invalid_payload(
-            f"a sparse payload has {payload_bytes} bytes; {k} {kind.name} entries of {n} take {expected}"
+            f"a sparse payload has {data.nbytes} bytes; {k} {kind.name} entries of {n} take {expected}"
         )
+    return k, exponent

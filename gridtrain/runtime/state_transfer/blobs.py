@@ -119,7 +119,7 @@ class BlobSender:
             digest_only: whether only the digest is requested.
         """
         self._request_counts[peer, generation] += 1
-        if _exceeds_request_limit(self._request_counts[peer, generation]):
+        if self._request_counts[peer, generation] > MAX_STATE_REQUESTS:
             return
         self._waiting[peer] = _Request(term, generation, whole, blocks_received, digest_only)
         self._queues.pop(peer, None)
@@ -342,7 +342,11 @@ class BlobReceiver:
         salvaged = self._salvaged
         self.clear()
         lengths = _read_table(table)
-        _check_state(lengths, self._max_bytes)
+        if sum(lengths) > self._max_bytes:
+            raise RemoteProtocolError(
+                f"the state has {sum(lengths)} bytes; this worker accepts at most {self._max_bytes} bytes",
+                remedy=_REMEDY,
+            )
         _check_total(total, 1 + BlockLayout(lengths).block_count)
         self._id, self._table, self._total, self._count = here, table, total, 1
         self._buffer, self._is_verified = BlockBuffer(lengths), vouched
@@ -357,10 +361,15 @@ class BlobReceiver:
         if block.index != self._count:
             return
         nbytes = buffer.layout.place(block.index - 1).nbytes
-        if self._is_resumed and len(block.payload) != nbytes:
-            self._is_contradicted = True
-            return
-        _check_block(block.index, len(block.payload), nbytes)
+        if len(block.payload) != nbytes:
+            if self._is_resumed:
+                self._is_contradicted = True
+                return
+            raise RemoteProtocolError(
+                f"block {block.index} of a state is {len(block.payload)} bytes long; according to the "
+                f"state's table of lengths, it must be {nbytes} bytes long",
+                remedy=_REMEDY,
+            )
         buffer.store(block.index - 1, block.payload)
         self._count += 1
         self._is_verified = self._is_verified and vouched
@@ -424,10 +433,6 @@ class BlobReceiver:
         return *self._id, [part.toreadonly() for part in buffer.parts]
 
 
-def _exceeds_request_limit(asks: int) -> bool:
-    return asks > MAX_STATE_REQUESTS
-
-
 def _read_table(payload: bytes) -> tuple[int, ...]:
     if len(payload) % 8 or len(payload) > 8 * MAX_BLOBS:
         raise RemoteProtocolError(
@@ -438,26 +443,9 @@ def _read_table(payload: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(payload) // 8}Q", payload)
 
 
-def _check_state(lengths: Sequence[int], max_bytes: int) -> None:
-    if sum(lengths) > max_bytes:
-        raise RemoteProtocolError(
-            f"the state has {sum(lengths)} bytes; this worker accepts at most {max_bytes} bytes",
-            remedy=_REMEDY,
-        )
-
-
 def _check_total(total: int, expected: int) -> None:
     if total != expected:
         raise RemoteProtocolError(
             f"the state has {total} blocks; according to its table of lengths, it must have {expected}",
-            remedy=_REMEDY,
-        )
-
-
-def _check_block(index: int, payload_bytes: int, expected_bytes: int) -> None:
-    if payload_bytes != expected_bytes:
-        raise RemoteProtocolError(
-            f"block {index} of a state is {payload_bytes} bytes long; according to the state's table of "
-            f"lengths, it must be {expected_bytes} bytes long",
             remedy=_REMEDY,
         )

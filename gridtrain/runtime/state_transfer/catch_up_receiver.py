@@ -108,11 +108,7 @@ class CatchUpReceiver:
     @property
     def has_reached_target(self) -> bool:
         """Whether the trainer's model has the step and the history that the membership view names."""
-        if self._target is None or self.position is None:
-            return False
-        return self.position[0] == self._target[0] and update_log.matches_history(
-            self.position[1], self._target[1]
-        )
+        return self._target is not None and self.position == self._target
 
     @property
     def idle_key(self) -> object | None:
@@ -272,8 +268,7 @@ class CatchUpReceiver:
         """
         if self._target is None or self._received is None:
             return
-        is_there = self._received[0] == self._target[0]
-        if is_there and not update_log.matches_history(self._received[1], self._target[1]):
+        if self._received[0] == self._target[0] and self._received != self._target:
             self.failure = "the received updates differ from the updates of the group"
 
     def _subscribe(self) -> PeerRequests:

@@ -32,7 +32,9 @@ log = logging.getLogger("gridtrain")
 
 MAX_REQUESTS = 64
 """Maximum number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
-A correct receiver repeats its requests only when a source has left."""
+A correct receiver repeats its requests only when a source has left.  A limit is needed because a request is
+only a few bytes long, while the reply may consist of hundreds of updates or of the table of a large snapshot,
+to which the rate cap does not apply."""
 
 MAX_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 """Maximum size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
@@ -164,10 +166,10 @@ class CatchUpSource:
             return [m.SnapshotUnavailable(self.disabled_reason)]
         if not isinstance(message, m.SnapshotBlocksRequest):
             self._request_counts[peer] += 1
-            if exceeds_request_limit(self._request_counts[peer]):
+            if (count := self._request_counts[peer]) > MAX_REQUESTS:
                 reason = (
-                    f"the snapshot or the updates were requested {self._request_counts[peer]} times; at most "
-                    f"{MAX_REQUESTS} requests are answered"
+                    f"the snapshot or the updates were requested {count} times; at most {MAX_REQUESTS} "
+                    "requests are answered"
                 )
                 return [m.SnapshotUnavailable(reason)]
         match message:
@@ -235,12 +237,3 @@ class CatchUpSource:
                 return
             transport.send(peer, m.UpdateLogEntry(update.step, self._log.latest_step, payload))
             self._next_step[peer] += 1
-
-
-def exceeds_request_limit(requests: int) -> bool:
-    """Return whether a receiver has sent too many requests.
-
-    A limit is needed because a request is only a few bytes long, while the reply may consist of hundreds of
-    updates or of the table of a large snapshot, to which the rate cap does not apply.
-    """
-    return requests > MAX_REQUESTS

@@ -64,19 +64,6 @@ def block_digest(block: bytes | memoryview) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
 
 
-def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Return whether the block matches this digest, taken from the chosen table."""
-    return block_digest(block) == digest
-
-
-def exceeds_request_limit(requested: int, blocks: int) -> bool:
-    """Return whether a receiver has requested too many blocks.
-
-    A correct receiver repeats the request for a block only when a source has left.
-    """
-    return requested > 4 * blocks + WINDOW
-
-
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
     """The state after step `applied` in two parts, and the table of its blocks' digests."""
@@ -152,14 +139,11 @@ class SnapshotSender:
             return []
         if self.snapshot is None or request.applied != self.snapshot.applied:
             return [m.SnapshotUnavailable(f"this source has no snapshot of step {request.applied + 1}")]
-        self._request_counts[peer] += len(request.blocks)
-        if exceeds_request_limit(self._request_counts[peer], self.snapshot.layout.block_count):
-            return [
-                m.SnapshotUnavailable(
-                    f"{self._request_counts[peer]} blocks were requested, which is more than any correct "
-                    "receiver requests"
-                )
-            ]
+        self._request_counts[peer] = count = self._request_counts[peer] + len(request.blocks)
+        # A correct receiver repeats the request for a block only when a source has left.
+        if count > 4 * self.snapshot.layout.block_count + WINDOW:
+            reason = f"{count} blocks were requested, which is more than any correct receiver requests"
+            return [m.SnapshotUnavailable(reason)]
         queue = self._queues.setdefault(peer, deque())
         queue.extend(request.blocks[: MAX_QUEUED - len(queue)])
         return []
@@ -334,7 +318,7 @@ class SnapshotReceiver:
         self._now_s = now_s
         data = memoryview(block.payload).cast("B")
         expected = self._buffer.layout.place(block.index).nbytes
-        if len(data) != expected or not matches_digest(data, self._digests[block.index]):
+        if len(data) != expected or block_digest(data) != self._digests[block.index]:
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
                 f"block {block.index} of the snapshot of step {chosen.applied + 1} ({len(data)} bytes) does "

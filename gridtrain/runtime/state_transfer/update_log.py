@@ -82,11 +82,6 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def matches_history(history: bytes, voted: bytes) -> bool:
-    """Return whether the history of the received updates equals `voted`, the history of the members."""
-    return history == voted
-
-
 class UpdateLog:
     """The updates of the latest steps, oldest first and without gaps; each index is stored in 4 bytes."""
 
