@@ -399,8 +399,8 @@ class GroupSession:
             return None
         if self._is_exchange_chosen_for_it and not snapshot.exchange:
             return None
-        plan = _make_step_plan(snapshot, snapshot.open_round)
-        self._early_plan = snapshot.open_round, plan
+        if (plan := snapshot.plan) is not None:
+            self._early_plan = snapshot.open_round, plan
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
@@ -466,7 +466,7 @@ class GroupSession:
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
-        return _make_step_plan(snapshot, snapshot.open_round)
+        return snapshot.plan
 
     def _is_turn_of(self, snapshot: WorkerSnapshot, step: int) -> bool:
         """Return whether the batch of this turn can be used in the open round.
@@ -826,21 +826,3 @@ class GroupSession:
             self._loop.stop(self.failure or reason)
             with suppress(GridtrainError):  # the error that ended the I/O thread was raised earlier
                 self._report_contribution(time.monotonic(), last=True)
-
-
-def _make_step_plan(snapshot: WorkerSnapshot, open_round: m.RoundId) -> StepPlan:
-    return StepPlan(
-        step=open_round.step,
-        attempt=open_round.attempt,
-        rank=snapshot.rank,
-        world_size=snapshot.world_size,
-        samples=snapshot.samples,
-        total_samples=snapshot.total_samples,
-        compare_after=snapshot.compare_after_step,
-        is_last=snapshot.is_last_step,
-        exchange=snapshot.exchange,
-        stage_bounds=snapshot.stage_bounds,
-        generation=open_round.generation,
-        first_step=snapshot.first_step,
-        entries_share=snapshot.entries_share,
-    )

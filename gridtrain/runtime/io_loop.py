@@ -61,14 +61,13 @@ from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.link_probes.link_probe import LinkProbe
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.reconnect_policy import ReconnectPolicy
-from gridtrain.runtime.snapshot_builder import SnapshotBuilder
+from gridtrain.runtime.snapshot_builder import SnapshotBuilder, make_step_plan
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource, donated_Bps
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
 from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.runtime.step_rounds import StepRounds
 
 log = logging.getLogger("gridtrain")
@@ -347,24 +346,11 @@ class IoLoop:
 
     def _contribute_if_absent(self) -> None:
         """Submit an empty contribution if the group proceeds without this worker's trainer."""
-        absent, assignment = self._core.absent_round, self._core.rank_assignment
-        generation = self._core.current_generation
-        if absent is None or assignment is None or generation is None:
+        absent, generation = self._core.absent_round, self._core.current_generation
+        if absent is None or generation is None:
             return
         round_id, settings = absent
-        plan = StepPlan(
-            step=round_id.step,
-            attempt=round_id.attempt,
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            samples=0,
-            total_samples=0,
-            compare_after=generation.is_comparison_due,
-            is_last=generation.is_last_step,
-            exchange=assignment.exchange,
-            generation=round_id.generation,
-            first_step=generation.first_step,
-        )
+        plan = make_step_plan(generation, round_id)
         for event in self.step_rounds.contribute_nothing(round_id, plan, settings):
             self._handle(event)
 
