@@ -58,7 +58,6 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
 
     def discard_after(self, after: int) -> None:
         """Remove all checkpoints of steps after `after`."""
-        ...
 
     def reload(self, held: Sequence[m.CheckpointInfo], blocks: m.Span) -> None:
         """Restore the state of the layers `blocks` from the checkpoints in `held`.
@@ -66,25 +65,21 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
         Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError` if its content does not
         match the stage.
         """
-        ...
 
     def save_now(self, held: m.CheckpointInfo) -> None:
         """Write this worker's state as a checkpoint, and wait until it is written.
 
         Raises `OSError` if it cannot be written.
         """
-        ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint and return it as blobs for a member that will load it.
 
         Raises `ConfigError` if the checkpoint is missing or damaged.
         """
-        ...
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
         """Raise `RemoteProtocolError` unless `blobs`, a state from another member, have this digest."""
-        ...
 
 
 class TrainerTasks:

@@ -48,22 +48,18 @@ class CheckpointDisk(Protocol):
 
         Raises `OSError` if the folder cannot be created.
         """
-        ...
 
     def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
         """Return the paths of a checkpoint's files, in the order of `FILES`."""
-        ...
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
         """Return whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
 
         This method is called in a separate thread.
         """
-        ...
 
     def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
         """Add a complete copy to the checkpoints.  This method is called in a separate thread."""
-        ...
 
 
 class _OutgoingCopy:
