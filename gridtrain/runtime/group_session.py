@@ -37,7 +37,7 @@ from gridtrain.quantities import format_count
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
-from gridtrain.runtime.contribution import ContributionReporter
+from gridtrain.runtime.contribution import Contribution, ContributionReporter
 from gridtrain.runtime.event_log import describe_run_state
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
@@ -93,6 +93,7 @@ class GroupSession:
             step.
         is_state_unchanged: a function that returns whether this worker's parameters are still those after
             the last step, although the script already has the next batch.
+        is_in_task: whether a task for the group has been interrupted, which may have left the model incomplete.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
@@ -114,7 +115,7 @@ class GroupSession:
         self.is_state_unchanged: Callable[[], bool] = lambda: False
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self._has_closed = False
-        self._is_in_task = False  # still set after a task that an exception has ended
+        self.is_in_task = False  # still set after a task that an exception has ended
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
@@ -232,11 +233,6 @@ class GroupSession:
         return self._joined is not None
 
     @property
-    def is_in_task(self) -> bool:
-        """Whether a task for the group has been interrupted, which may have left the model incomplete."""
-        return self._is_in_task
-
-    @property
     def is_in_turn(self) -> bool:
         """Whether the script has received a turn's batch and has not requested the next one."""
         return self._turn is not None
@@ -248,7 +244,7 @@ class GroupSession:
         Returns None if the model's last step is not known, or its update may be applied in part.  The turn
         may have changed the model (see `GridOptimizer.abort_turn`).
         """
-        if self._is_in_task or snapshot.tasks or self.is_turn_done:
+        if self.is_in_task or snapshot.tasks or self.is_turn_done:
             return None
         turn = self._turn
         if turn is None:
@@ -377,9 +373,9 @@ class GroupSession:
         return self.tasks.next_task(snapshot, is_round_begun=has_begun, between_batches=between_batches)
 
     def _run_task(self, task: WorkerTask, snapshot: WorkerSnapshot) -> None:
-        self._is_in_task = True
+        self.is_in_task = True
         self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
-        self._is_in_task = False
+        self.is_in_task = False
 
     def _can_begin(self, snapshot: WorkerSnapshot) -> bool:
         return snapshot.open_round is not None and not (self._is_awaiting_choice and not snapshot.exchange)
@@ -639,15 +635,14 @@ class GroupSession:
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
             here, (sent_bytes, received_bytes) = self.snapshot, self.connection.total_bytes
-            self._contribution.report(
-                now_s,
+            run = Contribution(
                 step=here.applied + 1,
                 run_samples=here.ledger.consumed,
                 sent_bytes=sent_bytes,
                 received_bytes=received_bytes,
                 world_size=here.world_size,
-                last=last,
             )
+            self._contribution.report(now_s, run, last=last)
 
     # -- reports -----------------------------------------------------------------------------------
 
