@@ -93,7 +93,8 @@ class GroupSession:
             step.
         is_state_unchanged: a function that returns whether this worker's parameters are still those after
             the last step, although the script already has the next batch.
-        is_in_task: whether a task for the group has been interrupted, which may have left the model incomplete.
+        is_in_task: whether a task for the group has been interrupted, which may have left the model
+            incomplete.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".

@@ -233,9 +233,8 @@ def _write_bf16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     bits = values_K.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16  # to nearest, ties to even
     magnitudes = rounded & _MAGNITUDE
-    if (
-        int(magnitudes.max(initial=0)) > _BF16_MAX
-    ):  # a value that would be rounded up to infinity becomes the largest finite value
+    if int(magnitudes.max(initial=0)) > _BF16_MAX:
+        # A value that would be rounded up to infinity becomes the largest finite value.
         rounded[magnitudes > _BF16_MAX] -= 1
     return rounded.astype("<u2").tobytes(), 0, (rounded << 16).view(np.float32)
 

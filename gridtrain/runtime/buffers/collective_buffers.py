@@ -193,10 +193,8 @@ class DenseRingBuffer:
         """Hash one final slice, if there is one; return whether more final slices can be hashed."""
         if self._final:
             key = self._final.popleft()
-            if key in self._checked or _is_finite(
-                self._slice_view(*key)
-            ):  # otherwise `compute_digest` raises
-                self._hashes[key] = self._hash(*key)
+            if key in self._checked or _is_finite(self._slice_view(*key)):
+                self._hashes[key] = self._hash(*key)  # otherwise `compute_digest` raises
         return bool(self._final)
 
     def compute_digest(self) -> bytes:

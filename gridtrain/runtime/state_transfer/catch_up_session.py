@@ -18,10 +18,10 @@ from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES, BlobReceiver
 from gridtrain.runtime.state_transfer.catch_up_receiver import (
     CatchUpReceiver,
     CatchUpWork,
-    PeerRequests,
     ProgressBar,
     SnapshotWork,
 )
+from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages
 
 CAUGHT_UP_REPEAT_S = 1.0
 """Interval at which `CaughtUp` is repeated until the membership view names this worker."""
@@ -94,7 +94,7 @@ class CatchUpSession:
 
     def execute(
         self, effect: io.BeginCatchUp | io.SourceConnected | io.SourceDisconnected | io.SetCatchUpTarget
-    ) -> PeerRequests:
+    ) -> PeerMessages:
         with self._mailbox.condition:
             receiver = self._receiver
             match effect:
@@ -108,7 +108,7 @@ class CatchUpSession:
                     receiver.set_target(applied, history)
         return []
 
-    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerMessages:
         """Handle a source's message; return the requests to send to sources.
 
         Raises `RemoteProtocolError` if the message is invalid.
@@ -125,7 +125,7 @@ class CatchUpSession:
 
     def poll(
         self, now_s: float, *, is_member: bool, synced: bool
-    ) -> tuple[PeerRequests, io.CaughtUp | io.CatchUpFailed | None]:
+    ) -> tuple[PeerMessages, io.CaughtUp | io.CatchUpFailed | None]:
         """Advance the catch-up; return the requests to send to sources, and the event for the core or None.
 
         The catch-up ends if this worker is a member that holds the state.

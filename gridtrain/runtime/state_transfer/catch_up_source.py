@@ -25,7 +25,7 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
 from gridtrain.runtime.mailbox.worker_task import CopySnapshot
 from gridtrain.runtime.state_transfer import update_log
-from gridtrain.runtime.state_transfer.state_snapshot import SnapshotSender, StateSnapshot
+from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages, SnapshotSender, StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
 log = logging.getLogger("gridtrain")
@@ -92,7 +92,7 @@ class CatchUpSource:
         self._snapshot_step: int | None = None
         self._copied_step = -1
         self._is_building = False
-        self._announcements: list[tuple[m.PeerId, m.Message]] = []  # the table of a new snapshot
+        self._announcements: PeerMessages = []  # the table of a new snapshot
         self._next_send_s = -math.inf
         self.disabled_reason = ""
 
@@ -181,7 +181,7 @@ class CatchUpSource:
                 self._next_step[peer] = applied + 1
         return []
 
-    def send_due(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+    def send_due(self, transport: Transport, now_s: float) -> PeerMessages:
         """Send the updates that are due; return the other messages that the caller has to send."""
         answers, self._announcements = self._announcements, []
         for peer in list(self._next_step):
@@ -230,10 +230,8 @@ class CatchUpSource:
             payload = update_log.encode_update(update, self._n)
             if len(payload) > MAX_UPDATE_BYTES:
                 del self._next_step[peer]
-                transport.send(
-                    peer,
-                    m.SnapshotUnavailable(f"an update of {len(payload)} bytes does not fit into a message"),
-                )
+                reason = f"an update of {len(payload)} bytes does not fit into a message"
+                transport.send(peer, m.SnapshotUnavailable(reason))
                 return
             transport.send(peer, m.UpdateLogEntry(update.step, self._log.latest_step, payload))
             self._next_step[peer] += 1
