@@ -533,7 +533,7 @@ class IoLoop:
         """Execute an effect that concerns state transfer; return the effects that result from it."""
         match effect:
             case io.SendState():
-                self.state_sender.request(effect, self._core.term)
+                self.state_sender.request(effect)
             case io.ForwardState(peer, term, generation, blocks_received):
                 self.state_receiver.forwarder.request(peer, term, generation, blocks_received)
             case io.ExpectStateDigest(generation, digest):

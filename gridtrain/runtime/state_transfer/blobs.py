@@ -12,8 +12,8 @@ import hashlib
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gridtrain.core.group.member_events import SendState
 from gridtrain.core.messages import PeerId, StateBlock, StateDigest
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.network.transport.interface import Transport
@@ -64,20 +64,11 @@ def state_digest(blobs: Sequence[bytes | memoryview]) -> bytes:
     return total.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    term: int
-    generation: int
-    is_whole: bool
-    blocks_received: int
-    digest_only: bool
-
-
 class BlobSender:
     """The sender's side: sends a captured state to all peers that have requested it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[PeerId, _Request] = {}
+        self._waiting: dict[PeerId, SendState] = {}
         self._queues: dict[PeerId, deque[StateDigest | StateBlock]] = {}
         self._captured: tuple[int, Sequence[bytes | memoryview], bytes] = (0, [], b"")
         self._supplied = (0, False)  # generation and extent (is_whole) of the trainer's latest answer
@@ -96,33 +87,17 @@ class BlobSender:
         """Record that the trainer has answered, even if it has no state, so that it is not asked again."""
         self._supplied = max(self._supplied, (generation, is_whole))
 
-    def request(
-        self,
-        peer: PeerId,
-        term: int,
-        generation: int,
-        *,
-        whole: bool = True,
-        blocks_received: int = 0,
-        digest_only: bool = False,
-    ) -> None:
-        """Queue the state of `generation` for a peer that has requested it.
+    def request(self, asked: SendState) -> None:
+        """Queue the state of a generation for a peer that has requested it.
 
         All requests are answered from one captured state.  The number of requests is bounded, because a
         request is short but its answer may be as large as the model.
-
-        Args:
-            peer: the peer that has requested the state.
-            term, generation: the term and the generation of the request.
-            whole: whether the whole state is requested rather than only its first blob.
-            blocks_received: the number of blocks that the peer already has.
-            digest_only: whether only the digest is requested.
         """
-        self._request_counts[peer, generation] += 1
-        if self._request_counts[peer, generation] > MAX_STATE_REQUESTS:
+        self._request_counts[asked.peer, asked.generation] += 1
+        if self._request_counts[asked.peer, asked.generation] > MAX_STATE_REQUESTS:
             return
-        self._waiting[peer] = _Request(term, generation, whole, blocks_received, digest_only)
-        self._queues.pop(peer, None)
+        self._waiting[asked.peer] = asked
+        self._queues.pop(asked.peer, None)
         self._queue_blocks()
 
     def store(self, generation: int, blobs: Sequence[bytes | memoryview], digest: bytes = b"") -> None:
