@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from gridtrain.core import messages as m
-from gridtrain.core.collectives.collective import BufferEffect
+from gridtrain.core.collectives.collective import BufferEffect, Collective
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
 from gridtrain.network.wire.sparse_payload import SparseVector
@@ -143,10 +143,7 @@ class StepRounds:
                 round_id, {}, is_failed=_was_failed_before(channels.values(), self.last_submitted)
             )
             rest = {c: w for c, w in channels.items() if c not in mine.buffers}
-        collectives = {
-            channel: buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
-            for channel, buffer in rest.items()
-        }
+        collectives = _make_collectives(rest, snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or self.is_absent:
                 return None
@@ -248,11 +245,7 @@ class StepRounds:
             self.current = OpenRound(
                 round_id, {**channels}, buffers, settings=settings, is_failed=is_failed, is_absent=True
             )
-        flag = absent_flag(plan.rank)
-        collectives = {
-            channel: buffer.make_collective(plan.rank, plan.world_size, flag)
-            for channel, buffer in channels.items()
-        }
+        collectives = _make_collectives(channels, plan.rank, plan.world_size, absent_flag(plan.rank))
         submitted = io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
         return [submitted, io.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
 
@@ -380,6 +373,12 @@ class StepRounds:
                 () if skipped else mine.digests[1:],
             )
             self._record_step(step_update, buffer.n)
+
+
+def _make_collectives(
+    buffers: Mapping[m.Channel, CollectiveBuffer], rank: int, world_size: int, flags: int
+) -> dict[m.Channel, Collective]:
+    return {c: buffer.make_collective(rank, world_size, flags) for c, buffer in buffers.items()}
 
 
 def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:
