@@ -40,10 +40,6 @@ class GroupConnection:
         self.loop = self._make_loop(transport, allowlist)
         self.tasks = TrainerTasks(self.loop)
 
-    def start(self) -> None:
-        """Start the I/O loop.  See `IoLoop.start`."""
-        self.loop.start()
-
     def set_control(self, should_interrupt: Callable[[], bool], budget_exhausted: Callable[[], str]) -> None:
         """Set the functions that tell this worker when to stop.  Both are called often.
 

@@ -597,7 +597,7 @@ class WholeModelState(ModelState):
         if optimizer.wait == "auto":
             absence = optimizer.absence
             session.tasks.attach_absence(absence.make_empty_buffers, absence.apply, absence.drop)
-        session.tasks.attach_catch_up(optimizer.replay_update, largest_bytes, optimizer.flat_size)
+        session.tasks.attach_catch_up(optimizer.replay_update, optimizer.flat_size)
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         self._define(facts, spec)

@@ -188,20 +188,16 @@ class BlobReceiver:
         combined      [lengths][first][shared 1][shared 2]
         from bert                                         [shared 3][shared 4]
 
-    Args:
-        max_bytes: the size in bytes of the largest state that this worker's model can have; `set_limit`
-            changes it.
+    Attributes:
+        max_bytes: the size in bytes of the largest state that this worker's model can have.
     """
 
     def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._requested: tuple[int, Position | None] = (0, None)  # generation, position of its state
         self._expected_digest: tuple[int, bytes] = (0, b"")  # generation, digest of the source's state
         self._keep_blocks = False
         self.clear()
-
-    def set_limit(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
 
     def clear(self) -> None:
         """Drop all received blocks.  Call before another state is requested."""
@@ -317,9 +313,9 @@ class BlobReceiver:
         salvaged = self._salvaged
         self.clear()
         lengths = _read_table(table)
-        if sum(lengths) > self._max_bytes:
+        if sum(lengths) > self.max_bytes:
             raise RemoteProtocolError(
-                f"the state has {sum(lengths)} bytes; this worker accepts at most {self._max_bytes} bytes",
+                f"the state has {sum(lengths)} bytes; this worker accepts at most {self.max_bytes} bytes",
                 remedy=_REMEDY,
             )
         _check_total(total, 1 + BlockLayout(lengths).block_count)

@@ -99,7 +99,8 @@ class IncomingResiduals:
     """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
-        n: the length of this worker's residual; 0 if this worker has no residual.
+        n: the number of elements in this worker's residual and in each residual that it receives; 0 if this
+            worker has no residual.
         confirmed: the confirmed residuals, which the trainer has to add to its own residual, with the names
             of the workers that sent them.
     """
