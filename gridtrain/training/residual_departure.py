@@ -169,7 +169,7 @@ def _merge_received(
         log.warning(
             "the residual of %s, of magnitude %.3g, is passed on together with this worker's residual",
             name,
-            residual_pieces.magnitude_sum([entries]),
+            residual_pieces.magnitude_sum(entries),
         )
     if lost_magnitude:
         session.report_figures({"lost_mass": lost_magnitude})

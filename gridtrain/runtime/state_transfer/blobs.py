@@ -377,12 +377,8 @@ class BlobReceiver:
         self._advance_hash(self._count)
         return self._hash.digest()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the state to which the latest blocks belong is complete and verified."""
-        return self.is_complete_for(self._id[1])
-
     def is_complete_for(self, generation: int) -> bool:
+        """Return whether the state of this generation is complete and verified."""
         if not self._has_all(generation):
             return False
         is_expected = self._expected_digest[0] == generation
@@ -395,7 +391,7 @@ class BlobReceiver:
         `LocalProtocolError` if the state is not complete.
         """
         buffer = self._buffer
-        if buffer is None or not self.is_complete:
+        if buffer is None or not self.is_complete_for(self._id[1]):
             raise LocalProtocolError(
                 f"a state of {self._total} blocks was taken before all blocks had arrived and were verified"
             )

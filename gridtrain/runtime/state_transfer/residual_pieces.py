@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,7 +147,7 @@ class IncomingResiduals:
     @property
     def unconfirmed_magnitude(self) -> float:
         """The sum of the magnitudes of all entries in residuals that are complete but not confirmed."""
-        return magnitude_sum(list(self._complete.values()))
+        return sum(map(magnitude_sum, self._complete.values()))
 
     @property
     def has_unconfirmed(self) -> bool:
@@ -183,6 +182,6 @@ def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
         )
 
 
-def magnitude_sum(parts: Sequence[SparseVector]) -> float:
-    """Return the sum of the magnitudes of all entries."""
-    return float(sum(np.abs(part.values).sum(dtype=np.float64) for part in parts))
+def magnitude_sum(entries: SparseVector) -> float:
+    """Return the sum of the magnitudes of the entries."""
+    return float(np.abs(entries.values).sum(dtype=np.float64))
