@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from gridtrain.errors import (
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.quantities import format_count
-from gridtrain.runtime.buffers.buckets import BucketedBuffer
+from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.contribution import Contribution, ContributionReporter
@@ -102,12 +102,7 @@ class GroupSession:
             otherwise "".
     """
 
-    def __init__(
-        self,
-        transport: FlowControlTransport,
-        config: JoinConfig,
-        allowlist: PeerAllowlist,
-    ) -> None:
+    def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
         self.config = config
         self.connection = GroupConnection(transport, config, allowlist)
         self.tasks = self.connection.tasks
@@ -568,13 +563,7 @@ class GroupSession:
             self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
-    def run(
-        self,
-        plan: StepPlan,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> RoundOutcome:
+    def run(self, plan: StepPlan, buffers: RoundBuffers, skip: bool, settings: bytes) -> RoundOutcome:
         """Submit the buffers to the open round, wait until it ends, and return its outcome.
 
         Args:
@@ -606,13 +595,7 @@ class GroupSession:
         self._submitted = None  # only now, so that an interrupted wait can be continued
         return outcome
 
-    def submit(
-        self,
-        plan: StepPlan,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> None:
+    def submit(self, plan: StepPlan, buffers: RoundBuffers, skip: bool, settings: bytes) -> None:
         """Submit this worker's buffers for the plan that `predict_plan` has returned, without waiting.
 
         The arguments are those of `run`.  `await_submitted` returns the outcome.

@@ -13,7 +13,7 @@ effects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from gridtrain.core import messages as m
@@ -21,7 +21,7 @@ from gridtrain.core.collectives.collective import BufferEffect, Collective
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer, buffers_by_channel
+from gridtrain.runtime.buffers.buckets import RoundBuffers, UpdateBuffer, buffers_by_channel
 from gridtrain.runtime.buffers.collective_buffers import (
     CollectiveBuffer,
     DenseRingBuffer,
@@ -48,10 +48,7 @@ REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 MAX_MISSED_BYTES = 1 << 30
 """If the updates that are kept for an absent trainer exceed this size in bytes, the group waits for it."""
 
-MakeEmpty = Callable[
-    [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
-    Sequence[CollectiveBuffer | BucketedBuffer] | None,
-]
+MakeEmpty = Callable[[StepPlan, RoundBuffers], RoundBuffers | None]
 """Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
 
 The second argument contains the buffers of the previous attempt at the step if the trainer was also absent
@@ -116,7 +113,7 @@ class StepRounds:
     def submit(
         self,
         round_id: m.RoundId,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
+        buffers: RoundBuffers,
         skip: bool,
         settings: bytes,
         *,
