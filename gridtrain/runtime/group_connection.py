@@ -15,7 +15,7 @@ from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
-from gridtrain.runtime.mailbox.mailbox import Command
+from gridtrain.runtime.mailbox.mailbox import Command, WaitCondition
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer.catch_up_source import donated_Bps
 from gridtrain.runtime.trainer_tasks import TrainerTasks
@@ -54,9 +54,7 @@ class GroupConnection:
     def should_interrupt(self) -> bool:
         return self._should_interrupt()
 
-    def wait(
-        self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
-    ) -> WorkerSnapshot | None:
+    def wait(self, ready: WaitCondition, timeout_s: float = math.inf) -> WorkerSnapshot | None:
         """Wait until `ready` returns True for the snapshot.  See `Mailbox.wait`."""
         return self.loop.mailbox.wait(ready, timeout_s)
 

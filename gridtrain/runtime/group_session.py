@@ -42,6 +42,7 @@ from gridtrain.runtime.event_log import describe_run_state
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
+from gridtrain.runtime.mailbox.mailbox import WaitCondition
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
@@ -306,9 +307,7 @@ class GroupSession:
     def _is_interrupted(self) -> bool:
         return self._is_dropping_batch or self.connection.should_interrupt
 
-    def _wait(
-        self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
-    ) -> WorkerSnapshot | None:
+    def _wait(self, interrupts: WaitCondition, *, between_batches: bool) -> WorkerSnapshot | None:
         """Perform tasks until a step is open or the run has ended.
 
         Returns the snapshot, or None if this worker was not a member at the end of the run.

@@ -12,13 +12,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_RESIDUAL_BLOCKS, PeerId, ResidualBlock
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode, encoded_bytes
 from gridtrain.network.wire.value_encoding import ValueKind
-from gridtrain.sparsify.merge import largest_summable
+from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
@@ -41,12 +40,10 @@ class ResidualSelection:
     entries: int
     magnitude_sum: float
     total_magnitude_sum: float
-    remainder_N: npt.NDArray[np.float32] | None
+    remainder_N: FloatArray | None
 
 
-def select_entries(
-    residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int
-) -> ResidualSelection:
+def select_entries(residual_N: FloatArray, budget_bytes: int, world_size: int) -> ResidualSelection:
     """Select the entries with the largest magnitudes that fit into the budget.
 
     Of entries with equal magnitudes, those with the lowest indices are selected first.
@@ -168,7 +165,7 @@ def _check_total(total: int, n: int) -> None:
         )
 
 
-def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
+def _check_values(values_K: FloatArray, world_size: int) -> None:
     """Raise `RemoteProtocolError` if a value exceeds the bound for values in a round.
 
     The recipient would never be able to send larger values.
