@@ -70,7 +70,7 @@ class GroupConnection:
 
     def _limit_state(self) -> None:
         rate_Bps = donated_Bps(self.config)
-        self.loop.catch_up_source.rate_Bps = self.loop.checkpoint_requests.rate_Bps = rate_Bps
+        self.loop.catch_up_source.rate_Bps = self.loop.checkpoint_copier.rate_Bps = rate_Bps
 
     # -- a pause -----------------------------------------------------------------------------------
 

@@ -122,8 +122,7 @@ class TrainerTasks:
             loop.catch_up_source.disable(self._replay_obstacle)
         if self._make_empty is not None:
             loop.step_rounds.attach_empty(self._make_empty)
-        if self._disk is not None:
-            loop.checkpoint_requests.attach(self._disk, self._max_state_bytes)
+        loop.checkpoint_copier.disk, loop.checkpoint_copier.max_bytes = self._disk, self._max_state_bytes
 
     # -- functions of the script -----------------------------------------------------------------
 
