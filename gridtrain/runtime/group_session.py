@@ -43,6 +43,7 @@ from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.mailbox import WaitCondition
+from gridtrain.runtime.mailbox.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
@@ -53,7 +54,6 @@ from gridtrain.runtime.mailbox.worker_task import (
     WorkerTask,
 )
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
-from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
 
 log = logging.getLogger("gridtrain")

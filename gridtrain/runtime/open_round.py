@@ -15,8 +15,8 @@ from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, PayloadBuffer
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import RoundOutcome
 
 
 @dataclass(frozen=True, slots=True)

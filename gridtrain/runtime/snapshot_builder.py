@@ -8,6 +8,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.generation import Generation
 from gridtrain.core.member.member import MemberCore
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
@@ -22,7 +23,6 @@ from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointReque
 from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.runtime.step_rounds import StepRounds
 
 

@@ -28,6 +28,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     PayloadBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.open_round import (
     OpenRound,
@@ -38,7 +39,6 @@ from gridtrain.runtime.open_round import (
     collectives_of,
 )
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, vote_digest
-from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")
 

@@ -12,8 +12,8 @@ from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import StepPlan
 
 OPEN = WorkerSnapshot(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="Dense()", is_synced=True)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_task import WorkerTask
-from gridtrain.runtime.step_plan import StepPlan
 
 _NO_LEDGER = m.LedgerState()
 
