@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import selection as bench
 from gpu.parts import Setting, Store
 from gridtrain.config import Dense, Exchange, GTopK
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import make_exchanger
 

@@ -22,8 +22,8 @@ from gridtrain.pipeline.model_stages import ModelStages, StagePlaces
 from gridtrain.pipeline.stage_optimizer import StageOptimizer
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState, make_optimizer
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters

@@ -25,8 +25,8 @@ from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.random_seeds import borrowed_generators
 from gridtrain.pipeline.stage import TiedParameter
 from gridtrain.quantities import format_count
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.model_export import plain_state
 
 

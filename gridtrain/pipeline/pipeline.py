@@ -51,8 +51,8 @@ from gridtrain.runtime.activation_buffers import StageSummary, StageSummaryBuffe
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan, is_comparison_due
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan, is_comparison_due
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase

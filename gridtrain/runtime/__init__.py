@@ -8,8 +8,8 @@ the member core (`gridtrain.core.member`).
           ^                                                 |                    |
           +-------- WorkerSnapshot (immutable) <------------+ <---- effects -----+
 
-- `group_session`, `trainer_tasks`, `step_plan`: the interface for the training thread, the tasks that the
-  thread performs while it waits, and the plan and the outcome of one attempt.
+- `group_session`, `trainer_tasks`: the interface for the training thread, and the tasks that the thread
+  performs while it waits.
 - `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause.
 - `group_means`: computes means of numbers over the members.
 - `mailbox/`: the only objects that both threads share; `snapshot_builder` makes the snapshots.

@@ -33,6 +33,7 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import PayloadSlot
 from gridtrain.core.stages.micro_batch_trials import StepTimings
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.runtime.buffers.collective_buffers import unexpected_effect
 from gridtrain.runtime.state_transfer.blobs import split_blocks
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES, BlockLayout
 
@@ -78,7 +79,7 @@ class ActivationSendBuffer:
         return ActivationSender(rank, to_rank, len(self._pieces))
 
     def apply(self, effect: BufferEffect) -> None:
-        raise LocalProtocolError(f"ActivationSender returned an unexpected effect: {type(effect).__name__}")
+        raise unexpected_effect("ActivationSender", effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         piece, self._pieces[slot.slice] = self._pieces[slot.slice], None
@@ -121,9 +122,7 @@ class ActivationReceiveBuffer:
                     self._buffers = _join_pieces(self._pieces, source.rank)
                     self._pieces = {}
             case _:
-                raise LocalProtocolError(
-                    f"ActivationReceiver returned an unexpected effect: {type(effect).__name__}"
-                )
+                raise unexpected_effect("ActivationReceiver", effect)
 
     def take_buffers(self) -> list[memoryview]:
         buffers, self._buffers = self._buffers, None
@@ -286,7 +285,7 @@ class StageSummaryBuffer:
                     )
                 self._payloads[rank] = bytes(payload)
             case _:
-                raise LocalProtocolError(f"AllGather returned an unexpected effect: {type(effect).__name__}")
+                raise unexpected_effect("AllGather", effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[slot.segment]

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -108,25 +108,17 @@ class ContributionReporter:
     def is_due(self, now_s: float) -> bool:
         return self.path is not None and now_s >= self._next_s
 
-    def report(
-        self,
-        now_s: float,
-        *,
-        step: int,
-        run_samples: int,
-        sent_bytes: int,
-        received_bytes: int,
-        world_size: int,
-        last: bool = False,
-    ) -> None:
-        """Pass the contribution to the writer's thread.  If `last` is true, stop that thread and write the
-        contribution in this call instead."""
+    def report(self, now_s: float, run: Contribution, *, last: bool = False) -> None:
+        """Pass the contribution to the writer's thread.
+
+        Args:
+            run: the contribution except for `steps` and `samples`, which this object has counted.
+            last: whether to stop that thread, and to write the contribution in this call instead.
+        """
         self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return
-        contribution = Contribution(
-            step, self._steps, self._samples, run_samples, sent_bytes, received_bytes, world_size
-        )
+        contribution = replace(run, steps=self._steps, samples=self._samples)
         if last:
             self._end_writer()
             contribution.write(self.path)

@@ -15,7 +15,7 @@ from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
-from gridtrain.runtime.mailbox.mailbox import Command
+from gridtrain.runtime.mailbox.mailbox import Command, WaitCondition
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer.catch_up_source import donated_Bps
 from gridtrain.runtime.trainer_tasks import TrainerTasks
@@ -40,10 +40,6 @@ class GroupConnection:
         self.loop = self._make_loop(transport, allowlist)
         self.tasks = TrainerTasks(self.loop)
 
-    def start(self) -> None:
-        """Start the I/O loop.  See `IoLoop.start`."""
-        self.loop.start()
-
     def set_control(self, should_interrupt: Callable[[], bool], budget_exhausted: Callable[[], str]) -> None:
         """Set the functions that tell this worker when to stop.  Both are called often.
 
@@ -58,9 +54,7 @@ class GroupConnection:
     def should_interrupt(self) -> bool:
         return self._should_interrupt()
 
-    def wait(
-        self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
-    ) -> WorkerSnapshot | None:
+    def wait(self, ready: WaitCondition, timeout_s: float = math.inf) -> WorkerSnapshot | None:
         """Wait until `ready` returns True for the snapshot.  See `Mailbox.wait`."""
         return self.loop.mailbox.wait(ready, timeout_s)
 
@@ -76,7 +70,7 @@ class GroupConnection:
 
     def _limit_state(self) -> None:
         rate_Bps = donated_Bps(self.config)
-        self.loop.catch_up_source.rate_Bps = self.loop.checkpoint_requests.rate_Bps = rate_Bps
+        self.loop.catch_up_source.rate_Bps = self.loop.checkpoint_copier.rate_Bps = rate_Bps
 
     # -- a pause -----------------------------------------------------------------------------------
 

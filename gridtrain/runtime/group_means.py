@@ -21,7 +21,7 @@ from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import MAX_NAMES, list_first
 from gridtrain.runtime.group_connection import GroupConnection
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 
 log = logging.getLogger("gridtrain")
 

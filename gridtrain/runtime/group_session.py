@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +34,16 @@ from gridtrain.errors import (
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.quantities import format_count
-from gridtrain.runtime.buffers.buckets import BucketedBuffer
+from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
-from gridtrain.runtime.contribution import ContributionReporter
+from gridtrain.runtime.contribution import Contribution, ContributionReporter
 from gridtrain.runtime.event_log import describe_run_state
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
+from gridtrain.runtime.mailbox.mailbox import WaitCondition
+from gridtrain.runtime.mailbox.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
@@ -52,7 +54,6 @@ from gridtrain.runtime.mailbox.worker_task import (
     WorkerTask,
 )
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
-from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
 
 log = logging.getLogger("gridtrain")
@@ -93,6 +94,8 @@ class GroupSession:
             step.
         is_state_unchanged: a function that returns whether this worker's parameters are still those after
             the last step, although the script already has the next batch.
+        is_in_task: whether a task for the group has been interrupted, which may have left the model
+            incomplete.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
@@ -100,12 +103,7 @@ class GroupSession:
             otherwise "".
     """
 
-    def __init__(
-        self,
-        transport: FlowControlTransport,
-        config: JoinConfig,
-        allowlist: PeerAllowlist,
-    ) -> None:
+    def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
         self.config = config
         self.connection = GroupConnection(transport, config, allowlist)
         self.tasks = self.connection.tasks
@@ -114,7 +112,7 @@ class GroupSession:
         self.is_state_unchanged: Callable[[], bool] = lambda: False
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self._has_closed = False
-        self._is_in_task = False  # still set after a task that an exception has ended
+        self.is_in_task = False  # still set after a task that an exception has ended
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
@@ -232,11 +230,6 @@ class GroupSession:
         return self._joined is not None
 
     @property
-    def is_in_task(self) -> bool:
-        """Whether a task for the group has been interrupted, which may have left the model incomplete."""
-        return self._is_in_task
-
-    @property
     def is_in_turn(self) -> bool:
         """Whether the script has received a turn's batch and has not requested the next one."""
         return self._turn is not None
@@ -248,7 +241,7 @@ class GroupSession:
         Returns None if the model's last step is not known, or its update may be applied in part.  The turn
         may have changed the model (see `GridOptimizer.abort_turn`).
         """
-        if self._is_in_task or snapshot.tasks or self.is_turn_done:
+        if self.is_in_task or snapshot.tasks or self.is_turn_done:
             return None
         turn = self._turn
         if turn is None:
@@ -314,9 +307,7 @@ class GroupSession:
     def _is_interrupted(self) -> bool:
         return self._is_dropping_batch or self.connection.should_interrupt
 
-    def _wait(
-        self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
-    ) -> WorkerSnapshot | None:
+    def _wait(self, interrupts: WaitCondition, *, between_batches: bool) -> WorkerSnapshot | None:
         """Perform tasks until a step is open or the run has ended.
 
         Returns the snapshot, or None if this worker was not a member at the end of the run.
@@ -377,9 +368,9 @@ class GroupSession:
         return self.tasks.next_task(snapshot, is_round_begun=has_begun, between_batches=between_batches)
 
     def _run_task(self, task: WorkerTask, snapshot: WorkerSnapshot) -> None:
-        self._is_in_task = True
+        self.is_in_task = True
         self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
-        self._is_in_task = False
+        self.is_in_task = False
 
     def _can_begin(self, snapshot: WorkerSnapshot) -> bool:
         return snapshot.open_round is not None and not (self._is_awaiting_choice and not snapshot.exchange)
@@ -399,8 +390,8 @@ class GroupSession:
             return None
         if self._is_exchange_chosen_for_it and not snapshot.exchange:
             return None
-        plan = _make_step_plan(snapshot, snapshot.open_round)
-        self._early_plan = snapshot.open_round, plan
+        if (plan := snapshot.plan) is not None:
+            self._early_plan = snapshot.open_round, plan
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
@@ -466,7 +457,7 @@ class GroupSession:
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
-        return _make_step_plan(snapshot, snapshot.open_round)
+        return snapshot.plan
 
     def _is_turn_of(self, snapshot: WorkerSnapshot, step: int) -> bool:
         """Return whether the batch of this turn can be used in the open round.
@@ -571,13 +562,7 @@ class GroupSession:
             self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
-    def run(
-        self,
-        plan: StepPlan,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> RoundOutcome:
+    def run(self, plan: StepPlan, buffers: RoundBuffers, skip: bool, settings: bytes) -> RoundOutcome:
         """Submit the buffers to the open round, wait until it ends, and return its outcome.
 
         Args:
@@ -609,13 +594,7 @@ class GroupSession:
         self._submitted = None  # only now, so that an interrupted wait can be continued
         return outcome
 
-    def submit(
-        self,
-        plan: StepPlan,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> None:
+    def submit(self, plan: StepPlan, buffers: RoundBuffers, skip: bool, settings: bytes) -> None:
         """Submit this worker's buffers for the plan that `predict_plan` has returned, without waiting.
 
         The arguments are those of `run`.  `await_submitted` returns the outcome.
@@ -639,15 +618,14 @@ class GroupSession:
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
             here, (sent_bytes, received_bytes) = self.snapshot, self.connection.total_bytes
-            self._contribution.report(
-                now_s,
+            run = Contribution(
                 step=here.applied + 1,
                 run_samples=here.ledger.consumed,
                 sent_bytes=sent_bytes,
                 received_bytes=received_bytes,
                 world_size=here.world_size,
-                last=last,
             )
+            self._contribution.report(now_s, run, last=last)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -826,21 +804,3 @@ class GroupSession:
             self._loop.stop(self.failure or reason)
             with suppress(GridtrainError):  # the error that ended the I/O thread was raised earlier
                 self._report_contribution(time.monotonic(), last=True)
-
-
-def _make_step_plan(snapshot: WorkerSnapshot, open_round: m.RoundId) -> StepPlan:
-    return StepPlan(
-        step=open_round.step,
-        attempt=open_round.attempt,
-        rank=snapshot.rank,
-        world_size=snapshot.world_size,
-        samples=snapshot.samples,
-        total_samples=snapshot.total_samples,
-        compare_after=snapshot.compare_after_step,
-        is_last=snapshot.is_last_step,
-        exchange=snapshot.exchange,
-        stage_bounds=snapshot.stage_bounds,
-        generation=open_round.generation,
-        first_step=snapshot.first_step,
-        entries_share=snapshot.entries_share,
-    )

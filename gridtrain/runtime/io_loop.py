@@ -16,7 +16,8 @@ The loop's state is divided among parts, which do not depend on this module:
     catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
     catch_up             the catch-up of this worker
     residuals            residuals from and to other workers
-    checkpoint_requests  the core's requests about stage checkpoints
+    checkpoint_requests  the core's requests about stage checkpoints, for the trainer
+    checkpoint_copier    copies of stage checkpoints, from and to other workers
     heartbeat            the content of the next heartbeat
 """
 
@@ -61,14 +62,15 @@ from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.link_probes.link_probe import LinkProbe
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.reconnect_policy import ReconnectPolicy
-from gridtrain.runtime.snapshot_builder import SnapshotBuilder
+from gridtrain.runtime.snapshot_builder import SnapshotBuilder, make_step_plan
+from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource, donated_Bps
+from gridtrain.runtime.state_transfer.checkpoint_copy import CheckpointCopier
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
 from gridtrain.runtime.state_transfer.residual_mailbox import ResidualMailbox
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.runtime.step_rounds import StepRounds
 
 log = logging.getLogger("gridtrain")
@@ -139,7 +141,8 @@ class IoLoop:
         self.state_sender, self.state_receiver = StateSender(self.mailbox), StateReceiver(self.mailbox)
         self.catch_up = CatchUpSession(self.mailbox, self.state_receiver.blobs, idle_s=deadlines.ready_s / 4)
         self.residuals = ResidualMailbox(self.mailbox)
-        self.checkpoint_requests = CheckpointRequests(self.mailbox, donate_Bps)
+        self.checkpoint_requests = CheckpointRequests(self.mailbox)
+        self.checkpoint_copier = CheckpointCopier(None, donate_Bps, MAX_STATE_BYTES)
         self._snapshot_builder = SnapshotBuilder(
             self.state_sender,
             self.state_receiver,
@@ -261,7 +264,7 @@ class IoLoop:
             self.mailbox.fail(error)
         finally:
             self._transport.close()
-            self.checkpoint_requests.close()  # last, so that no peer waits for this worker's disk
+            self.checkpoint_copier.close()  # last, so that no peer waits for this worker's disk
 
     def _run_commands(self) -> bool:
         """Carry out the submitted commands; return whether there were any."""
@@ -308,7 +311,7 @@ class IoLoop:
             self._heartbeat_s,
             self._core.deadline_s,
             self.catch_up_source.due_s(self._transport),
-            self.checkpoint_requests.due_s,
+            self.checkpoint_copier.due_s,
         )
 
     def _is_housekeeping_due(self, due_s: float, now_s: float) -> bool:
@@ -333,7 +336,7 @@ class IoLoop:
         self._report_catch_up(now_s)
         sent = self.state_sender.send_pending(self._transport)
         sent += self.state_receiver.forwarder.send_pending(self._transport)
-        sent += self.checkpoint_requests.send_pending(self._transport, now_s, self._core.generation)
+        sent += self.checkpoint_copier.send_next(self._transport, now_s, self._core.generation)
         if sent:
             self.mailbox.count_progress(sent)
         if self._core.phase is io.MemberPhase.RUNNING:
@@ -347,24 +350,11 @@ class IoLoop:
 
     def _contribute_if_absent(self) -> None:
         """Submit an empty contribution if the group proceeds without this worker's trainer."""
-        absent, assignment = self._core.absent_round, self._core.rank_assignment
-        generation = self._core.current_generation
-        if absent is None or assignment is None or generation is None:
+        absent, generation = self._core.absent_round, self._core.current_generation
+        if absent is None or generation is None:
             return
         round_id, settings = absent
-        plan = StepPlan(
-            step=round_id.step,
-            attempt=round_id.attempt,
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            samples=0,
-            total_samples=0,
-            compare_after=generation.is_comparison_due,
-            is_last=generation.is_last_step,
-            exchange=assignment.exchange,
-            generation=round_id.generation,
-            first_step=generation.first_step,
-        )
+        plan = make_step_plan(generation, round_id)
         for event in self.step_rounds.contribute_nothing(round_id, plan, settings):
             self._handle(event)
 
@@ -547,20 +537,19 @@ class IoLoop:
         """Execute an effect that concerns state transfer; return the effects that result from it."""
         match effect:
             case io.SendState():
-                self.state_sender.request(effect, self._core.term)
+                self.state_sender.request(effect)
             case io.ForwardState(peer, term, generation, blocks_received):
                 self.state_receiver.forwarder.request(peer, term, generation, blocks_received)
             case io.ExpectStateDigest(generation, digest):
                 self.state_receiver.set_expected_digest(generation, digest)
                 return self._reject_state()
-            case (
-                io.SaveCheckpoint()
-                | io.LoadCheckpoints()
-                | io.DiscardCheckpoints()
-                | io.SendCheckpoint()
-                | io.StoreCheckpointBlock()
-            ):
-                self.checkpoint_requests.execute(effect)
+            case io.SaveCheckpoint() | io.LoadCheckpoints() | io.DiscardCheckpoints():
+                self.checkpoint_requests.add(effect)
+            case io.SendCheckpoint():
+                self.checkpoint_copier.send(effect)
+            case io.StoreCheckpointBlock(_, block):
+                self.mailbox.count_progress()
+                self.checkpoint_copier.receive(block)
             case io.BeginCatchUp() | io.SourceConnected() | io.SourceDisconnected() | io.SetCatchUpTarget():
                 self._send_all(self.catch_up.execute(effect))
             case io.DeliverCatchUpMessage(peer, message) if (

@@ -5,18 +5,18 @@ add(parts) ..   wait(channels) -> False if the round fails ..     complete(last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import is_skipped
-from gridtrain.runtime.buffers.buckets import BucketedBuffer
+from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, PayloadBuffer
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import RoundOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class OpenRound:
 
     id: m.RoundId
     buffers: dict[m.Channel, PayloadBuffer]
-    voted_buffers: Sequence[CollectiveBuffer | BucketedBuffer] = ()
+    voted_buffers: RoundBuffers = ()
     settings: bytes = b""
     outcome: RoundOutcome | None = None
     digests: tuple[bytes, ...] = ()

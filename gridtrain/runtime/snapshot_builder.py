@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
+from gridtrain.core.member.generation import Generation
 from gridtrain.core.member.member import MemberCore
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
@@ -35,13 +37,13 @@ class SnapshotBuilder:
     _residuals: ResidualMailbox
     _checkpoint_requests: CheckpointRequests
     _step_rounds: StepRounds
-    _assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int, bool] = (None, (), 0, 0, False)
+    _open_step: tuple[m.RoundId, tuple[m.Span, ...], StepPlan] | None = None
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
         """Return a snapshot of the current state."""
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
-        spans, samples, total, is_last_step = self._step_data(core)
+        spans, plan = self._step_data(core)
         is_running = core.phase is io.MemberPhase.RUNNING
         return WorkerSnapshot(
             is_welcomed=core.coordinator_link.is_welcomed,
@@ -51,8 +53,7 @@ class SnapshotBuilder:
             world_size=assignment.world_size if assignment is not None else 0,
             open_round=core.next_round,
             spans=spans,
-            samples=samples,
-            total_samples=total,
+            plan=plan,
             shares=assignment.shares if assignment is not None else (),
             applied=core.applied,
             history=core.history,
@@ -60,8 +61,6 @@ class SnapshotBuilder:
             is_finished=core.is_finished and is_running,
             is_ended_early=core.is_ended_early and is_running,
             run_state=core.coordinator_link.run_state,
-            compare_after_step=generation is not None and generation.is_comparison_due,
-            is_last_step=is_last_step,
             tasks=self._tasks(core, me.digest if me is not None else b""),
             is_synced=core.is_synced,
             is_modified=state.is_modified,
@@ -74,7 +73,6 @@ class SnapshotBuilder:
             exchange=assignment.exchange if assignment is not None else "",
             stage_bounds=assignment.stage_bounds if assignment is not None else (),
             first_step=generation.first_step if generation is not None else 0,
-            entries_share=me.entries_share / m.WHOLE_SHARE if me is not None else 1.0,
             is_late=any(batch.peer == core.own_id for batch in state.ledger.late),
         )
 
@@ -99,16 +97,38 @@ class SnapshotBuilder:
         is_complete = self._state_receiver.blobs.is_complete_for(core.generation) and not core.is_synced
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
-    def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int, bool]:
-        """Return this worker's data positions in the open step, its samples, the samples of all members, and
-        whether the step is the last one.
+    def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], StepPlan | None]:
+        """Return this worker's data positions in the open step and the step's plan; () and None if no round
+        is open.
 
-        The values are those of `Generation.data_positions` and `Generation.is_last_step`, which are computed
-        once for each round.  If no round is open, there are no positions, and both counts are 0.
+        Both are computed once for each round.
         """
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:
-            return (), 0, 0, False
-        if open_round != self._assigned[0]:
-            self._assigned = (open_round, *generation.data_positions(), generation.is_last_step)
-        return self._assigned[1:]
+            return (), None
+        if self._open_step is None or open_round != self._open_step[0]:
+            spans, *samples = generation.data_positions()
+            self._open_step = open_round, spans, make_step_plan(generation, open_round, *samples)
+        return self._open_step[1:]
+
+
+def make_step_plan(
+    generation: Generation, round_id: m.RoundId, samples: int = 0, total_samples: int = 0
+) -> StepPlan:
+    """Return the plan of an attempt to which this worker contributes `samples` of `total_samples` samples."""
+    assignment = generation.rank_assignment
+    return StepPlan(
+        step=round_id.step,
+        attempt=round_id.attempt,
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        samples=samples,
+        total_samples=total_samples,
+        compare_after=generation.is_comparison_due,
+        is_last=generation.is_last_step,
+        exchange=assignment.exchange,
+        stage_bounds=assignment.stage_bounds,
+        generation=round_id.generation,
+        first_step=generation.first_step,
+        entries_share=assignment.members[assignment.rank].entries_share / m.WHOLE_SHARE,
+    )

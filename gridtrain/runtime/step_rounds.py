@@ -13,21 +13,22 @@ effects.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from gridtrain.core import messages as m
-from gridtrain.core.collectives.collective import BufferEffect
+from gridtrain.core.collectives.collective import BufferEffect, Collective
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer, buffers_by_channel
+from gridtrain.runtime.buffers.buckets import RoundBuffers, UpdateBuffer, buffers_by_channel
 from gridtrain.runtime.buffers.collective_buffers import (
     CollectiveBuffer,
     DenseRingBuffer,
     PayloadBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.open_round import (
     OpenRound,
@@ -38,7 +39,6 @@ from gridtrain.runtime.open_round import (
     collectives_of,
 )
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, vote_digest
-from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")
 
@@ -48,10 +48,7 @@ REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 MAX_MISSED_BYTES = 1 << 30
 """If the updates that are kept for an absent trainer exceed this size in bytes, the group waits for it."""
 
-MakeEmpty = Callable[
-    [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
-    Sequence[CollectiveBuffer | BucketedBuffer] | None,
-]
+MakeEmpty = Callable[[StepPlan, RoundBuffers], RoundBuffers | None]
 """Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
 
 The second argument contains the buffers of the previous attempt at the step if the trainer was also absent
@@ -116,7 +113,7 @@ class StepRounds:
     def submit(
         self,
         round_id: m.RoundId,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
+        buffers: RoundBuffers,
         skip: bool,
         settings: bytes,
         *,
@@ -143,10 +140,7 @@ class StepRounds:
                 round_id, {}, is_failed=_was_failed_before(channels.values(), self.last_submitted)
             )
             rest = {c: w for c, w in channels.items() if c not in mine.buffers}
-        collectives = {
-            channel: buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
-            for channel, buffer in rest.items()
-        }
+        collectives = _make_collectives(rest, snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or self.is_absent:
                 return None
@@ -248,11 +242,7 @@ class StepRounds:
             self.current = OpenRound(
                 round_id, {**channels}, buffers, settings=settings, is_failed=is_failed, is_absent=True
             )
-        flag = absent_flag(plan.rank)
-        collectives = {
-            channel: buffer.make_collective(plan.rank, plan.world_size, flag)
-            for channel, buffer in channels.items()
-        }
+        collectives = _make_collectives(channels, plan.rank, plan.world_size, absent_flag(plan.rank))
         submitted = io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
         return [submitted, io.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
 
@@ -380,6 +370,12 @@ class StepRounds:
                 () if skipped else mine.digests[1:],
             )
             self._record_step(step_update, buffer.n)
+
+
+def _make_collectives(
+    buffers: Mapping[m.Channel, CollectiveBuffer], rank: int, world_size: int, flags: int
+) -> dict[m.Channel, Collective]:
+    return {c: buffer.make_collective(rank, world_size, flags) for c, buffer in buffers.items()}
 
 
 def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:

@@ -58,7 +58,6 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
 
     def discard_after(self, after: int) -> None:
         """Remove all checkpoints of steps after `after`."""
-        ...
 
     def reload(self, held: Sequence[m.CheckpointInfo], blocks: m.Span) -> None:
         """Restore the state of the layers `blocks` from the checkpoints in `held`.
@@ -66,25 +65,21 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
         Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError` if its content does not
         match the stage.
         """
-        ...
 
     def save_now(self, held: m.CheckpointInfo) -> None:
         """Write this worker's state as a checkpoint, and wait until it is written.
 
         Raises `OSError` if it cannot be written.
         """
-        ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint and return it as blobs for a member that will load it.
 
         Raises `ConfigError` if the checkpoint is missing or damaged.
         """
-        ...
 
     def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
         """Raise `RemoteProtocolError` unless `blobs`, a state from another member, have this digest."""
-        ...
 
 
 class TrainerTasks:
@@ -112,22 +107,22 @@ class TrainerTasks:
         self._add_residual: AddResidual | None = None
         self._disk: StageCheckpointDisk | None = None
         self._max_state_bytes = MAX_STATE_BYTES
-        self._catch_up_limits = (MAX_STATE_BYTES, 0)
+        self._gradient_length = 0
         self._residual_length = 0
         self._replay_obstacle = ""
 
     def connect(self, loop: IoLoop) -> None:
         """Use this I/O loop and pass all attached settings to it.  The call can be repeated."""
         self._loop = loop
-        loop.state_receiver.set_limit(self._max_state_bytes)
-        loop.catch_up.set_limits(*self._catch_up_limits)
-        loop.residuals.set_length(self._residual_length)
+        with loop.mailbox.condition:
+            loop.state_receiver.blobs.max_bytes = self._max_state_bytes
+            loop.catch_up.limits = (self._max_state_bytes, self._gradient_length)
+            loop.residuals.incoming.n = self._residual_length
         if self._replay_obstacle:
             loop.catch_up_source.disable(self._replay_obstacle)
         if self._make_empty is not None:
             loop.step_rounds.attach_empty(self._make_empty)
-        if self._disk is not None:
-            loop.checkpoint_requests.attach(self._disk, self._max_state_bytes)
+        loop.checkpoint_copier.disk, loop.checkpoint_copier.max_bytes = self._disk, self._max_state_bytes
 
     # -- functions of the script -----------------------------------------------------------------
 
@@ -141,15 +136,12 @@ class TrainerTasks:
         self._capture, self._restore, self._max_state_bytes = capture, restore, max_state_bytes
         self.connect(self._loop)
 
-    def attach_catch_up(self, replay: ReplayUpdate, max_state_bytes: int, elements: int) -> None:
-        """Set the function that applies the update of a step; `attach_state` sets the one that loads a state.
+    def attach_catch_up(self, replay: ReplayUpdate, gradient_length: int) -> None:
+        """Set the function that applies the update of a step, and the length of the flat gradient.
 
-        Args:
-            max_state_bytes: the size in bytes of the largest state that this worker's model can have.
-            elements: the number of elements in the flat gradient.
+        `attach_state` sets the function that loads a state.
         """
-        self._replay = replay
-        self._catch_up_limits = (max_state_bytes, elements)
+        self._replay, self._gradient_length = replay, gradient_length
         self.connect(self._loop)
 
     def attach_absence(
@@ -176,7 +168,8 @@ class TrainerTasks:
     def resize_residual(self, length: int) -> None:
         """Set the length of the residual, which changes when this worker takes over another stage."""
         self._residual_length = length
-        self._loop.residuals.set_length(length)
+        with self._loop.mailbox.condition:
+            self._loop.residuals.incoming.n = length
 
     def attach_stage_checkpoints(self, disk: StageCheckpointDisk) -> None:
         """Attach the disk that holds this worker's stage checkpoints and the copies of the previous

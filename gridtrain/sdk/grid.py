@@ -118,7 +118,7 @@ class Grid:
         if faults is not None:
             self._session.on_turn_begun = partial(faults.stall, config.name)
         try:
-            self._session.connection.start()
+            self._session.connection.loop.start()
         except BaseException:
             self._session.close()
             transport.close()  # the session's thread, which closes it, may never have run

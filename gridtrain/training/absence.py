@@ -25,8 +25,8 @@ from gridtrain.config import Auto, Exchange, LocalSteps, round_exchange
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.missed_step import MissedStep
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.worker_residual import WorkerResidual

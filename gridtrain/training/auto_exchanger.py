@@ -23,7 +23,7 @@ from gridtrain.core.planning.exchange_facts import as_direct
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.training.exchangers import (
     DenseExchanger,

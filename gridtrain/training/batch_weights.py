@@ -15,7 +15,7 @@ from dataclasses import replace
 from gridtrain.config import Auto, Exchange, LocalSteps, Overlap
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 
 _MAX_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray, largest_summable
 from gridtrain.training.checkpoint import model_buffers, nested_values
 

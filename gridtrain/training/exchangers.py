@@ -29,7 +29,7 @@ from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuff
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import largest_summable
 

@@ -26,7 +26,7 @@ from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import MAX_NAMES, list_first, make_printable
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.checkpoint import hyperparameters
 
 log = logging.getLogger("gridtrain")

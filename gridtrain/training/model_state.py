@@ -530,7 +530,7 @@ class ModelState(ABC):
             fits = (left.applied, left.history) == (snapshot.applied, snapshot.history)
             indices_K = np.flatnonzero(left.residual_N)
             entries = SparseVector(indices_K, left.residual_N[indices_K])
-            magnitude = residual_pieces.magnitude_sum([entries])
+            magnitude = residual_pieces.magnitude_sum(entries)
             is_added = fits and self._add_left(left, entries, snapshot)
             added, lost = (added + magnitude, lost) if is_added else (added, lost + magnitude)
             log.warning(
@@ -546,7 +546,7 @@ class ModelState(ABC):
 
     def _add_residual(self, name: str, entries: SparseVector) -> None:
         """Add the residual of a member that has left, so that this worker sends it in later steps."""
-        residual, magnitude = self._residual, residual_pieces.magnitude_sum([entries])
+        residual, magnitude = self._residual, residual_pieces.magnitude_sum(entries)
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
         self._received_magnitude += magnitude if is_added else 0.0
         self._session.report_figures({"inherited_mass": self._received_magnitude})
@@ -597,7 +597,7 @@ class WholeModelState(ModelState):
         if optimizer.wait == "auto":
             absence = optimizer.absence
             session.tasks.attach_absence(absence.make_empty_buffers, absence.apply, absence.drop)
-        session.tasks.attach_catch_up(optimizer.replay_update, largest_bytes, optimizer.flat_size)
+        session.tasks.attach_catch_up(optimizer.replay_update, optimizer.flat_size)
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         self._define(facts, spec)

@@ -34,8 +34,8 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import StepPlan, is_comparison_due
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
-from gridtrain.runtime.step_plan import StepPlan, is_comparison_due
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger

@@ -25,7 +25,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer, bucket_bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.training.overlap_trial import OverlapTrial

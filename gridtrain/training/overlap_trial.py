@@ -30,7 +30,7 @@ import numpy as np
 
 from gridtrain.quantities import format_seconds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray
 
 WARM_UP_STEPS = 2

@@ -27,10 +27,10 @@ from safetensors import SafetensorError
 
 from gridtrain.core.messages import Facts, Span
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import NOT_COMMITTED, RoundOutcome
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
-from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome
 from gridtrain.training.checkpoint.checkpoint_store import (
     matches_facts,
     parse_facts,
@@ -169,7 +169,7 @@ def _merge_received(
         log.warning(
             "the residual of %s, of magnitude %.3g, is passed on together with this worker's residual",
             name,
-            residual_pieces.magnitude_sum([entries]),
+            residual_pieces.magnitude_sum(entries),
         )
     if lost_magnitude:
         session.report_figures({"lost_mass": lost_magnitude})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.step_plan import RoundOutcome
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome
 from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger
 

@@ -12,6 +12,7 @@ from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 OPEN = WorkerSnapshot(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="Dense()", is_synced=True)
@@ -48,7 +49,9 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
     session: Any = GroupSession.__new__(GroupSession)
     frozen = replace(OPEN, open_round=None)
     open_again = replace(OPEN, world_size=2, open_round=m.RoundId(1, 2, 7, 0), exchange="")
-    chosen = replace(open_again, open_round=m.RoundId(1, 3, 7, 0), exchange="GTopK(density=0.01)")
+    exchange = "GTopK(density=0.01)"
+    plan = StepPlan(7, 0, 0, world_size=2, samples=1, total_samples=2, exchange=exchange)
+    chosen = replace(open_again, open_round=m.RoundId(1, 3, 7, 0), exchange=exchange, plan=plan)
     session.connection = session.tasks = Snapshots(frozen, open_again, chosen)
     setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 1, None)
     choices: Any = {"Dense()": None, chosen.exchange: None}
@@ -62,6 +65,5 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
     session.is_turn_done = session._is_awaiting_choice = False
     session.end_reason = ""
     session._compute_rate = ComputeRate()
-    plan = session.begin()
-    assert plan is not None and plan.exchange == chosen.exchange and plan.world_size == 2
+    assert session.begin() is plan
     assert session.connection.figures[FIRST_STEP_FIGURE] > 0, "reported before the choice is awaited"

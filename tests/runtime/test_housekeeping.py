@@ -138,7 +138,12 @@ def test_a_command_between_two_turns_brings_housekeeping_forward(busy: Any) -> N
 @pytest.mark.parametrize("catching_up", [False, True])
 def test_most_turns_do_no_housekeeping(busy: Any, catching_up: bool) -> None:
     runs = []
-    busy.driver._link_probe._round_trips.take_results = runs.append
+
+    def poll(now_s: float) -> tuple[None, None]:
+        runs.append(now_s)
+        return None, None
+
+    busy.driver._link_probe.poll = poll
     if catching_up:  # updates are sent between the payloads
         busy.driver.catch_up_source.set_receivers(io.TakeSnapshot(0, (PEER,)))
     busy.run(1.0)

@@ -13,7 +13,7 @@ from torch import nn
 from training_loop import digest, linear, sgd, train_batch
 
 import gridtrain
-from gridtrain.runtime.step_plan import is_comparison_due
+from gridtrain.runtime.mailbox.step_plan import is_comparison_due
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
 STEPS, FLIP_AT = 60, 13

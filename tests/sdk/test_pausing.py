@@ -244,7 +244,7 @@ def test_the_state_takes_a_quarter_of_the_present_upload_limit_also_after_a_paus
         limits_Mbit = {1: 20.0, 2: 8.0, 4: None}
         for batch in grid.batches(DATA, batch_size=2, steps=7):
             loop = grid._session.connection.loop
-            assert loop.catch_up_source.rate_Bps == loop.checkpoint_requests.rate_Bps
+            assert loop.catch_up_source.rate_Bps == loop.checkpoint_copier.rate_Bps
             shares_Mbit.append((loop.catch_up_source.rate_Bps or 0.0) * 8 / 1e6)
             if grid.step in limits_Mbit:
                 upload_Mbit = limits_Mbit[grid.step]

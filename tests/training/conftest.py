@@ -14,7 +14,7 @@ from thread_groups import one_thread_for_torch  # noqa: F401
 
 from gridtrain.core.collectives.collective import CollectiveComplete, SendTo
 from gridtrain.core.group.round_flags import is_skipped
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan
 
 PATIENCE_S = 60.0
 MAX_ABORTS = 3

@@ -19,7 +19,7 @@ from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, DenseStarBuffer
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.exchangers import ExchangeAttempt, join_attempts, make_exchanger, neighbours_of
 from gridtrain.training.worker_residual import WorkerResidual
 

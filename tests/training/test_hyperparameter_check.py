@@ -8,7 +8,7 @@ from torch import nn
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
 
 

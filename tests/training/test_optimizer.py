@@ -14,7 +14,7 @@ from torch import nn
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training import optimizer as optimizer_module
 from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest

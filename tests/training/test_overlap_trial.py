@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gridtrain
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlap_trial import (
     PERIOD_STEPS,

@@ -12,7 +12,7 @@ from collective_group import CollectiveGroup
 from gridtrain.config import GTopK, TopK
 from gridtrain.network.wire.sparse_payload import SparseVector, decode
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.exchangers import ExchangeAttempt, SparseExchanger
 
 N, STEPS = 400, 3

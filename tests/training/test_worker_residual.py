@@ -18,8 +18,8 @@ from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_state import PipelineOptions
+from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.training.optimizer import GridOptimizer

@@ -12,6 +12,7 @@ import termios
 import threading
 import tty
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -265,12 +266,15 @@ def test_in_a_json_log_the_lines_of_the_script_are_json_too() -> None:
     assert other.getvalue() == "loss 1.0\n", "stdout belongs to the script"
 
 
+OF_RUN = Contribution(run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
+
+
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
     tally = ContributionReporter(tmp_path / "now.json")
     assert tally.is_due(0.0)
     tally.step_committed(1, 32)
     tally.step_committed(2, 0)
-    tally.report(0.0, last=True, step=7, run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
+    tally.report(0.0, replace(OF_RUN, step=7), last=True)
     assert not tally.is_due(REPORT_INTERVAL_S - 0.1) and tally.is_due(REPORT_INTERVAL_S)
     found = Contribution.read(tmp_path / "now.json")
     assert found == Contribution(7, 2, 32, 64, 10, 20, 2) and found.share == 0.5
@@ -287,12 +291,11 @@ def test_a_hanging_disk_delays_no_thread(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Contribution, "write", slow)
     tally = ContributionReporter(tmp_path / "now.json")
-    figures: dict[str, int] = {"run_samples": 64, "sent_bytes": 10, "received_bytes": 20, "world_size": 2}
-    tally.report(0.0, step=1, **figures)
-    tally.report(1.0, step=2, **figures)
+    tally.report(0.0, replace(OF_RUN, step=1))
+    tally.report(1.0, replace(OF_RUN, step=2))
     assert Contribution.read(tmp_path / "now.json") is None
     going_on.set()
-    tally.report(1.5, last=True, step=3, **figures)
+    tally.report(1.5, replace(OF_RUN, step=3), last=True)
     found = Contribution.read(tmp_path / "now.json")
     assert found is not None and found.step == 3
 
@@ -473,6 +476,6 @@ def test_steps_that_a_run_repeats_are_counted_once(tmp_path: Path) -> None:
     tally = ContributionReporter(tmp_path / "now.json")
     for step, samples in ((1, 10), (2, 10), (3, 10), (4, 10), (3, 7), (4, 0), (5, 7)):
         tally.step_committed(step, samples)
-    tally.report(0.0, step=6, run_samples=68, sent_bytes=0, received_bytes=0, world_size=2, last=True)
+    tally.report(0.0, Contribution(step=6, run_samples=68, world_size=2), last=True)
     found = Contribution.read(tmp_path / "now.json")
     assert found is not None and (found.steps, found.samples, found.share) == (5, 34, 0.5)

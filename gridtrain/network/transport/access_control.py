@@ -2,12 +2,11 @@
 
 A stranger holds a key that may not connect.  A pending member has proven only the key of an invitation.
 
-    handshake   is_admitted                         a stranger gets no answer, not even our Hello
-    Hello       is_key_match                        Hello must name the key that the connection has proven
-    message     is_key_match, is_still_admitted     a key that the policy no longer admits is disconnected
+    handshake   is_admitted           a stranger gets no answer, not even our Hello
+    Hello       is_still_admitted     Hello must also name the key that the connection has proven
+    message     is_still_admitted     a key that the policy no longer admits is disconnected
 
-Each check is a module function that callers look up by name, so that tests can replace a check and
-demonstrate the attack that it prevents.  `PeerAllowlist` is the access policy of a worker.
+`PeerAllowlist` is the access policy of a worker.
 """
 
 from __future__ import annotations
@@ -26,11 +25,6 @@ oldest connection is closed, because a pending member sends only one message."""
 def is_admitted(policy: AccessPolicy, key: PeerId) -> bool:
     """Return whether the policy allows any connection with this key."""
     return policy(key) is not ConnectionRole.STRANGER
-
-
-def is_key_match(proven: str, named: str) -> bool:
-    """Return whether the key that a message or Hello names is the key that the connection has proven."""
-    return proven == named
 
 
 def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bool:

@@ -58,26 +58,14 @@ def needs_credit(message: Message) -> bool:
     return type(message) in BULK_MESSAGES
 
 
-def fits_window(unacknowledged_bytes: int, nbytes: int, window_bytes: int) -> bool:
-    """Return whether another message of `nbytes` may be sent to a peer that has this many unacknowledged
-    bytes."""
-    return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
-
-
-def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
-    """Return whether a received message of `nbytes` exceeds the credit of a correct peer.
-
-    Args:
-        outstanding_bytes: the number of received bytes for which no new credit has been granted.
-        nbytes: the size of the received message.
-        largest_bytes: the size of the largest message from this peer, including this message.
-    """
-    return outstanding_bytes + nbytes > 2 * (window_bytes + largest_bytes)
-
-
 @dataclass(slots=True, eq=False)
 class _CreditAccount:
-    """Counts of the bulk bytes sent to and received from one peer since the counts were reset."""
+    """Counts of the bulk bytes sent to and received from one peer since the counts were reset.
+
+    Attributes:
+        carried_over: the bytes that were received before the reset and have not been processed yet.
+        largest: the size of the largest message that was received.
+    """
 
     sent: int = 0
     credited: int = 0
@@ -87,15 +75,12 @@ class _CreditAccount:
     received: int = 0
     processed: int = 0
     granted: int = 0
-    carried_over: int = 0  # bytes that were received before the reset and have not been processed yet
+    carried_over: int = 0
     largest: int = 0
 
     @property
-    def unacknowledged_bytes(self) -> int:
-        return self.sent - self.credited
-
-    @property
     def outstanding_bytes(self) -> int:
+        """The number of received bytes for which no new credit has been granted."""
         return self.carried_over + self.received - self.granted
 
     @property
@@ -111,6 +96,11 @@ class _CreditAccount:
         old = min(self.carried_over, nbytes)
         self.carried_over -= old
         self.processed = min(self.received, self.processed + nbytes - old)
+
+    def fits_window(self, nbytes: int, window_bytes: int) -> bool:
+        """Return whether another message of `nbytes` may be sent to the peer."""
+        unacknowledged_bytes = self.sent - self.credited
+        return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
 
     def is_grant_due(self, window_bytes: int) -> bool:
         return self.processed - self.granted >= max(1, window_bytes // 4)
@@ -158,7 +148,7 @@ class FlowControlTransport(WrappingTransport):
             raise not_connected_error(peer)
         frames = codec.encode(message) if frames is None else frames
         nbytes = sum(map(len, frames))
-        if not account.waiting and fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
+        if not account.waiting and account.fits_window(nbytes, self._window_bytes):
             self._send_bulk(peer, account, (message, frames, nbytes))
             return
         if account.waiting_bytes + nbytes > self._queue_bytes:
@@ -235,7 +225,7 @@ class FlowControlTransport(WrappingTransport):
         if account is None:
             account = self._accounts[peer] = _CreditAccount()
         account.largest = max(account.largest, nbytes)
-        if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
+        if account.outstanding_bytes + nbytes > 2 * (self._window_bytes + account.largest):
             text = (
                 f"{describe_type(event.message)} of {nbytes} bytes exceeded the credit: "
                 f"{account.outstanding_bytes} bytes were not acknowledged; the window is "
@@ -268,7 +258,7 @@ class FlowControlTransport(WrappingTransport):
         while account.waiting:
             waiting = account.waiting[0]
             nbytes = waiting[2]
-            if not fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
+            if not account.fits_window(nbytes, self._window_bytes):
                 break
             try:
                 self._send_bulk(peer, account, waiting)

@@ -168,7 +168,6 @@ class Transport(Protocol):
         Returns the address that peers can dial.  Raises `TransportError` if the address is taken or invalid,
         or is not allowed without encryption.
         """
-        ...
 
     def dial(self, peer: PeerId, address: str) -> None:
         """Connect to `peer`, and reconnect with jittered back-off until `hang_up`.
@@ -177,20 +176,17 @@ class Transport(Protocol):
         nothing.  `PeerUp` follows when both sides have sent Hello, or `ConnectionDenied` if our key is not
         admitted.  Raises `TransportError` if `peer` is our own key, or the address cannot be used.
         """
-        ...
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Check, by making new connections, whether `peer` can be dialled at one of these addresses.
 
         Exactly one `ReachResult` follows within `timeout_s`.  Existing connections are not affected."""
-        ...
 
     def hang_up(self, peer: PeerId) -> None:
         """Close the connection if we dialled it, and drop the peer's messages until the next `PeerUp`.
 
         Control messages that are already queued are still sent.  If the peer dialled and the access policy no
         longer admits it, its next message closes the connection.  No `PeerDown` follows."""
-        ...
 
     def connected(self, peer: PeerId) -> bool: ...
 
@@ -204,11 +200,9 @@ class Transport(Protocol):
         Bulk messages (`send_queue.is_bulk`) arrive in the order in which they were sent, and so do control
         messages, but control may overtake bulk.  At `PeerDown`, messages that were queued or in transit may
         be lost."""
-        ...
 
     def backlog_bytes(self, peer: PeerId) -> int:
         """Return the number of bytes queued for `peer` in this process."""
-        ...
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         """Wait at most `timeout_s` for events or a call to `wake`, and send the messages that are due.
@@ -216,12 +210,9 @@ class Transport(Protocol):
         Returns the events.  The list may be empty, even before the timeout, if a layer of the transport has
         consumed everything that arrived.
         """
-        ...
 
     def wake(self) -> None:
         """Make the current call to `poll`, or the next one, return immediately.  Thread-safe."""
-        ...
 
     def close(self) -> None:
         """Send queued messages for a bounded time, then release all resources."""
-        ...

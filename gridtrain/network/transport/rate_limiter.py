@@ -107,11 +107,6 @@ rate per second.  A busy member sends a few hundred control messages per second,
 bytes."""
 
 
-def is_flood(messages: float, nbytes: float) -> bool:
-    """Return whether the contents of a connection's leaky buckets exceed the limits."""
-    return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
-
-
 class FloodDetector:
     """Two leaky buckets for one connection, one for messages and one for bytes."""
 
@@ -126,4 +121,4 @@ class FloodDetector:
         self._messages = max(0.0, self._messages - passed_s * FLOOD_MESSAGES_per_s) + 1
         self._bytes = max(0.0, self._bytes - passed_s * FLOOD_Bps) + nbytes
         self._at_s = now_s
-        return is_flood(self._messages, self._bytes)
+        return self._messages > FLOOD_MESSAGES or self._bytes > FLOOD_BYTES

@@ -94,9 +94,6 @@ class PacketRejected(RemoteProtocolError):
         super().__init__(f"an encrypted packet was dropped: {why.value}{detail}")
 
 
-# -- defences, which tests replace one by one ------------------------------------------------------
-
-
 def decrypt(box: bytes, nonce: bytes, key: bytes) -> bytes:
     """Return the plaintext of `box`; raise `CryptoError` if authentication fails."""
     return bindings.crypto_secretbox_open(box, nonce, key)

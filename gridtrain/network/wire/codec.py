@@ -11,6 +11,7 @@ only `LocalProtocolError`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import msgpack
@@ -36,7 +37,9 @@ _PARSE_LIMITS: dict[str, int] = {
 
 TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
 
-_REMEDY = "disconnect the peer and check that it runs the same version of gridtrain"
+_invalid = partial(
+    RemoteProtocolError, remedy="disconnect the peer and check that it runs the same version of gridtrain"
+)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
@@ -74,18 +77,16 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     _check_sizes(frames)
     header = _parse(frames[0])
     if type(header) is not tuple or not header or type(header[0]) is not int:
-        raise RemoteProtocolError(
-            "the header is not an array that begins with a message code", remedy=_REMEDY
-        )
+        raise _invalid("the header is not an array that begins with a message code")
     record = MESSAGES.get(header[0])
     if record is None:
-        raise RemoteProtocolError(f"message code {header[0]} is unknown", remedy=_REMEDY)
+        raise _invalid(f"message code {header[0]} is unknown")
     expected = 1 + record.has_frame
     _check_count(frames, expected, expected, f" of {record.name}")
     try:
         message: Message = record.unpack(header[1:], *frames[1:expected])
     except FieldError as error:
-        raise RemoteProtocolError(str(error.prefix_path(record.name)), remedy=_REMEDY) from None
+        raise _invalid(str(error.prefix_path(record.name))) from None
     return message
 
 
@@ -106,9 +107,7 @@ def _as_frame(payload: Any, name: str) -> bytes | memoryview:
 def _check_count(frames: Sequence[bytes | memoryview], low: int, high: int, what: str = "") -> None:
     if not low <= len(frames) <= high:
         bound = f"{low} .. {high}" if low < high else f"{low}"
-        raise RemoteProtocolError(
-            f"the number of frames{what} is {len(frames)}; it must be {bound}", remedy=_REMEDY
-        )
+        raise _invalid(f"the number of frames{what} is {len(frames)}; it must be {bound}")
 
 
 def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
@@ -118,9 +117,7 @@ def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
         ("header", "payload"), frames, (MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES), strict=False
     ):
         if len(frame) > limit:
-            raise RemoteProtocolError(
-                f"the {name} has {len(frame)} bytes; at most {limit} are allowed", remedy=_REMEDY
-            )
+            raise _invalid(f"the {name} has {len(frame)} bytes; at most {limit} are allowed")
 
 
 def _parse(header: bytes | memoryview) -> Any:
@@ -136,17 +133,14 @@ def _parse(header: bytes | memoryview) -> Any:
         )
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         problem = str(error) or type(error).__name__
-        raise RemoteProtocolError(
-            f"the header of {len(header)} bytes is not valid msgpack or exceeds a limit: {problem}",
-            remedy=_REMEDY,
+        raise _invalid(
+            f"the header of {len(header)} bytes is not valid msgpack or exceeds a limit: {problem}"
         ) from None
 
 
 def _refuse_map(_: dict[Any, Any]) -> NoReturn:
-    raise RemoteProtocolError("the header contains a map, which the protocol does not allow", remedy=_REMEDY)
+    raise _invalid("the header contains a map, which the protocol does not allow")
 
 
 def _refuse_ext(code: int, _: bytes) -> NoReturn:
-    raise RemoteProtocolError(
-        f"the header contains extension type {code}, which the protocol does not allow", remedy=_REMEDY
-    )
+    raise _invalid(f"the header contains extension type {code}, which the protocol does not allow")

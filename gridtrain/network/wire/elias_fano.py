@@ -49,12 +49,16 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
     _check_padding("high", high, high_width)
     # Viewing the bits as booleans makes `flatnonzero` seven times as fast.
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little").view(np.bool_))
-    _check_popcount(ones.size, k)
+    if ones.size != k:
+        raise invalid_payload(
+            f"the high bits of a sparse payload contain {ones.size} entries; its header specifies {k}"
+        )
     ones -= np.arange(k)
     indices = ones << low_width
     if low_width:
         indices |= _unpack(low, k, low_width)
-    _check_order(indices, n)
+    if k and (indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
+        raise invalid_payload(f"sparse indices must be strictly increasing and below {n}")
     return indices
 
 
@@ -113,15 +117,3 @@ def invalid_payload(reason: str) -> RemoteProtocolError:
 def _check_padding(name: str, section: ByteArray, width: int) -> None:
     if width % 8 and section[-1] >> (width % 8):
         raise invalid_payload(f"the padding after the {name} bits of a sparse payload is not zero")
-
-
-def _check_popcount(ones: int, k: int) -> None:
-    if ones != k:
-        raise invalid_payload(
-            f"the high bits of a sparse payload contain {ones} entries; its header specifies {k}"
-        )
-
-
-def _check_order(indices_K: IndexArray, n: int) -> None:
-    if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
-        raise invalid_payload(f"sparse indices must be strictly increasing and below {n}")

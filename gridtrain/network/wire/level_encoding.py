@@ -133,11 +133,6 @@ def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: Leve
         )
 
 
-def _check_padding(padding: ByteArray, code: LevelCode) -> None:
-    if padding.any():
-        raise invalid_payload(f"the padding after the {code.name} values of a sparse payload is not zero")
-
-
 def _block_shift(k: int, n: int) -> int:
     return elias_fano.bit_widths(k, n)[0] + _BLOCK_SHIFT
 
@@ -243,5 +238,7 @@ def _unpack(packed: ByteArray, k: int, code: LevelCode) -> ByteArray:
     codes = np.empty((packed.size, each), np.uint8)
     for place in range(each):
         codes[:, place] = (packed >> (place * code.bits)) & ((1 << code.bits) - 1)
-    _check_padding(codes.reshape(-1)[k:], code)
-    return codes.reshape(-1)[:k]
+    flat = codes.reshape(-1)
+    if flat[k:].any():
+        raise invalid_payload(f"the padding after the {code.name} values of a sparse payload is not zero")
+    return flat[:k]

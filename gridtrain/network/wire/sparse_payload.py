@@ -24,7 +24,7 @@ import numpy.typing as npt
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire import elias_fano, value_encoding
 from gridtrain.network.wire.elias_fano import invalid_payload
-from gridtrain.network.wire.value_encoding import EncodedValues, ValueKind
+from gridtrain.network.wire.value_encoding import EncodedValues, FloatArray, ValueKind
 
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
@@ -42,7 +42,7 @@ class SparseVector:
     """
 
     indices: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
+    values: FloatArray
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
 
 
 def encode_with_decoded(
-    indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
+    indices: npt.NDArray[np.integer], values_K: FloatArray, *, n: int, kind: ValueKind
 ) -> EncodedSparse:
     """Encode entries of a flat vector of n elements; return the payload and the decoded entries.
 
@@ -98,9 +98,7 @@ def encode_with_decoded(
     return EncodedSparse(SparseVector(made.indices_K, made.decoded_K), made, n, kind)
 
 
-def encode(
-    indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
-) -> bytes:
+def encode(indices: npt.NDArray[np.integer], values_K: FloatArray, *, n: int, kind: ValueKind) -> bytes:
     """Return the payload of `encode_with_decoded`."""
     return encode_with_decoded(indices, values_K, n=n, kind=kind).payload
 
@@ -130,7 +128,7 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
 # -- encode ------------------------------------------------------------------------------------
 
 
-def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> None:
+def _check_local(indices: npt.NDArray[np.integer], values_K: FloatArray, n: int) -> None:
     if not 1 <= n <= MAX_N:
         raise LocalProtocolError(f"a sparse vector has {n} elements; it must have between 1 and {MAX_N}")
     if indices.shape != values_K.shape or indices.ndim != 1 or values_K.dtype != np.float32:
@@ -159,29 +157,17 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
             f"a sparse payload has {data.nbytes} bytes; its header alone has {_HEADER.size} bytes"
         )
     k, exponent, sent_kind = _HEADER.unpack_from(data)
-    _check_kind(sent_kind, kind)
-    _check_entries(k, max_entries, n)
-    _check_length(data.nbytes, k, n, kind)
-    return k, exponent
-
-
-def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
         raise invalid_payload(
             f"a sparse payload has value kind {sent_kind}; this generation uses {kind} ({kind.name})"
         )
-
-
-def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
         raise invalid_payload(
             f"a sparse payload has {k} of {n} entries; at most {min(max_entries, n)} are allowed"
         )
-
-
-def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
-    if payload_bytes != expected:
+    if data.nbytes != expected:
         raise invalid_payload(
-            f"a sparse payload has {payload_bytes} bytes; {k} {kind.name} entries of {n} take {expected}"
+            f"a sparse payload has {data.nbytes} bytes; {k} {kind.name} entries of {n} take {expected}"
         )
+    return k, exponent

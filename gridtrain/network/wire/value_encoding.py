@@ -130,7 +130,8 @@ def decode_values(
     """
     if kind is ValueKind.FP16:
         return _read_fp16(section.view("<u2"), exponent)
-    _check_unscaled(exponent, kind)
+    if exponent != 0:
+        raise invalid_payload(f"the scale exponent of {kind.name.lower()} values is {exponent}; it must be 0")
     if kind in _LEVELS:
         return level_encoding.read_levels(section, indices_K, n, _LEVELS[kind])
     if kind is ValueKind.INT8:
@@ -140,11 +141,6 @@ def decode_values(
     values_K = section.view("<f4").astype(np.float32)
     _check_finite(values_K)
     return values_K
-
-
-def _check_unscaled(exponent: int, kind: ValueKind) -> None:
-    if exponent != 0:
-        raise invalid_payload(f"the scale exponent of {kind.name.lower()} values is {exponent}; it must be 0")
 
 
 def _check_finite(values_K: FloatArray) -> None:
@@ -237,9 +233,8 @@ def _write_bf16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     bits = values_K.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16  # to nearest, ties to even
     magnitudes = rounded & _MAGNITUDE
-    if (
-        int(magnitudes.max(initial=0)) > _BF16_MAX
-    ):  # a value that would be rounded up to infinity becomes the largest finite value
+    if int(magnitudes.max(initial=0)) > _BF16_MAX:
+        # A value that would be rounded up to infinity becomes the largest finite value.
         rounded[magnitudes > _BF16_MAX] -= 1
     return rounded.astype("<u2").tobytes(), 0, (rounded << 16).view(np.float32)
 

@@ -86,9 +86,11 @@ UpdateBuffer = BucketBuffer | BucketedBuffer
 """The buffer of a round's update."""
 
 
-def buffers_by_channel(
-    buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-) -> dict[Channel, CollectiveBuffer]:
+RoundBuffers = Sequence[CollectiveBuffer | BucketedBuffer]
+"""The buffers with a member's contribution to a round: that of the update, and any others after it."""
+
+
+def buffers_by_channel(buffers: RoundBuffers) -> dict[Channel, CollectiveBuffer]:
     """Map channels to buffers.  A channel's index is the buffer's position in `buffers`, and its group is the
     number of the bucket, or 0 for a buffer that is not divided into buckets."""
     channels: dict[Channel, CollectiveBuffer] = {}

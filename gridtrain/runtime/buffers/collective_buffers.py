@@ -71,11 +71,9 @@ class PayloadBuffer(Protocol):
         Raises `RemoteProtocolError` if the payload is invalid; the rank in the effect's `source` is at fault.
         The buffer is then unchanged, and the caller abandons the round.
         """
-        ...
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         """Return the payload to send for this slot.  The payload is read-only and is not a copy."""
-        ...
 
 
 class CollectiveBuffer(PayloadBuffer, Protocol):
@@ -89,14 +87,12 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
             world_size: the number of members.
             flags: this member's flags (`core.group.round_flags`); if any is set, its contribution is empty.
         """
-        ...
 
     def compute_digest(self) -> bytes:
         """Return the 32-byte digest of the update's bits, which is equal on all ranks.
 
         The collective must be complete.  Raises `RemoteProtocolError` if the update is not finite.
         """
-        ...
 
 
 class DenseRingBuffer:
@@ -197,10 +193,8 @@ class DenseRingBuffer:
         """Hash one final slice, if there is one; return whether more final slices can be hashed."""
         if self._final:
             key = self._final.popleft()
-            if key in self._checked or _is_finite(
-                self._slice_view(*key)
-            ):  # otherwise `compute_digest` raises
-                self._hashes[key] = self._hash(*key)
+            if key in self._checked or _is_finite(self._slice_view(*key)):
+                self._hashes[key] = self._hash(*key)  # otherwise `compute_digest` raises
         return bool(self._final)
 
     def compute_digest(self) -> bytes:

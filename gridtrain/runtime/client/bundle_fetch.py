@@ -32,23 +32,20 @@ class AnnouncedBundle:
 
         Raises `RemoteProtocolError` if the announcement is invalid.
         """
-        fields = status.get("bundle")
-        if fields is None:
-            return None
-        digest, nbytes = (
-            (fields.get("digest"), fields.get("bytes")) if isinstance(fields, dict) else (None, None)
-        )
-        if (
-            not isinstance(digest, str)
-            or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
-            or type(nbytes) is not int
-            or not 0 < nbytes <= MAX_BUNDLE_BYTES
-        ):
-            raise RemoteProtocolError(
-                f"the coordinator announces an invalid bundle: {fields!r:.200}",
-                remedy="use the same version of gridtrain as the coordinator",
-            )
-        return cls(digest, nbytes)
+        match status.get("bundle"):
+            case None:
+                return None
+            case {"digest": str(digest), "bytes": nbytes} if (
+                re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
+                and type(nbytes) is int
+                and 0 < nbytes <= MAX_BUNDLE_BYTES
+            ):
+                return cls(digest, nbytes)
+            case fields:
+                raise RemoteProtocolError(
+                    f"the coordinator announces an invalid bundle: {fields!r:.200}",
+                    remedy="use the same version of gridtrain as the coordinator",
+                )
 
 
 def fetch_bundle(client: CoordinatorClient, announced: AnnouncedBundle, timeout_s: float) -> bytes:

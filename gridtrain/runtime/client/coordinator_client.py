@@ -12,7 +12,6 @@ import errno
 import json
 import socket
 import time
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -105,9 +104,7 @@ class CoordinatorClient:
     def __enter__(self) -> CoordinatorClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._transport.close()
 
     def status(self, timeout_s: float) -> dict[str, Any]:

@@ -215,8 +215,7 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
         if is_locked and tcp_error(endpoint.file.here) is None:
             process = f"process {endpoint.file.pid}, " if endpoint.file.pid else ""
             raise CoordinatorUnreachable(
-                f"the coordinator ({process}{folder}) is running but does not answer",
-                remedy="see its log",
+                f"the coordinator ({process}{folder}) is running but does not answer", remedy="see its log"
             ) from None
         if is_locked is not False:
             raise

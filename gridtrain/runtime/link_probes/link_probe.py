@@ -1,25 +1,29 @@
 """Measures this worker's links: first the round-trip times, and then the bandwidth with one burst at a time.
 
-    io.ProbePeers --> RoundTripProbe --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
+    io.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
 
-Bursts are sent only to peers that are connected directly, not through a relay.  The round-trip times are
-reported after the last burst.
+The pings end when each target has answered `PINGS_PER_PEER` of them, or at the probe's deadline.  Bursts are
+sent only to peers that are connected directly, not through a relay.  The round-trip times are reported after
+the last burst.
 """
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.messages import relay_of
+from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.link_probes.bandwidth_probe import BandwidthProbe
-from gridtrain.runtime.link_probes.round_trip_probe import RoundTripProbe
+
+PINGS_PER_PEER = 5
 
 
 class LinkProbe:
-    """Runs the measurements that the core requests.  Only the I/O thread uses it.
+    """Runs the measurements that the core requests, one at a time.  Only the I/O thread uses it.
 
     Args:
         transport: the connections to the peers.
@@ -29,17 +33,32 @@ class LinkProbe:
 
     def __init__(self, transport: Transport, limit_s: float, rng: Random) -> None:
         self._transport, self._limit_s = transport, limit_s
-        self._round_trips = RoundTripProbe()
         self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
+        self._best_s: dict[m.PeerId, float] = {}  # the shortest round-trip time of each target
+        self._pings_left: dict[m.PeerId, int] = {}  # of each target, in their order
+        self._sent: dict[int, tuple[m.PeerId, float]] = {}  # by nonce: the target and the time
+        self._nonce = 0
+        self._until_s = math.inf
+        self._is_pinging = False
         self._measured: io.ProbeResults | None = None  # round-trip times, kept until the bursts are over
 
     def begin(self, probe: io.ProbePeers, now_s: float) -> None:
+        """Start a probe: ping the connected targets now, and each other target as soon as it connects.
+
+        The deadline of pings and bursts is 80 % of `limit_s` from now.
+        """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
-        self._round_trips.begin(probe.targets, self._transport, now_s, self._limit_s)
+        self._best_s, self._sent = {}, {}
+        self._pings_left = dict.fromkeys((peer for peer, _ in probe.targets), PINGS_PER_PEER)
+        self._until_s, self._is_pinging = now_s + 0.8 * self._limit_s, True
+        for peer in self._pings_left:
+            if self._transport.connected(peer):
+                self._ping(peer, now_s)
 
     def peer_up(self, peer: m.PeerId, now_s: float) -> None:
-        self._round_trips.peer_up(peer, self._transport, now_s)
+        if self._is_pinging and peer in self._pings_left and peer not in self._best_s:
+            self._ping(peer, now_s)
 
     def peer_down(self, peer: m.PeerId) -> None:
         self._bandwidth.remove_peer(peer)
@@ -50,7 +69,7 @@ class LinkProbe:
         """Handle a message; return the replies to send, or the reason why the message is a violation."""
         match message:
             case m.Pong(nonce):
-                self._round_trips.handle_pong(nonce, self._transport, now_s)
+                self._handle_pong(nonce, now_s)
             case m.Burst():
                 answer = self._bandwidth.handle_burst(peer, message, now_s)
                 return [answer] if isinstance(answer, m.BurstReceived) else answer or []
@@ -66,13 +85,31 @@ class LinkProbe:
         Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
         soon as it has the round-trip times.
         """
-        rtt_s = self._round_trips.take_results(now_s)
-        if rtt_s is not None:
-            self._measured = io.ProbeResults(rtt_s)
-            direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
-            self._bandwidth.begin(direct, self._round_trips.until_s, now_s)
+        if self._is_pinging and (now_s >= self._until_s or not any(self._pings_left.values())):
+            self._is_pinging = False
+            rtt_s = {peer: self._best_s[peer] for peer in self._pings_left if peer in self._best_s}
+            self._measured = io.ProbeResults(tuple(rtt_s.items()))
+            direct = {peer: seconds for peer, seconds in rtt_s.items() if peer not in self._relayed}
+            self._bandwidth.begin(direct, self._until_s, now_s)
         waiting = self._bandwidth.advance(self._transport, now_s)
         rates, measured = self._bandwidth.take_new_rates(), None
         if not waiting:
             measured, self._measured = self._measured, None
         return None if rates is None else m.LinkRates(rates), measured
+
+    def _handle_pong(self, nonce: int, now_s: float) -> None:
+        peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
+        if peer not in self._pings_left:
+            return
+        self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
+        self._pings_left[peer] -= 1
+        if self._pings_left[peer] > 0:
+            self._ping(peer, now_s)
+
+    def _ping(self, peer: m.PeerId, now_s: float) -> None:
+        self._nonce += 1
+        self._sent[self._nonce] = (peer, now_s)
+        try:
+            self._transport.send(peer, m.Ping(self._nonce))
+        except TransportError:
+            self._pings_left[peer] = 0  # the connection to the peer broke, so the peer is not measured

@@ -23,6 +23,9 @@ from gridtrain.runtime.mailbox.worker_task import WorkerTask
 Command = io.MemberEvent | Callable[[], None]
 """An event for the core, or a function for the I/O thread to call."""
 
+WaitCondition = Callable[[WorkerSnapshot], bool]
+"""Returns whether the training thread's wait is over."""
+
 
 class Mailbox:
     """Holds the commands, the latest snapshot, and the condition that guards all data that both threads use.
@@ -56,13 +59,11 @@ class Mailbox:
         self._wake_loop = wake_loop
         self._commands: deque[Command] = deque()
         self._finished: set[WorkerTask] = set()  # since the loop last took commands
-        self._wait_condition: Callable[[WorkerSnapshot], bool] | None = None  # of the waiting trainer
+        self._wait_condition: WaitCondition | None = None  # of the waiting trainer
 
     # -- training thread -------------------------------------------------------------------------
 
-    def wait(
-        self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
-    ) -> WorkerSnapshot | None:
+    def wait(self, ready: WaitCondition, timeout_s: float = math.inf) -> WorkerSnapshot | None:
         """Wait until `ready(snapshot)` is true; return the snapshot, or None after `timeout_s`.
 
         Raises the error that ended the loop, or `GridtrainError` if the loop was stopped.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_task import WorkerTask
 
 _NO_LEDGER = m.LedgerState()
@@ -18,14 +19,11 @@ class WorkerSnapshot:
     Attributes:
         open_round: the round to which the trainer can submit now; None if the trainer has to wait.
         spans: the data positions of this worker's samples in the open step, or in an earlier one (`is_late`).
-        samples, total_samples: the number of samples in this worker's contribution to the open step, and the
-            number of samples of all members in the step to which the contribution's batch was assigned.  With
-            a delay (`LedgerSpec.delay`), that is an earlier step, and `samples` may not match `spans`.
+        plan: the plan of the attempt at the open round; None if no round is open.  With a delay
+            (`LedgerSpec.delay`), its `samples` may not match `spans`.
         shares: the key and the share, in samples, of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
         is_ended_early: whether the owner ended the run before all of its steps were completed.
-        compare_after_step: whether all members must compare their replicas after the open step.
-        is_last_step: whether the open step ends the run, if no member is absent from it.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
         is_modified: whether the model has changed since the script created it or loaded it from a checkpoint.
@@ -39,7 +37,6 @@ class WorkerSnapshot:
         stage_bounds: the first layer of each stage, followed by the number of layers; empty for a model
             without stages.
         first_step: the first step of this generation.
-        entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
         is_late: whether `spans` belong to an earlier step, from which this worker was absent.
     """
 
@@ -50,8 +47,7 @@ class WorkerSnapshot:
     world_size: int = 0
     open_round: m.RoundId | None = None
     spans: tuple[m.Span, ...] = ()
-    samples: int = 0
-    total_samples: int = 0
+    plan: StepPlan | None = None
     shares: tuple[tuple[m.PeerId, int], ...] = ()
     applied: int = -1
     history: bytes = b""
@@ -59,8 +55,6 @@ class WorkerSnapshot:
     is_finished: bool = False
     is_ended_early: bool = False
     run_state: tuple[str, str] = ("", "")
-    compare_after_step: bool = False
-    is_last_step: bool = False
     tasks: tuple[WorkerTask, ...] = ()
     is_synced: bool = False
     is_modified: bool = False
@@ -71,5 +65,4 @@ class WorkerSnapshot:
     exchange: str = ""
     stage_bounds: tuple[int, ...] = ()
     first_step: int = 0
-    entries_share: float = 1.0
     is_late: bool = False

@@ -12,8 +12,8 @@ import hashlib
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gridtrain.core.group.member_events import SendState
 from gridtrain.core.messages import PeerId, StateBlock, StateDigest
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.network.transport.interface import Transport
@@ -64,20 +64,11 @@ def state_digest(blobs: Sequence[bytes | memoryview]) -> bytes:
     return total.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    term: int
-    generation: int
-    is_whole: bool
-    blocks_received: int
-    digest_only: bool
-
-
 class BlobSender:
     """The sender's side: sends a captured state to all peers that have requested it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[PeerId, _Request] = {}
+        self._waiting: dict[PeerId, SendState] = {}
         self._queues: dict[PeerId, deque[StateDigest | StateBlock]] = {}
         self._captured: tuple[int, Sequence[bytes | memoryview], bytes] = (0, [], b"")
         self._supplied = (0, False)  # generation and extent (is_whole) of the trainer's latest answer
@@ -96,33 +87,17 @@ class BlobSender:
         """Record that the trainer has answered, even if it has no state, so that it is not asked again."""
         self._supplied = max(self._supplied, (generation, is_whole))
 
-    def request(
-        self,
-        peer: PeerId,
-        term: int,
-        generation: int,
-        *,
-        whole: bool = True,
-        blocks_received: int = 0,
-        digest_only: bool = False,
-    ) -> None:
-        """Queue the state of `generation` for a peer that has requested it.
+    def request(self, asked: SendState) -> None:
+        """Queue the state of a generation for a peer that has requested it.
 
         All requests are answered from one captured state.  The number of requests is bounded, because a
         request is short but its answer may be as large as the model.
-
-        Args:
-            peer: the peer that has requested the state.
-            term, generation: the term and the generation of the request.
-            whole: whether the whole state is requested rather than only its first blob.
-            blocks_received: the number of blocks that the peer already has.
-            digest_only: whether only the digest is requested.
         """
-        self._request_counts[peer, generation] += 1
-        if _exceeds_request_limit(self._request_counts[peer, generation]):
+        self._request_counts[asked.peer, asked.generation] += 1
+        if self._request_counts[asked.peer, asked.generation] > MAX_STATE_REQUESTS:
             return
-        self._waiting[peer] = _Request(term, generation, whole, blocks_received, digest_only)
-        self._queues.pop(peer, None)
+        self._waiting[asked.peer] = asked
+        self._queues.pop(asked.peer, None)
         self._queue_blocks()
 
     def store(self, generation: int, blobs: Sequence[bytes | memoryview], digest: bytes = b"") -> None:
@@ -213,20 +188,16 @@ class BlobReceiver:
         combined      [lengths][first][shared 1][shared 2]
         from bert                                         [shared 3][shared 4]
 
-    Args:
-        max_bytes: the size in bytes of the largest state that this worker's model can have; `set_limit`
-            changes it.
+    Attributes:
+        max_bytes: the size in bytes of the largest state that this worker's model can have.
     """
 
     def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._requested: tuple[int, Position | None] = (0, None)  # generation, position of its state
         self._expected_digest: tuple[int, bytes] = (0, b"")  # generation, digest of the source's state
         self._keep_blocks = False
         self.clear()
-
-    def set_limit(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
 
     def clear(self) -> None:
         """Drop all received blocks.  Call before another state is requested."""
@@ -342,7 +313,11 @@ class BlobReceiver:
         salvaged = self._salvaged
         self.clear()
         lengths = _read_table(table)
-        _check_state(lengths, self._max_bytes)
+        if sum(lengths) > self.max_bytes:
+            raise RemoteProtocolError(
+                f"the state has {sum(lengths)} bytes; this worker accepts at most {self.max_bytes} bytes",
+                remedy=_REMEDY,
+            )
         _check_total(total, 1 + BlockLayout(lengths).block_count)
         self._id, self._table, self._total, self._count = here, table, total, 1
         self._buffer, self._is_verified = BlockBuffer(lengths), vouched
@@ -357,10 +332,15 @@ class BlobReceiver:
         if block.index != self._count:
             return
         nbytes = buffer.layout.place(block.index - 1).nbytes
-        if self._is_resumed and len(block.payload) != nbytes:
-            self._is_contradicted = True
-            return
-        _check_block(block.index, len(block.payload), nbytes)
+        if len(block.payload) != nbytes:
+            if self._is_resumed:
+                self._is_contradicted = True
+                return
+            raise RemoteProtocolError(
+                f"block {block.index} of a state is {len(block.payload)} bytes long; according to the "
+                f"state's table of lengths, it must be {nbytes} bytes long",
+                remedy=_REMEDY,
+            )
         buffer.store(block.index - 1, block.payload)
         self._count += 1
         self._is_verified = self._is_verified and vouched
@@ -397,12 +377,8 @@ class BlobReceiver:
         self._advance_hash(self._count)
         return self._hash.digest()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the state to which the latest blocks belong is complete and verified."""
-        return self.is_complete_for(self._id[1])
-
     def is_complete_for(self, generation: int) -> bool:
+        """Return whether the state of this generation is complete and verified."""
         if not self._has_all(generation):
             return False
         is_expected = self._expected_digest[0] == generation
@@ -415,17 +391,13 @@ class BlobReceiver:
         `LocalProtocolError` if the state is not complete.
         """
         buffer = self._buffer
-        if buffer is None or not self.is_complete:
+        if buffer is None or not self.is_complete_for(self._id[1]):
             raise LocalProtocolError(
                 f"a state of {self._total} blocks was taken before all blocks had arrived and were verified"
             )
         self._is_taken = True
         self._buffer, self._table = (buffer, self._table) if self._keep_blocks else (None, b"")
         return *self._id, [part.toreadonly() for part in buffer.parts]
-
-
-def _exceeds_request_limit(asks: int) -> bool:
-    return asks > MAX_STATE_REQUESTS
 
 
 def _read_table(payload: bytes) -> tuple[int, ...]:
@@ -438,26 +410,9 @@ def _read_table(payload: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(payload) // 8}Q", payload)
 
 
-def _check_state(lengths: Sequence[int], max_bytes: int) -> None:
-    if sum(lengths) > max_bytes:
-        raise RemoteProtocolError(
-            f"the state has {sum(lengths)} bytes; this worker accepts at most {max_bytes} bytes",
-            remedy=_REMEDY,
-        )
-
-
 def _check_total(total: int, expected: int) -> None:
     if total != expected:
         raise RemoteProtocolError(
             f"the state has {total} blocks; according to its table of lengths, it must have {expected}",
-            remedy=_REMEDY,
-        )
-
-
-def _check_block(index: int, payload_bytes: int, expected_bytes: int) -> None:
-    if payload_bytes != expected_bytes:
-        raise RemoteProtocolError(
-            f"block {index} of a state is {payload_bytes} bytes long; according to the state's table of "
-            f"lengths, it must be {expected_bytes} bytes long",
             remedy=_REMEDY,
         )

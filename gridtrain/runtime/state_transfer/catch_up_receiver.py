@@ -25,12 +25,10 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.state_transfer import update_log
-from gridtrain.runtime.state_transfer.state_snapshot import SnapshotReceiver
+from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages, SnapshotReceiver
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 
 log = logging.getLogger("gridtrain")
-
-PeerRequests = list[tuple[m.PeerId, m.Message]]
 
 CAUGHT_UP_STEPS = 2
 """Maximum number of steps by which a worker that has caught up may be behind its update source.  The
@@ -78,9 +76,8 @@ class CatchUpReceiver:
         self._snapshot = SnapshotReceiver(max_bytes)
         self._sources: list[m.PeerId] = []
         self._update_source: m.PeerId | None = None
-        self._received: tuple[int, bytes] | None = (
-            None  # step and history of the last received update, or of the snapshot
-        )
+        # Step and history of the last received update, or of the snapshot:
+        self._received: tuple[int, bytes] | None = None
         # Updates to replay, each with the history after it and its payload's size in bytes:
         self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()
         self._pending_bytes = 0
@@ -108,11 +105,7 @@ class CatchUpReceiver:
     @property
     def has_reached_target(self) -> bool:
         """Whether the trainer's model has the step and the history that the membership view names."""
-        if self._target is None or self.position is None:
-            return False
-        return self.position[0] == self._target[0] and update_log.matches_history(
-            self.position[1], self._target[1]
-        )
+        return self._target is not None and self.position == self._target
 
     @property
     def idle_key(self) -> object | None:
@@ -121,11 +114,8 @@ class CatchUpReceiver:
         None if this worker is not waiting for data, because the trainer has work to do or the target has been
         reached.
         """
-        return (
-            None
-            if self._current_work is not None or self.has_work or self.has_reached_target
-            else (self.progress, self._received)
-        )
+        is_busy = self._current_work is not None or self.has_work
+        return None if is_busy or self.has_reached_target else (self.progress, self._received)
 
     def fail(self, reason: str) -> None:
         """Record that this worker cannot catch up, and why.  Only the first reason is kept."""
@@ -133,19 +123,19 @@ class CatchUpReceiver:
 
     # -- I/O thread --------------------------------------------------------------------------------
 
-    def source_up(self, peer: m.PeerId) -> PeerRequests:
+    def source_up(self, peer: m.PeerId) -> PeerMessages:
         if peer not in self._sources:
             self._sources.append(peer)
         return [] if self.failure else [*self._snapshot.source_up(peer), *self._subscribe()]
 
-    def source_down(self, peer: m.PeerId) -> PeerRequests:
+    def source_down(self, peer: m.PeerId) -> PeerMessages:
         if peer in self._sources:
             self._sources.remove(peer)
         if self._update_source == peer:
             self._update_source = None
         return [] if self.failure else [*self._snapshot.source_down(peer), *self._subscribe()]
 
-    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerMessages:
         """Handle a source's message; return the requests to send to sources.
 
         Raises `RemoteProtocolError` if the message is invalid.
@@ -172,10 +162,10 @@ class CatchUpReceiver:
                     f"a state source sent {type(message).__name__}, which state sources must not send"
                 )
 
-    def tick(self, now_s: float) -> PeerRequests:
+    def tick(self, now_s: float) -> PeerMessages:
         return [*self._snapshot.tick(now_s), *self._subscribe()]
 
-    def replace_update_source(self, reason: str) -> PeerRequests:
+    def replace_update_source(self, reason: str) -> PeerMessages:
         """Replace an update source that sends no updates; return the requests to send.
 
         If there is no other source, the catch-up fails for `reason`.
@@ -236,10 +226,8 @@ class CatchUpReceiver:
         self._pending.append((update, history, nbytes))
         self._pending_bytes += nbytes
         if self._pending_bytes > MAX_PENDING_BYTES:
-            self.failure = (
-                f"{self._pending_bytes} bytes of updates are pending; at most {MAX_PENDING_BYTES} bytes may "
-                "be pending"
-            )
+            count = f"{self._pending_bytes} bytes of updates"
+            self.failure = f"{count} are pending; at most {MAX_PENDING_BYTES} bytes may be pending"
         self._check_target()
 
     def _discard_before(self, at: tuple[int, bytes]) -> None:
@@ -272,11 +260,10 @@ class CatchUpReceiver:
         """
         if self._target is None or self._received is None:
             return
-        is_there = self._received[0] == self._target[0]
-        if is_there and not update_log.matches_history(self._received[1], self._target[1]):
+        if self._received[0] == self._target[0] and self._received != self._target:
             self.failure = "the received updates differ from the updates of the group"
 
-    def _subscribe(self) -> PeerRequests:
+    def _subscribe(self) -> PeerMessages:
         """Choose a source for the updates after the snapshot's step, unless a source already sends updates.
 
         Returns the requests to send.

@@ -18,10 +18,10 @@ from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES, BlobReceiver
 from gridtrain.runtime.state_transfer.catch_up_receiver import (
     CatchUpReceiver,
     CatchUpWork,
-    PeerRequests,
     ProgressBar,
     SnapshotWork,
 )
+from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages
 
 CAUGHT_UP_REPEAT_S = 1.0
 """Interval at which `CaughtUp` is repeated until the membership view names this worker."""
@@ -36,22 +36,21 @@ class CatchUpSession:
             were requested for this catch-up.
         idle_s: the time after which a source that sends no updates is replaced, once the membership view
             names this worker.  If there is no other source, the catch-up fails instead.
+
+    Attributes:
+        limits: the size in bytes of the largest snapshot that is accepted, and the length of the flat
+            gradient; the mailbox's condition guards them.
     """
 
     def __init__(self, mailbox: Mailbox, blobs: BlobReceiver, idle_s: float) -> None:
         self._mailbox, self._blobs, self._idle_s = mailbox, blobs, idle_s
         self._receiver: CatchUpReceiver | None = None
-        self._limits = (MAX_STATE_BYTES, 0)  # bytes of the largest state, elements of the flat gradient
+        self.limits = (MAX_STATE_BYTES, 0)
         self._next_report_s = -math.inf
         self._last_progress: tuple[object, float] = (None, 0.0)  # an `idle_key`, and the time of its change
         self._progress_bar = ProgressBar()
 
     # -- training thread -------------------------------------------------------------------------
-
-    def set_limits(self, max_bytes: int, n: int) -> None:
-        """Set the size of the largest snapshot that is accepted, and the length of the flat gradient."""
-        with self._mailbox.condition:
-            self._limits = (max_bytes, n)
 
     def take_work(self) -> CatchUpWork | None:
         """Take the trainer's next work; return None if the trainer has nothing to do.
@@ -94,12 +93,12 @@ class CatchUpSession:
 
     def execute(
         self, effect: io.BeginCatchUp | io.SourceConnected | io.SourceDisconnected | io.SetCatchUpTarget
-    ) -> PeerRequests:
+    ) -> PeerMessages:
         with self._mailbox.condition:
             receiver = self._receiver
             match effect:
                 case io.BeginCatchUp():
-                    self._receiver = CatchUpReceiver(*self._limits)
+                    self._receiver = CatchUpReceiver(*self.limits)
                 case io.SourceConnected(peer) if receiver is not None:
                     return receiver.source_up(peer)
                 case io.SourceDisconnected(peer) if receiver is not None:
@@ -108,7 +107,7 @@ class CatchUpSession:
                     receiver.set_target(applied, history)
         return []
 
-    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerMessages:
         """Handle a source's message; return the requests to send to sources.
 
         Raises `RemoteProtocolError` if the message is invalid.
@@ -125,7 +124,7 @@ class CatchUpSession:
 
     def poll(
         self, now_s: float, *, is_member: bool, synced: bool
-    ) -> tuple[PeerRequests, io.CaughtUp | io.CatchUpFailed | None]:
+    ) -> tuple[PeerMessages, io.CaughtUp | io.CatchUpFailed | None]:
         """Advance the catch-up; return the requests to send to sources, and the event for the core or None.
 
         The catch-up ends if this worker is a member that holds the state.

@@ -25,14 +25,16 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
 from gridtrain.runtime.mailbox.worker_task import CopySnapshot
 from gridtrain.runtime.state_transfer import update_log
-from gridtrain.runtime.state_transfer.state_snapshot import SnapshotSender, StateSnapshot
+from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages, SnapshotSender, StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
 log = logging.getLogger("gridtrain")
 
 MAX_REQUESTS = 64
 """Maximum number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
-A correct receiver repeats its requests only when a source has left."""
+A correct receiver repeats its requests only when a source has left.  A limit is needed because a request is
+only a few bytes long, while the reply may consist of hundreds of updates or of the table of a large snapshot,
+to which the rate cap does not apply."""
 
 MAX_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 """Maximum size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
@@ -90,7 +92,7 @@ class CatchUpSource:
         self._snapshot_step: int | None = None
         self._copied_step = -1
         self._is_building = False
-        self._announcements: list[tuple[m.PeerId, m.Message]] = []  # the table of a new snapshot
+        self._announcements: PeerMessages = []  # the table of a new snapshot
         self._next_send_s = -math.inf
         self.disabled_reason = ""
 
@@ -164,10 +166,10 @@ class CatchUpSource:
             return [m.SnapshotUnavailable(self.disabled_reason)]
         if not isinstance(message, m.SnapshotBlocksRequest):
             self._request_counts[peer] += 1
-            if exceeds_request_limit(self._request_counts[peer]):
+            if (count := self._request_counts[peer]) > MAX_REQUESTS:
                 reason = (
-                    f"the snapshot or the updates were requested {self._request_counts[peer]} times; at most "
-                    f"{MAX_REQUESTS} requests are answered"
+                    f"the snapshot or the updates were requested {count} times; at most {MAX_REQUESTS} "
+                    "requests are answered"
                 )
                 return [m.SnapshotUnavailable(reason)]
         match message:
@@ -179,7 +181,7 @@ class CatchUpSource:
                 self._next_step[peer] = applied + 1
         return []
 
-    def send_due(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+    def send_due(self, transport: Transport, now_s: float) -> PeerMessages:
         """Send the updates that are due; return the other messages that the caller has to send."""
         answers, self._announcements = self._announcements, []
         for peer in list(self._next_step):
@@ -228,19 +230,8 @@ class CatchUpSource:
             payload = update_log.encode_update(update, self._n)
             if len(payload) > MAX_UPDATE_BYTES:
                 del self._next_step[peer]
-                transport.send(
-                    peer,
-                    m.SnapshotUnavailable(f"an update of {len(payload)} bytes does not fit into a message"),
-                )
+                reason = f"an update of {len(payload)} bytes does not fit into a message"
+                transport.send(peer, m.SnapshotUnavailable(reason))
                 return
             transport.send(peer, m.UpdateLogEntry(update.step, self._log.latest_step, payload))
             self._next_step[peer] += 1
-
-
-def exceeds_request_limit(requests: int) -> bool:
-    """Return whether a receiver has sent too many requests.
-
-    A limit is needed because a request is only a few bytes long, while the reply may consist of hundreds of
-    updates or of the table of a large snapshot, to which the rate cap does not apply.
-    """
-    return requests > MAX_REQUESTS

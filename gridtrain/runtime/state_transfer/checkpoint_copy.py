@@ -48,22 +48,18 @@ class CheckpointDisk(Protocol):
 
         Raises `OSError` if the folder cannot be created.
         """
-        ...
 
     def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
         """Return the paths of a checkpoint's files, in the order of `FILES`."""
-        ...
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
         """Return whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
 
         This method is called in a separate thread.
         """
-        ...
 
     def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
         """Add a complete copy to the checkpoints.  This method is called in a separate thread."""
-        ...
 
 
 class _OutgoingCopy:
@@ -101,17 +97,16 @@ class _OutgoingCopy:
 class CheckpointCopier:
     """Sends and receives copies of checkpoints.  Only the I/O thread uses it.
 
-    Args:
-        disk: the disk with this worker's checkpoints.
-        rate_Bps: the initial value of the attribute.
-        max_bytes: the size in bytes of the largest checkpoint to accept.
-
     Attributes:
-        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
+        disk: the disk with this worker's checkpoints, which is set before this worker joins the group; None
+            if this worker keeps no checkpoints, and neither sends nor receives copies.
+        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.  Any thread may
+            change it.
+        max_bytes: the size in bytes of the largest checkpoint to accept.
     """
 
-    def __init__(self, disk: CheckpointDisk, rate_Bps: float | None, max_bytes: int) -> None:
-        self._disk, self.rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
+    def __init__(self, disk: CheckpointDisk | None, rate_Bps: float | None, max_bytes: int) -> None:
+        self.disk, self.rate_Bps, self.max_bytes = disk, rate_Bps, max_bytes
         self._waiting: deque[io.SendCheckpoint] = deque()
         # The copies for which the group waits:
         self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}
@@ -131,6 +126,9 @@ class CheckpointCopier:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, effect: io.SendCheckpoint) -> None:
+        """Queue a checkpoint for another worker; without a disk, there is none to send."""
+        if self.disk is None:
+            return
         if effect.is_awaited:
             self._awaited[effect.peer, effect.checkpoint] = effect
             self._yield_to_state()
@@ -176,6 +174,8 @@ class CheckpointCopier:
 
     def _prepare(self, generation: int) -> bool:
         """Prepare the next block to send; return whether there is a block to send."""
+        if (disk := self.disk) is None:
+            return False
         effect = self._outgoing.effect if self._outgoing is not None else None
         try:
             if self._outgoing is not None and self._outgoing.effect.generation != generation:
@@ -184,7 +184,7 @@ class CheckpointCopier:
                 first = next(iter(self._awaited), None)
                 effect = self._awaited.pop(first) if first is not None else self._waiting.popleft()
                 if effect.generation == generation:
-                    files = self._disk.files_to_copy(effect.checkpoint)
+                    files = disk.files_to_copy(effect.checkpoint)
                     self._outgoing = _OutgoingCopy(effect, _files_with_residual(files, effect))
             if self._outgoing is not None and self._block is None:
                 self._block = self._outgoing.next_block()
@@ -196,7 +196,7 @@ class CheckpointCopier:
                 log.warning("cannot read a checkpoint to copy it to another worker: %s", error)
             if effect is not None and is_awaited:
                 # If the checkpoint is no longer reported, the group stops waiting for it.
-                _in_thread(self._disk.is_intact, effect.checkpoint)
+                _in_thread(disk.is_intact, effect.checkpoint)
             self._give_up()
         return self._block is not None
 
@@ -212,14 +212,16 @@ class CheckpointCopier:
 
         Raises `RemoteProtocolError` if the block does not match the other blocks.
         """
+        if (disk := self.disk) is None:
+            return
         try:
             if block.index == 0:
                 self._discard_incoming()
-                self._incoming = _IncomingCopy(block, self._disk, self._max_bytes)
+                self._incoming = _IncomingCopy(block, disk, self.max_bytes)
             elif self._incoming is not None and self._incoming.receive(block):
                 complete, self._incoming = self._incoming, None
                 complete.close()
-                adoption = _in_thread(self._disk.adopt_copy, complete.checkpoint, complete.folder)
+                adoption = _in_thread(disk.adopt_copy, complete.checkpoint, complete.folder)
                 self._adoptions = [*(x for x in self._adoptions if x.is_alive()), adoption]
         except OSError as error:
             log.warning("cannot write a copy of another stage's checkpoint: %s", error)

@@ -29,11 +29,6 @@ class ResidualMailbox:
 
     # -- training thread -------------------------------------------------------------------------
 
-    def set_length(self, n: int) -> None:
-        """Set the number of elements in this worker's residual and in each residual that it receives."""
-        with self._mailbox.condition:
-            self.incoming.n = n
-
     def take_confirmed(self) -> list[tuple[str, SparseVector]]:
         """Take the confirmed residuals, each with the name of the worker that sent it.  The caller adds
         them to this worker's residual."""

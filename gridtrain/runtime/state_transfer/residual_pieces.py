@@ -9,17 +9,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_RESIDUAL_BLOCKS, PeerId, ResidualBlock
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode, encoded_bytes
 from gridtrain.network.wire.value_encoding import ValueKind
-from gridtrain.sparsify.merge import largest_summable
+from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
@@ -42,12 +40,10 @@ class ResidualSelection:
     entries: int
     magnitude_sum: float
     total_magnitude_sum: float
-    remainder_N: npt.NDArray[np.float32] | None
+    remainder_N: FloatArray | None
 
 
-def select_entries(
-    residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int
-) -> ResidualSelection:
+def select_entries(residual_N: FloatArray, budget_bytes: int, world_size: int) -> ResidualSelection:
     """Select the entries with the largest magnitudes that fit into the budget.
 
     Of entries with equal magnitudes, those with the lowest indices are selected first.
@@ -99,7 +95,8 @@ class IncomingResiduals:
     """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
-        n: the length of this worker's residual; 0 if this worker has no residual.
+        n: the number of elements in this worker's residual and in each residual that it receives; 0 if this
+            worker has no residual.
         confirmed: the confirmed residuals, which the trainer has to add to its own residual, with the names
             of the workers that sent them.
     """
@@ -147,7 +144,7 @@ class IncomingResiduals:
     @property
     def unconfirmed_magnitude(self) -> float:
         """The sum of the magnitudes of all entries in residuals that are complete but not confirmed."""
-        return magnitude_sum(list(self._complete.values()))
+        return sum(map(magnitude_sum, self._complete.values()))
 
     @property
     def has_unconfirmed(self) -> bool:
@@ -168,7 +165,7 @@ def _check_total(total: int, n: int) -> None:
         )
 
 
-def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
+def _check_values(values_K: FloatArray, world_size: int) -> None:
     """Raise `RemoteProtocolError` if a value exceeds the bound for values in a round.
 
     The recipient would never be able to send larger values.
@@ -182,6 +179,6 @@ def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
         )
 
 
-def magnitude_sum(parts: Sequence[SparseVector]) -> float:
-    """Return the sum of the magnitudes of all entries."""
-    return float(sum(np.abs(part.values).sum(dtype=np.float64) for part in parts))
+def magnitude_sum(entries: SparseVector) -> float:
+    """Return the sum of the magnitudes of the entries."""
+    return float(np.abs(entries.values).sum(dtype=np.float64))

@@ -34,11 +34,6 @@ class StateReceiver:
 
     # -- training thread -------------------------------------------------------------------------
 
-    def set_limit(self, max_bytes: int) -> None:
-        """Set the size in bytes of the largest state that a state source may send."""
-        with self._mailbox.condition:
-            self.blobs.set_limit(max_bytes)
-
     def take_state(self, generation: int) -> tuple[int, int, list[memoryview]] | None:
         """Take this generation's state: its term, its generation and its blobs.
 

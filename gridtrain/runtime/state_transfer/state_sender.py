@@ -53,20 +53,13 @@ class StateSender:
 
     # -- I/O thread ------------------------------------------------------------------------------
 
-    def request(self, effect: io.SendState, term: int) -> None:
+    def request(self, effect: io.SendState) -> None:
         """Queue the state or the checkpoint for a member that needs it."""
         if effect.checkpoint is None:
             sender = self._state_sender
         else:
             sender = self._checkpoint_senders.setdefault(effect.checkpoint, BlobSender())
-        sender.request(
-            effect.peer,
-            term,
-            effect.generation,
-            whole=effect.is_whole,
-            blocks_received=effect.blocks_received,
-            digest_only=effect.digest_only,
-        )
+        sender.request(effect)
 
     @property
     def state_task(self) -> CaptureState | None:

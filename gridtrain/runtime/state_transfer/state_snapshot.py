@@ -25,6 +25,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
@@ -37,6 +38,9 @@ from gridtrain.runtime.state_transfer.block_buffer import (
 )
 
 log = logging.getLogger("gridtrain")
+
+PeerMessages = list[tuple[m.PeerId, m.Message]]
+"""Messages to be sent now, each with its recipient."""
 
 WINDOW = 4
 """Maximum number of blocks that are requested from one source at a time."""
@@ -56,25 +60,12 @@ SHARED = 0
 
 _TABLE = struct.Struct("<2Q")
 _DIGEST_BYTES = 16
-_REMEDY = "disconnect this source; request the state from other sources"
+_invalid = partial(RemoteProtocolError, remedy="disconnect this source; request the state from other sources")
 
 
 def block_digest(block: bytes | memoryview) -> bytes:
     """Return the 16-byte BLAKE2b digest of a block."""
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
-
-
-def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Return whether the block matches this digest, taken from the chosen table."""
-    return block_digest(block) == digest
-
-
-def exceeds_request_limit(requested: int, blocks: int) -> bool:
-    """Return whether a receiver has requested too many blocks.
-
-    A correct receiver repeats the request for a block only when a source has left.
-    """
-    return requested > 4 * blocks + WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +122,7 @@ class SnapshotSender:
         if not receivers:
             self.snapshot = None
 
-    def store(self, snapshot: StateSnapshot) -> list[tuple[m.PeerId, m.Message]]:
+    def store(self, snapshot: StateSnapshot) -> PeerMessages:
         """Replace the snapshot; return the messages that send its table to the receivers waiting for it."""
         self.snapshot = snapshot
         self._queues.clear()
@@ -152,14 +143,11 @@ class SnapshotSender:
             return []
         if self.snapshot is None or request.applied != self.snapshot.applied:
             return [m.SnapshotUnavailable(f"this source has no snapshot of step {request.applied + 1}")]
-        self._request_counts[peer] += len(request.blocks)
-        if exceeds_request_limit(self._request_counts[peer], self.snapshot.layout.block_count):
-            return [
-                m.SnapshotUnavailable(
-                    f"{self._request_counts[peer]} blocks were requested, which is more than any correct "
-                    "receiver requests"
-                )
-            ]
+        self._request_counts[peer] = count = self._request_counts[peer] + len(request.blocks)
+        # A correct receiver repeats the request for a block only when a source has left.
+        if count > 4 * self.snapshot.layout.block_count + WINDOW:
+            reason = f"{count} blocks were requested, which is more than any correct receiver requests"
+            return [m.SnapshotUnavailable(reason)]
         queue = self._queues.setdefault(peer, deque())
         queue.extend(request.blocks[: MAX_QUEUED - len(queue)])
         return []
@@ -235,7 +223,7 @@ class _Source:
 
 
 class SnapshotReceiver:
-    """The receiver's side.  Lists that methods return contain requests to be sent now, and their recipients.
+    """The receiver's side.  Its methods return the requests to be sent now.
 
     Args:
         max_bytes: the size in bytes of the largest state that this worker's model can have.
@@ -276,12 +264,12 @@ class SnapshotReceiver:
         self._buffer.parts = [allocate(0), allocate(0)]
         return private, shared
 
-    def source_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+    def source_up(self, peer: m.PeerId) -> PeerMessages:
         """Add a connected source."""
         self._sources.setdefault(peer, _Source())
         return [] if self.is_complete else [(peer, m.SnapshotRequest())]
 
-    def source_down(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+    def source_down(self, peer: m.PeerId) -> PeerMessages:
         """Remove a source that has left or can no longer send; request its blocks from other sources."""
         source = self._sources.pop(peer, None)
         if source is None:
@@ -296,9 +284,7 @@ class SnapshotReceiver:
             return [(other, m.SnapshotRequest()) for other in sorted(self._sources)]
         return self._request_blocks()
 
-    def receive_table(
-        self, peer: m.PeerId, message: m.SnapshotDigests, now_s: float
-    ) -> list[tuple[m.PeerId, m.Message]]:
+    def receive_table(self, peer: m.PeerId, message: m.SnapshotDigests, now_s: float) -> PeerMessages:
         """Store a source's table.
 
         Raises `RemoteProtocolError` if the table is invalid or describes a state that is too large.
@@ -320,9 +306,7 @@ class SnapshotReceiver:
             return requests
         return self._choose_table() if all(each.table for each in self._sources.values()) else []
 
-    def receive_block(
-        self, peer: m.PeerId, block: m.SnapshotBlock, now_s: float
-    ) -> list[tuple[m.PeerId, m.Message]]:
+    def receive_block(self, peer: m.PeerId, block: m.SnapshotBlock, now_s: float) -> PeerMessages:
         """Store a block.  Raises `RemoteProtocolError` if the block does not match the table."""
         source, chosen = self._sources.get(peer), self._chosen
         if source is None or chosen is None or block.applied != chosen.applied:
@@ -334,12 +318,11 @@ class SnapshotReceiver:
         self._now_s = now_s
         data = memoryview(block.payload).cast("B")
         expected = self._buffer.layout.place(block.index).nbytes
-        if len(data) != expected or not matches_digest(data, self._digests[block.index]):
+        if len(data) != expected or block_digest(data) != self._digests[block.index]:
             self._missing.appendleft(block.index)
-            raise RemoteProtocolError(
+            raise _invalid(
                 f"block {block.index} of the snapshot of step {chosen.applied + 1} ({len(data)} bytes) does "
-                f"not match its table: the {'length' if len(data) != expected else 'digest'} differs",
-                remedy=_REMEDY,
+                f"not match its table: the {'length' if len(data) != expected else 'digest'} differs"
             )
         self._buffer.store(block.index, data)
         return self._request_blocks()
@@ -349,7 +332,7 @@ class SnapshotReceiver:
         """The time from which `tick` can choose a table; None if there are no tables to choose from."""
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
-    def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+    def tick(self, now_s: float) -> PeerMessages:
         self._now_s = now_s
         if self._chosen is not None:
             return self._replace_slow_sources()
@@ -360,7 +343,7 @@ class SnapshotReceiver:
         is_majority = 2 * received > len(self._sources)  # a dishonest source must not win by being first
         return self._choose_table() if is_majority or now_s >= self._first_s + LONGEST_SETTLE_S else []
 
-    def _choose_table(self) -> list[tuple[m.PeerId, m.Message]]:
+    def _choose_table(self) -> PeerMessages:
         tables = {peer: source.table for peer, source in self._sources.items() if source.table is not None}
         if not tables:
             return []
@@ -403,7 +386,7 @@ class SnapshotReceiver:
         indices = range(buffer.layout.block_count)
         self._missing = deque(i for i in indices if i not in buffer.received and i not in requested)
 
-    def _replace_slow_sources(self) -> list[tuple[m.PeerId, m.Message]]:
+    def _replace_slow_sources(self) -> PeerMessages:
         """Return requests to faster sources, if there are any, for the blocks that were requested from slow
         sources."""
         usable = {peer: source for peer, source in self._sources.items() if self._is_usable(source)}
@@ -439,8 +422,8 @@ class SnapshotReceiver:
             and source.table.shared_key == self._chosen.shared_key
         )
 
-    def _request_blocks(self) -> list[tuple[m.PeerId, m.Message]]:
-        requests: list[tuple[m.PeerId, m.Message]] = []
+    def _request_blocks(self) -> PeerMessages:
+        requests: PeerMessages = []
         if self._chosen is None:
             return requests
         first_private = count_blocks(self._chosen.shared_bytes)
@@ -468,23 +451,18 @@ class SnapshotReceiver:
 def _read_table(message: m.SnapshotDigests, max_bytes: int) -> SnapshotTable:
     payload = bytes(message.payload)
     if len(payload) < _TABLE.size:
-        raise RemoteProtocolError(
-            f"a snapshot's table is {len(payload)} bytes long; the minimum is {_TABLE.size} bytes",
-            remedy=_REMEDY,
-        )
+        raise _invalid(f"a snapshot's table is {len(payload)} bytes long; the minimum is {_TABLE.size} bytes")
     shared_bytes, private_bytes = _TABLE.unpack_from(payload)
     if private_bytes + shared_bytes > max_bytes:
-        raise RemoteProtocolError(
+        raise _invalid(
             f"a snapshot has {private_bytes + shared_bytes} bytes; this worker accepts at most {max_bytes} "
-            "bytes",
-            remedy=_REMEDY,
+            "bytes"
         )
     end = _TABLE.size + count_blocks(shared_bytes) * _DIGEST_BYTES
     if len(payload) != end + count_blocks(private_bytes) * _DIGEST_BYTES:
-        raise RemoteProtocolError(
+        raise _invalid(
             f"a snapshot's table of {len(payload)} bytes does not match its parts of {private_bytes} and "
-            f"{shared_bytes} bytes",
-            remedy=_REMEDY,
+            f"{shared_bytes} bytes"
         )
     shared_digests, private_digests = payload[_TABLE.size : end], payload[end:]
     return SnapshotTable(

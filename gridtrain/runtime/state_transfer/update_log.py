@@ -20,6 +20,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8
 _FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # excluding settings, digests and the update
 _ENTRY_BYTES = 8  # an index and a float32 value in memory
-_REMEDY = "request the updates from another member"
+_invalid = partial(RemoteProtocolError, remedy="request the updates from another member")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,6 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
     for each in digests:
         digest.update(each)
     return digest.digest()
-
-
-def matches_history(history: bytes, voted: bytes) -> bool:
-    """Return whether the history of the received updates equals `voted`, the history of the members."""
-    return history == voted
 
 
 class UpdateLog:
@@ -143,25 +139,21 @@ def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
     """
     data = memoryview(payload).cast("B")
     if len(data) < _FIXED_BYTES:
-        raise RemoteProtocolError(
-            f"an update is {len(data)} bytes long; the minimum is {_FIXED_BYTES} bytes", remedy=_REMEDY
-        )
+        raise _invalid(f"an update is {len(data)} bytes long; the minimum is {_FIXED_BYTES} bytes")
     (settings_bytes,) = struct.unpack_from("<I", data)
     if settings_bytes > min(MAX_SETTINGS_BYTES, len(data) - _FIXED_BYTES):
-        raise RemoteProtocolError(
+        raise _invalid(
             f"the settings in an update of {len(data)} bytes are {settings_bytes} bytes long; they must fit "
-            f"into the update, and the maximum is {MAX_SETTINGS_BYTES} bytes",
-            remedy=_REMEDY,
+            f"into the update, and the maximum is {MAX_SETTINGS_BYTES} bytes"
         )
     end = 4 + settings_bytes
     flags, digests = struct.unpack_from("<QB", data, end)
     first = end + _FLAGS_BYTES + 1
     start, skipped = first + digests * _DIGEST_BYTES, is_skipped(flags)
     if start > len(data) or (skipped and start != len(data)):
-        raise RemoteProtocolError(
+        raise _invalid(
             f"an update of {len(data)} bytes has the flags {flags:#x} and {digests} digests, which do not "
-            "match its length",
-            remedy=_REMEDY,
+            "match its length"
         )
     others = tuple(bytes(data[i : i + _DIGEST_BYTES]) for i in range(first, start, _DIGEST_BYTES))
     update = None if skipped else decode(data[start:], n=n, max_entries=n, kind=ValueKind.FP32)

@@ -27,7 +27,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
-from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.exchangers import make_exchanger
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16]

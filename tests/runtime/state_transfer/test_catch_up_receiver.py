@@ -105,7 +105,7 @@ def catch_up(receiver: CatchUpReceiver, source: Source, peer: m.PeerId = A) -> N
 def test_a_source_that_sends_no_updates_is_replaced_if_there_is_another(others: bool) -> None:
     """The membership view names step 11; a sends only its snapshot, b also the updates."""
     session = CatchUpSession(Mailbox(lambda: None, lambda: False), BlobReceiver(), idle_s=5.0)
-    session.set_limits(1 << 30, N)
+    session.limits = (1 << 30, N)
     session.execute(io.BeginCatchUp())
     sources = {A: Source(), B: Source()} if others else {A: Source()}
     requests = [request for peer in sources for request in session.execute(io.SourceConnected(peer))]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
+from gridtrain.core.group.member_events import SendState
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.blobs import (
@@ -52,7 +53,7 @@ class Chain:
         self.uplinks = [Uplink() for _ in range(newcomers + 1)]
         self.ticks = 0
         for number in range(newcomers):
-            self.source_sender.request(PEERS[number], 1, 5, digest_only=chained and number > 0)
+            self.source_sender.request(SendState(PEERS[number], 1, 5, digest_only=chained and number > 0))
             if chained and number:
                 self.forwarders[number - 1].request(PEERS[number], 1, 5, 0)
         self.source_sender.store(5, BLOBS, state_digest(BLOBS))
@@ -101,7 +102,7 @@ def test_a_state_with_a_wrong_bit_is_not_loaded() -> None:
     with pytest.raises(LocalProtocolError):
         chain.receivers[1].take_blobs()
     chain.receivers[1].clear()
-    chain.source_sender.request(PEERS[1], 1, 5)
+    chain.source_sender.request(SendState(PEERS[1], 1, 5))
     for _ in range(60):
         chain.tick()
     assert chain.receivers[1].take_blobs() == (1, 5, BLOBS), "from the source itself"
@@ -109,7 +110,7 @@ def test_a_state_with_a_wrong_bit_is_not_loaded() -> None:
 
 def test_forwarded_blocks_count_only_with_the_digest_of_the_source() -> None:
     receiver, sender, uplink = BlobReceiver(), BlobSender(), Uplink()
-    sender.request(PEERS[0], 1, 5)
+    sender.request(SendState(PEERS[0], 1, 5))
     sender.store(5, [b"own", b"common"], state_digest([b"own", b"common"]))
     messages = []
     while not receiver.received_blocks(5) or receiver.remaining_bytes(5):
@@ -224,8 +225,8 @@ class Receiver:
         if to_source is not None:
             x = to_source
             self.requests.append((x.is_whole, x.blocks_received, x.digest_only))
-            args = {"whole": x.is_whole, "blocks_received": x.blocks_received, "digest_only": x.digest_only}
-            self.source.request(PEERS[0], 1, generation, **args)  # type: ignore[arg-type]
+            have, digest_only = x.blocks_received, x.digest_only
+            self.source.request(SendState(PEERS[0], 1, generation, x.is_whole, None, have, digest_only))
             self.source.store(generation, blobs, state_digest(blobs))
         if chain is None:
             return

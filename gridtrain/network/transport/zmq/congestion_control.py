@@ -96,20 +96,22 @@ def preferred_control(control: str, round_trip_s: float) -> str:
 
 
 def choose_control(connection: socket.socket) -> SendMonitor | None:
-    """Choose the initial congestion control; return a monitor if cubic replaced bbr, otherwise None."""
-    with contextlib.suppress(OSError, AttributeError, struct.error):
-        if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
-            _set_control(connection, control)
-            return SendMonitor(restarts=restarts_after_idle() is not False)
+    """Choose the initial congestion control; return a monitor if cubic replaced bbr, otherwise None.
+
+    This function and `revise_control` raise `OSError`, `AttributeError` or `struct.error` if the connection
+    is closed, or the system does not support the options.
+    """
+    if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
+        _set_control(connection, control)
+        return SendMonitor(restarts=restarts_after_idle() is not False)
     return None
 
 
 def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
     """Observe the connection, and set the congestion control that suits it now."""
-    with contextlib.suppress(OSError, AttributeError, struct.error):
-        control = monitor.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT))
-        if control != control_of(connection):
-            _set_control(connection, control)
+    control = monitor.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT))
+    if control != control_of(connection):
+        _set_control(connection, control)
 
 
 def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:

@@ -109,7 +109,7 @@ def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, 
 
     Without encryption, a connection proves no key, and only our own key is refused.
     """
-    if not access_control.is_key_match(incoming.user_id, hello.peer.hex() if encrypted else ""):
+    if incoming.user_id != (hello.peer.hex() if encrypted else ""):
         raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello as key {hello.peer.hex()[:8]}")
     if hello.peer == me:
         raise RemoteProtocolError("a peer sent a Hello for our own key")

@@ -26,10 +26,13 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
+from typing import TypeVar
 
 from gridtrain.network.transport.zmq import congestion_control
+
+T = TypeVar("T")
 
 MAX_UNSENT_BYTES = 2 * 2**20
 BUFFER_BYTES = 8 * 2**20
@@ -71,62 +74,62 @@ class TcpConnection:
 
     def is_current(self) -> bool:
         """Return whether the descriptor still belongs to this connection."""
-        with self._duplicate() as duplicate:
-            return duplicate is not None
+        return self._with_socket(lambda _: True, otherwise=False)
 
     def shut_down(self) -> bool:
         """Shut the connection down in both directions; libzmq then closes the descriptor.
 
         Returns False if the connection is already closed.
         """
-        with self._duplicate() as duplicate:
-            if duplicate is None:
-                return False
-            with contextlib.suppress(OSError):
-                duplicate.shutdown(socket.SHUT_RDWR)
-            return True
+        return self._with_socket(_shut_down, otherwise=False)
 
     def received_bytes(self) -> int:
         """Return the number of bytes that have arrived, read or unread; 0 if unknown."""
-        with self._duplicate() as duplicate:
-            if duplicate is not None:
-                with contextlib.suppress(OSError, AttributeError, struct.error):  # Linux only
-                    info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                    return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
-            return 0
+        return self._with_socket(_received_bytes, otherwise=0)
 
     def enlarge_buffers(self) -> None:
         """Set buffer sizes that are suitable for a fast link with a long round trip."""
-        with self._duplicate() as duplicate:
-            if duplicate is not None:
-                with contextlib.suppress(OSError, AttributeError):
-                    duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
-                    if (nbytes := buffer_bytes_to_request(*_system_limits())) > 0:
-                        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        self._with_socket(_enlarge_buffers, otherwise=None)
 
     def choose_congestion_control(self) -> None:
         """Choose the congestion control of a new connection; see `congestion_control`."""
-        with self._duplicate() as duplicate:
-            if duplicate is not None:
-                self._send_monitor = congestion_control.choose_control(duplicate)
+        self._send_monitor = self._with_socket(congestion_control.choose_control, otherwise=None)
 
     def revise_congestion_control(self) -> None:
         """Revise the choice of `choose_congestion_control` if necessary.
 
         This method must be called several times a second.
         """
-        if self._send_monitor is None:
-            return
-        with self._duplicate() as duplicate:
-            if duplicate is not None:
-                congestion_control.revise_control(duplicate, self._send_monitor)
+        if (monitor := self._send_monitor) is not None:
+            self._with_socket(lambda each: congestion_control.revise_control(each, monitor), otherwise=None)
 
-    @contextlib.contextmanager
-    def _duplicate(self) -> Iterator[socket.socket | None]:
-        """Yield a duplicate of the descriptor; None if the descriptor now belongs to another connection."""
+    def _with_socket(self, use: Callable[[socket.socket], T], otherwise: T) -> T:
+        """Call `use` with a duplicate of the descriptor and return its result.
+
+        Returns `otherwise` if the descriptor now belongs to another connection, if the connection is closed,
+        or if the system does not support the options that `use` reads or sets.
+        """
         with _duplicate_socket(self.fd) as duplicate:
-            is_same = duplicate is not None and _remote_address(duplicate, self._ports) == self.remote
-            yield duplicate if is_same else None
+            if duplicate is not None and _remote_address(duplicate, self._ports) == self.remote:
+                with contextlib.suppress(OSError, AttributeError, struct.error):
+                    return use(duplicate)
+        return otherwise
+
+
+def _shut_down(connection: socket.socket) -> bool:
+    connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+
+
+def _enlarge_buffers(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    if (nbytes := buffer_bytes_to_request(*_system_limits())) > 0:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
 
 def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:

@@ -408,7 +408,7 @@ class ZeroMQTransport:
         connection.read_bytes += incoming.wire_bytes
         if connection.state == "shut":
             return
-        if not access_control.is_key_match(incoming.user_id, connection.user_id):
+        if incoming.user_id != connection.user_id:
             text = f"a message was sent in the name of {connection.key.hex()[:8]}"
             self._events.append(TransportViolation(None, text))
             self._close_connection(connection, "another key sent a message in the peer's name")

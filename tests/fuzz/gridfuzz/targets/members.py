@@ -44,8 +44,8 @@ from gridtrain.network.wire.sparse_payload import encode
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime import io_loop as loop
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.open_round import OpenRound
-from gridtrain.runtime.step_plan import StepPlan
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
 COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
