@@ -166,7 +166,10 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
     total = values.take(firsts)
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         np.add.at(total, repeats - np.arange(1, repeats.size + 1), values.take(repeats))  # one after another
-    return _entries(ordered.take(firsts), total)
+    indices = ordered.take(firsts)
+    _check_sums(indices, total)
+    kept = np.flatnonzero(total)
+    return SparseVector(indices.take(kept), total.take(kept))
 
 
 def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray]:
@@ -189,19 +192,6 @@ def _sort_pairs(
     np.concatenate([part.indices for part in parts], out=pairs[:, 1], casting="unsafe")
     pairs.view("<u8").sort(axis=0, kind="stable")  # merges the parts, each of which is sorted
     return pairs[:, 1].astype(np.int64), pairs[:, 0].astype(np.uint32)
-
-
-def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
-    """Return the entries whose sum is not 0.
-
-    Raises:
-        RemoteProtocolError: a sum is not finite.
-    """
-    _check_sums(indices, total)
-    is_entry = total != 0
-    if is_entry.all():
-        return SparseVector(indices, total)
-    return SparseVector(indices[is_entry], total[is_entry])
 
 
 def _check_sums(indices: IndexArray, sums: FloatArray) -> None:
