@@ -32,9 +32,8 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 _LARGEST = float(np.finfo(np.float32).max)
 _SAMPLED_FROM = 1 << 13  # the number of magnitudes from which sampling saves time
 _STRIDE = 32
-_MARGIN = (
-    3  # times the square root of the sample's size, on both sides: six standard deviations at the median
-)
+_MARGIN = 3
+"""On both sides, times the square root of the sample's size: six standard deviations at the median."""
 
 
 @dataclass(frozen=True, slots=True)
