@@ -111,13 +111,9 @@ class StageExecutor:
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:
-            first, last = self.number == 0, self.number == self.stages - 1
-            self.stage.begin(
-                seed,
-                sizes,
-                inputs=inputs if first else None,
-                targets=targets if last else None,
-            )
+            own_inputs = inputs if self.number == 0 else None
+            own_targets = targets if self.number == self.stages - 1 else None
+            self.stage.begin(seed, sizes, inputs=own_inputs, targets=own_targets)
             with torch.enable_grad():
                 return _StepExecution(self, link, sizes, inputs).run()
         except BaseException as error:
@@ -169,9 +165,8 @@ class _StepExecution:
     def _forward(self, m: int, backward_follows: bool) -> None:
         samples, received = self._sizes[m], None
         if self._stage.input is not None:
-            received = self._receive(
-                self._number - 1, plan.activations_channel(m), self._stage.input, samples
-            )
+            channel, agreed = plan.activations_channel(m), self._stage.input
+            received = self._receive(self._number - 1, channel, agreed, samples)
         began_s = time.perf_counter()
         try:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
@@ -182,9 +177,8 @@ class _StepExecution:
         if self._stage.output is not None:
             if m == 0:
                 self._first_sent_s = time.perf_counter()
-            self._link.send(
-                self._number + 1, plan.activations_channel(m), self._stage.output.encode(sent, samples)
-            )
+            payload = self._stage.output.encode(sent, samples)
+            self._link.send(self._number + 1, plan.activations_channel(m), payload)
 
     def _backward(self, m: int) -> None:
         samples, received = self._sizes[m], None
@@ -198,9 +192,8 @@ class _StepExecution:
         finish_queued_work(self._stage.device)
         self._backward_s += time.perf_counter() - began_s
         if self._stage.input is not None:
-            self._link.send(
-                self._number - 1, plan.gradients_channel(m), self._stage.input.gradients.encode(sent, samples)
-            )
+            payload = self._stage.input.gradients.encode(sent, samples)
+            self._link.send(self._number - 1, plan.gradients_channel(m), payload)
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
         """Handle an exception in a forward pass.

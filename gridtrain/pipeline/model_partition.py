@@ -192,11 +192,10 @@ def optimizer_state_copies(
         return float(optimizer)
     if isinstance(optimizer, JointOptimizer):
         return max(map(optimizer_state_copies, optimizer.optimizers))
-    name = (
-        optimizer
-        if isinstance(optimizer, str)
-        else (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
-    )
+    if isinstance(optimizer, str):
+        name = optimizer
+    else:
+        name = (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
     if isinstance(optimizer, torch.optim.Optimizer) and _has_momentum(optimizer.param_groups):
         name += "-momentum"
     if name not in OPTIMIZER_STATE_COPIES:

@@ -235,11 +235,8 @@ class Stage:
                 "not a scalar",
                 remedy="return the mean over the samples, as a tensor without dimensions",
             )
-        if (
-            torch.is_grad_enabled()
-            and not loss.requires_grad
-            and any(p.requires_grad for p in self.parameters)
-        ):
+        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+        if is_trained and not loss.requires_grad:
             raise ConfigError(
                 "the loss has no gradient, so nothing would be trained",
                 remedy="compute it from the output with torch functions only: no .item(), .detach() or numpy",

@@ -171,9 +171,8 @@ class FlatGradient:
                 remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers; to "
                 "train other parameters later, start another run from the model that this run exports",
             )
-        if [
-            id(p) for group in self._optimizer.param_groups for p in group["params"]
-        ] != self._optimizer_parameters:
+        held = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if held != self._optimizer_parameters:
             raise ConfigError(
                 "the wrapped optimizer was given further parameters, which the other workers do not have",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",

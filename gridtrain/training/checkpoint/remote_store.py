@@ -278,9 +278,8 @@ class RemoteStore:
             own = [each for each in found if (each.history, each.facts) == (first.history, first.facts)]
             spans = {span for each in own if (span := parse_stage_folder(each.part)) is not None}
             blocks = int(dict(first.facts).get("blocks", "0"))
-            if any(each.part == MODEL_PART for each in own) or (
-                blocks and not uncovered_spans(spans, blocks)
-            ):
+            is_whole = any(each.part == MODEL_PART for each in own)
+            if is_whole or (blocks and not uncovered_spans(spans, blocks)):
                 return own
         return []
 
