@@ -24,7 +24,7 @@ repeated pass of micro-batch 1 reads b1, and afterwards the buffer still has the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -180,20 +180,16 @@ class MutatedBuffers:
             known |= set(places)
         self._observed_layers = [False] * len(layers)
         self._mutated: set[_BufferLocation] = set()
-        self._at_begin: dict[
-            _BufferLocation, tuple[Tensor | None, Tensor | None]
-        ] = {}  # the tensor, its value
+        # Each changed buffer's tensor, and its value, at the beginning of the mini-batch:
+        self._at_begin: dict[_BufferLocation, tuple[Tensor | None, Tensor | None]] = {}
         self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
 
-    def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def observe(self, layer: int, m: int) -> Iterator[None]:
         """Return the context manager for a layer's first forward pass with micro-batch m.
 
         It saves the layer's buffers.
         """
-        return self._observed(layer, m) if self._locations[layer] else nullcontext()
-
-    @contextmanager
-    def _observed(self, layer: int, m: int) -> Iterator[None]:
         found = {place: _buffer(place) for place in self._locations[layer]}
         versions = {place: None if tensor is None else tensor._version for place, tensor in found.items()}
         wanted = self._mutated & found.keys() if self._observed_layers[layer] else found.keys()
@@ -212,15 +208,12 @@ class MutatedBuffers:
                     self._before.setdefault(m, {})[place] = values[place]
             self._observed_layers[layer] = True
 
-    def restore_during(self, m: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def restore_during(self, m: int) -> Iterator[None]:
         """Return the context manager for a repeated forward pass of micro-batch m.
 
         In it, the buffers have the values from before m's first forward pass; afterwards they are unchanged.
         """
-        return self._restored(m) if self._mutated else nullcontext()
-
-    @contextmanager
-    def _restored(self, m: int) -> Iterator[None]:
         before = self._before.get(m, {})
         now = {place: _buffer(place) for place in self._mutated}
         for place, tensor in now.items():

@@ -324,13 +324,9 @@ def _reset_parameters(module: nn.Module) -> None:
     for child in module.children():
         _reset_parameters(child)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset) and any(True for _ in _own_tensors(module)):
-        reset()
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     held = (*module._parameters.values(), *module._buffers.values())
-    return (tensor for tensor in held if tensor is not None)
+    if callable(reset) and any(tensor is not None for tensor in held):
+        reset()
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:

@@ -111,22 +111,15 @@ class StageExecutor:
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:
-            first, last = self.number == 0, self.number == self.stages - 1
-            self.stage.begin(
-                seed,
-                sizes,
-                inputs=inputs if first else None,
-                targets=targets if last else None,
-            )
+            own_inputs = inputs if self.number == 0 else None
+            own_targets = targets if self.number == self.stages - 1 else None
+            self.stage.begin(seed, sizes, inputs=own_inputs, targets=own_targets)
             with torch.enable_grad():
                 return _StepExecution(self, link, sizes, inputs).run()
-        except LineBroken as broken:
-            self.stage.abort()
-            link.abort(broken.reason)
-            raise
         except BaseException as error:
             self.stage.abort()
-            link.abort(f"stage {self.number}: {type(error).__name__}: {error}")
+            own_fault = f"stage {self.number}: {type(error).__name__}: {error}"
+            link.abort(error.reason if isinstance(error, LineBroken) else own_fault)
             raise
 
 
@@ -140,7 +133,7 @@ class _StepExecution:
         self._stage, self._number, self._link = executor.stage, executor.number, link
         self._sizes = tuple(sizes)
         self._actions = executor.schedule_for(len(self._sizes)).actions[executor.number]
-        self._spent_s = {plan.ActionKind.FORWARD: 0.0, plan.ActionKind.BACKWARD: 0.0}
+        self._forward_s = self._backward_s = 0.0
         self._waited_s = self._first_sent_s = self._round_trip_s = 0.0
 
     def run(self) -> StepResult:
@@ -152,16 +145,12 @@ class _StepExecution:
         self._sum_tied_gradients()
         self._stage.finish()
         count = max(1, len(self._sizes))
-        forward_s, backward_s = (
-            self._spent_s[plan.ActionKind.FORWARD],
-            self._spent_s[plan.ActionKind.BACKWARD],
-        )
         return StepResult(
             self._stage.loss,
-            forward_s + backward_s,
+            self._forward_s + self._backward_s,
             self._waited_s,
-            forward_s / count,
-            backward_s / count,
+            self._forward_s / count,
+            self._backward_s / count,
             self._round_trip_s,
         )
 
@@ -176,22 +165,20 @@ class _StepExecution:
     def _forward(self, m: int, backward_follows: bool) -> None:
         samples, received = self._sizes[m], None
         if self._stage.input is not None:
-            received = self._receive(
-                self._number - 1, plan.activations_channel(m), self._stage.input, samples
-            )
+            channel, agreed = plan.activations_channel(m), self._stage.input
+            received = self._receive(self._number - 1, channel, agreed, samples)
         began_s = time.perf_counter()
         try:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
         except Exception as error:  # a user's code may raise anything
             sent = self._substitute_output(m, received, error)
         finish_queued_work(self._stage.device)
-        self._spent_s[plan.ActionKind.FORWARD] += time.perf_counter() - began_s
+        self._forward_s += time.perf_counter() - began_s
         if self._stage.output is not None:
             if m == 0:
                 self._first_sent_s = time.perf_counter()
-            self._send(
-                self._number + 1, plan.activations_channel(m), self._stage.output.encode(sent, samples)
-            )
+            payload = self._stage.output.encode(sent, samples)
+            self._link.send(self._number + 1, plan.activations_channel(m), payload)
 
     def _backward(self, m: int) -> None:
         samples, received = self._sizes[m], None
@@ -203,11 +190,10 @@ class _StepExecution:
         began_s = time.perf_counter()
         sent = self._stage.backward(m, received)
         finish_queued_work(self._stage.device)
-        self._spent_s[plan.ActionKind.BACKWARD] += time.perf_counter() - began_s
+        self._backward_s += time.perf_counter() - began_s
         if self._stage.input is not None:
-            self._send(
-                self._number - 1, plan.gradients_channel(m), self._stage.input.gradients.encode(sent, samples)
-            )
+            payload = self._stage.input.gradients.encode(sent, samples)
+            self._link.send(self._number - 1, plan.gradients_channel(m), payload)
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
         """Handle an exception in a forward pass.
@@ -236,9 +222,10 @@ class _StepExecution:
             return
         own = {tied: self._stage.tied_gradient(tied) for tied in self._stage.tied}
         for tied, gradient in own.items():
+            channel, payload = plan.tied_gradients_channel(tied.index), tied.spec.encode(gradient, 1)
             for other in tied.stages:
                 if other != self._number:
-                    self._send(other, plan.tied_gradients_channel(tied.index), tied.spec.encode(gradient, 1))
+                    self._link.send(other, channel, payload)
         for tied, gradient in own.items():
             parts = {
                 other: gradient
@@ -247,9 +234,6 @@ class _StepExecution:
                 for other in tied.stages
             }
             self._stage.sum_tied(tied, parts)
-
-    def _send(self, to: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        self._link.send(to, channel, buffers)
 
     def _receive(self, source: int, channel: Channel, agreed: TensorTreeSpec, samples: int) -> Any:
         began_s = time.perf_counter()

@@ -260,9 +260,8 @@ class HeldStage:
         """Pack the stage and the data from which `checkpoint_merge` builds a stage of another partition."""
         self.base.check_unchanged(held.module)
         document, tensors = serialization.pack_state(held.module, held.inner, self.trackers)
-        document[checkpoint_merge.PARAMETER_ORDER_KEY] = checkpoint_merge.parameter_order(
-            held.module, held.inner
-        )
+        order = checkpoint_merge.parameter_order(held.module, held.inner)
+        document[checkpoint_merge.PARAMETER_ORDER_KEY] = order
         parameters = canonical_parameters(held.module)
         document[FROZEN_KEY] = [name for name, p in parameters if not p.requires_grad]
         return document, tensors
@@ -292,11 +291,9 @@ class HeldStage:
         held = self.assigned()
         if held.blocks != layers:
             return  # this worker's rank has changed; the caller tries again
-        checkpoint_merge.load_merged(
-            found, held.module, held.inner, self.trackers, self.places.latest.tied_names
-        )
-        if held.residual.size and (
-            residual := checkpoint_merge.merged_residual(found, held.module, held.flat)
-        ):
+        tied = self.places.latest.tied_names
+        checkpoint_merge.load_merged(found, held.module, held.inner, self.trackers, tied)
+        residual = checkpoint_merge.merged_residual(found, held.module, held.flat)
+        if held.residual.size and residual:
             held.residual.load(residual)
         self._record_load(held, found[0].position.applied)

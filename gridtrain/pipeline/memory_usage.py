@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class SavedTensorMeter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")):
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -104,7 +105,3 @@ class _SavedTensor:
     def __del__(self) -> None:
         if self._meter is not None:
             self._meter.release(self._key, self._nbytes)
-
-
-def _unpack(saved: _SavedTensor) -> Tensor:
-    return saved.tensor

@@ -76,11 +76,9 @@ class MicroBatchCount:
     @property
     def number(self) -> int:
         """The number of micro-batches of the next step."""
-        return (
-            micro_batch_trials.trial_micro_batches(len(self._trial_timings), self._stages)
-            if self._chosen is None
-            else self._chosen
-        )
+        if self._chosen is not None:
+            return self._chosen
+        return micro_batch_trials.trial_micro_batches(len(self._trial_timings), self._stages)
 
     @property
     def is_auto(self) -> bool:

@@ -131,9 +131,19 @@ def partition(
         ConfigError: an argument is not valid, there are too few blocks, there is neither an example nor a
             profile, or no partition fits into memory; in the last case, the message suggests changes.
     """
-    if not isinstance(model, Blueprint):
-        model = list(blocks_of(model, split_at=split_at, example=example).values())
-    measured = _profile_or_layers(model, example, profile, device)
+    if isinstance(model, Blueprint):
+        blocks = model.blocks
+    else:
+        model = blocks = tuple(blocks_of(model, split_at=split_at, example=example).values())
+    if profile is not None:
+        measured = Profile.of(profile, len(blocks))
+    elif example is not None:
+        measured = profiled(model, example, device=device)
+    else:
+        raise ConfigError(
+            "partition was given neither an example nor a profile",
+            remedy="pass example= (an input with the size of a micro-batch) or profile=",
+        )
     devices = [Device(memory_bytes=memory_bytes)] * stages if isinstance(stages, int) else list(stages)
     links = uniform_network(len(devices), *network) if isinstance(network, tuple) else network
     running = ExecutionSettings(
@@ -153,22 +163,9 @@ def partition(
         proposal.chosen,
         measured.layers,
         tuple(measured.boundaries[at - 1] for at in between) if measured.boundaries else (),
-        find_tied_parameters(model.blocks if isinstance(model, Blueprint) else model),  # type: ignore[arg-type]
+        find_tied_parameters(blocks),
         partition_chart.partition_reason(measured.layers, proposal, asked=asked is not None),
     )
-
-
-def _profile_or_layers(
-    model: Model | Blueprint, example: Any, given: Profile | Sequence[Layer] | None, device: Any
-) -> Profile:
-    if given is None:
-        if example is None:
-            raise ConfigError(
-                "partition was given neither an example nor a profile",
-                remedy="pass example= (an input with the size of a micro-batch) or profile=",
-            )
-        return profiled(model, example, device=device)
-    return Profile.of(given, len(model.blocks if isinstance(model, Blueprint) else model))  # type: ignore[arg-type]
 
 
 def _parse_schedule(schedule: str) -> ScheduleKind:
@@ -195,11 +192,10 @@ def optimizer_state_copies(
         return float(optimizer)
     if isinstance(optimizer, JointOptimizer):
         return max(map(optimizer_state_copies, optimizer.optimizers))
-    name = (
-        optimizer
-        if isinstance(optimizer, str)
-        else (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
-    )
+    if isinstance(optimizer, str):
+        name = optimizer
+    else:
+        name = (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
     if isinstance(optimizer, torch.optim.Optimizer) and _has_momentum(optimizer.param_groups):
         name += "-momentum"
     if name not in OPTIMIZER_STATE_COPIES:

@@ -261,12 +261,10 @@ class Pipeline:
     ) -> tuple[RoundOutcome, _Contribution | None]:
         layout, count = self.held.places.layout(plan), self._micro_batch_count
         executor = state.prepare_executor(self.held.places.stages(plan), inputs)
-        if plan.samples == 1 and state.lone_sample_layer:
-            self._single_samples.report(
-                state.lone_sample_layer,
-                batch_size_is_one=self._session.batch_size_is_one,
-                is_normalized=state.normalizes_lone_sample,
-            )
+        layer, is_normalized = state.lone_sample() if plan.samples == 1 else ("", True)
+        if layer:
+            is_one = self._session.batch_size_is_one
+            self._single_samples.report(layer, batch_size_is_one=is_one, is_normalized=is_normalized)
         sizes = state.micro_batch_sizes(plan.samples, count.number)
         self._largest_micro_batch = max(sizes, default=0)
         link = RoundStageLink(layout, plan.rank, state.max_payload_bytes(self._largest_micro_batch))

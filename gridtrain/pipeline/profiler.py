@@ -208,10 +208,9 @@ def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, r
             torch.cuda.synchronize(at)
         return clock()
 
-    fresh = _fresh_inputs(block, inputs)
-    run = _measure_saved(block, fresh())
+    run = _measure_saved(block, _fresh_inputs(inputs))
     for _ in range(max(1, repeats)):
-        given = fresh()
+        given = _fresh_inputs(inputs)
         began_s = now_s()
         result = block(given)
         forward_end_s = now_s()
@@ -220,7 +219,7 @@ def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, r
         backward()
         run.backward_s = min(run.backward_s, now_s() - backward_began_s)
         run.forward_s = min(run.forward_s, forward_end_s - began_s)
-    given = fresh()
+    given = _fresh_inputs(inputs)
     # By now parameters have gradients, as they do from the second micro-batch on.
     with TensorMemoryMeter() as meter:
         _prepare_backward(block(given))()
@@ -235,28 +234,9 @@ def _prepare_backward(result: Any) -> Callable[[], None]:
     return lambda: torch.autograd.backward(roots, seeds) if roots else None
 
 
-def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
-    """Return a function that creates the inputs of a run.
-
-    The inputs are leaves or, if the block overwrites its input, copies of leaves, because leaves cannot be
-    overwritten.
-    """
-
-    def leaves() -> Any:
-        return map_tensors(inputs, _detached)
-
-    def copies() -> Any:
-        return map_tensors(leaves(), Tensor.clone)
-
-    try:
-        given = leaves()
-        before = [leaf._version for leaf in tensors_in(given)]
-        block(given)
-        return leaves if [leaf._version for leaf in tensors_in(given)] == before else copies
-    except RuntimeError as error:
-        if "in-place" not in str(error):
-            raise
-        return copies
+def _fresh_inputs(inputs: Any) -> Any:
+    """Return copies of leaves, as a stage makes them: a block may overwrite its input, but not a leaf."""
+    return map_tensors(inputs, lambda tensor: _detached(tensor).clone())
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:

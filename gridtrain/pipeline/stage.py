@@ -132,20 +132,18 @@ class Stage:
         self.abort()
         self._sizes = tuple(sizes)
         self._weights = [size / sum(sizes) for size in sizes]
-        self._seeds = [self._layer_seeds(seed, m) for m in range(len(sizes))]
-        self._inputs = (
-            [self._to_device(part) for part in split_batch(inputs, sizes)] if self.input is None else []
-        )
-        self._targets = (
-            [self._to_device(part) for part in split_batch(targets, sizes)] if self.output is None else []
-        )
+        self._seed = seed
+        self._inputs = self._split(inputs) if self.input is None else []
+        self._targets = self._split(targets) if self.output is None else []
         self.loss = None
         self._gradients_before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _to_device(self, tree: Any) -> Any:
-        return map_tensors(tree, lambda tensor: tensor.to(self.device))
+    def _split(self, tree: Any) -> list[Any]:
+        """Divide a mini-batch into micro-batches on the stage's device."""
+        parts = split_batch(tree, self._sizes)
+        return [map_tensors(part, lambda tensor: tensor.to(self.device)) for part in parts]
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
         """Run the forward pass of micro-batch m; return its output, or None on the last stage.
@@ -237,11 +235,8 @@ class Stage:
                 "not a scalar",
                 remedy="return the mean over the samples, as a tensor without dimensions",
             )
-        if (
-            torch.is_grad_enabled()
-            and not loss.requires_grad
-            and any(p.requires_grad for p in self.parameters)
-        ):
+        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+        if is_trained and not loss.requires_grad:
             raise ConfigError(
                 "the loss has no gradient, so nothing would be trained",
                 remedy="compute it from the output with torch functions only: no .item(), .detach() or numpy",
@@ -260,13 +255,10 @@ class Stage:
                 remedy="call loss = pipe.step(inputs, targets) on all workers",
             ) from error
 
-    def _layer_seeds(self, seed: int, m: int) -> list[int]:
-        """Return the seeds of each layer and of the loss for micro-batch m."""
-        count = len(self.layers) + (self._loss is not None)
-        return [random_seeds.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
-
     def _seed_layer(self, m: int, i: int) -> None:
-        random_seeds.seed_generators(self._seeds[m][i], self.device)
+        """Seed the generators for micro-batch m and layer i of the stage, or, after its layers, the loss."""
+        seed = random_seeds.derive_layer_seed(self._seed, m, self._first_layer + i)
+        random_seeds.seed_generators(seed, self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Run the backward pass of micro-batch m and add its gradients to `parameter.grad`.

@@ -64,7 +64,8 @@ class StageOptimizer(WrappingOptimizer):
 
     def load_settings(self, settings: Settings) -> None:
         """Load settings that `settings` has returned."""
-        _load(self.inner.param_groups, settings)
+        for group, mine in zip(self.inner.param_groups, settings, strict=False):
+            group.update({name: _own(value) for name, value in mine.items()})
 
     def apply(self) -> None:
         """Take a step with the parameters' gradients, which must contain the group's update."""
@@ -95,11 +96,6 @@ def _layout(optimizer: torch.optim.Optimizer) -> str:
         f"{type(part).__name__} with {format_count(len(part.param_groups), 'parameter group')}"
         for part in parts_of(optimizer)
     )
-
-
-def _load(groups: list[dict[str, Any]], settings: Settings) -> None:
-    for group, mine in zip(groups, settings, strict=False):
-        group.update({name: _own(value) for name, value in mine.items()})
 
 
 def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -175,6 +175,7 @@ class StageState:
         has_stepped: whether an update has been applied since the stage was built or restored.
         applied: the last committed step, whose update was applied or skipped; None if there is none, or while
             an update is being applied.
+        lone_sample: a function that returns the result of `lone_sample_layer` for the latest batch.
     """
 
     def __init__(
@@ -190,19 +191,9 @@ class StageState:
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
         self._known_shapes: dict[str, _ByShapes] = {}  # the least recently used first
-        self._lone_sample: Callable[[], tuple[str, bool]] = lambda: ("", True)
+        self.lone_sample: Callable[[], tuple[str, bool]] = lambda: ("", True)
         self.has_stepped = False
         self.applied: int | None = None
-
-    @property
-    def lone_sample_layer(self) -> str:
-        """A layer of the model for which a single sample is too few; "" if there is none."""
-        return self._lone_sample()[0]
-
-    @property
-    def normalizes_lone_sample(self) -> bool:
-        """Whether `lone_sample_layer` uses running statistics instead of the sample's own."""
-        return self._lone_sample()[1]
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
         """Use the layers in memory as stage `stage` of `staging`.
@@ -222,7 +213,7 @@ class StageState:
         """
         options, is_last = self._options, self.stage == staging.stages - 1
         start, stop = staging.block_range(self.stage)
-        specs, self._lone_sample = self._by_shapes(staging, example)
+        specs, self.lone_sample = self._by_shapes(staging, example)
         before, after = specs[start - 1] if start else None, None if is_last else specs[stop - 1]
         if self.executor is None:
             stage = Stage(
@@ -285,7 +276,7 @@ class StageState:
         needs for training, if possible.
         """
         count = min(micro_batches, max(1, samples))
-        if 1 < samples < 2 * count and self.lone_sample_layer:
+        if 1 < samples < 2 * count and self.lone_sample()[0]:
             count = samples // 2
         return schedule.divide_samples(samples, count)
 

@@ -14,6 +14,7 @@ Numbers (bool, int, float) are also sent, but have no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,22 +63,18 @@ class Leaf:
         return (samples * self.rows_per_sample, *self.shape)
 
     def payload_bytes(self, samples: int) -> int:
-        elements = 1
-        for length in self.shape_of(samples):
-            elements *= length
-        return encoded_bytes(elements, self.dtype, self.wire)
+        return encoded_bytes(math.prod(self.shape_of(samples)), self.dtype, self.wire)
 
     def __str__(self) -> str:
         if self.number is not None:
             return self.number.__name__
-        rows = (
-            []
-            if self.rows_per_sample is None
-            else ["n" if self.rows_per_sample == 1 else f"{self.rows_per_sample}n"]
-        )
-        sizes = ", ".join([*rows, *map(str, self.shape)])
+        sizes = list(map(str, self.shape))
+        if self.rows_per_sample is not None:
+            sizes.insert(0, "n" if self.rows_per_sample == 1 else f"{self.rows_per_sample}n")
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} ({sizes})" + ("" if self.wire is WirePrecision.EXACT else f" as {self.wire.value}")
+        return f"{name} ({', '.join(sizes)})" + (
+            "" if self.wire is WirePrecision.EXACT else f" as {self.wire.value}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +160,6 @@ class TensorTreeSpec:
         return tuple(_leaves(self.root))
 
     @cached_property
-    def single_leaf(self) -> Leaf | None:
-        """The leaf if the whole tree is one tensor, as in most models; otherwise None."""
-        return self.root if type(self.root) is Leaf and self.root.number is None else None
-
-    @cached_property
-    def is_flat_tuple(self) -> bool:
-        """Whether the tree is a flat tuple of tensors, as gradients are."""
-        root = self.root
-        if type(root) is not Branch or root.container is not tuple:
-            return False
-        return all(type(child) is Leaf and child.number is None for child in root.children)
-
-    @cached_property
     def gradients(self) -> TensorTreeSpec:
         """The spec of the gradients: a tuple with one tensor for each leaf that has a gradient."""
         return TensorTreeSpec(
@@ -194,15 +178,6 @@ class TensorTreeSpec:
 
     def values(self, tree: Any, samples: int) -> list[tuple[Leaf, Any]]:
         """Return the pairs (leaf, value) of a tree in order; raise `ConfigError` if it does not match."""
-        if self.single_leaf is not None and isinstance(tree, Tensor):
-            _check("", self.single_leaf, tree, samples)
-            return [(self.single_leaf, tree)]
-        if self.is_flat_tuple and type(tree) is tuple and len(tree) == len(self.leaves):
-            row = list(zip(self.leaves, tree, strict=True))
-            if all(isinstance(value, Tensor) for value in tree):
-                for i, (leaf, value) in enumerate(row):
-                    _check(f"[{i}]", leaf, value, samples)
-                return row
         found = []
         for path, leaf, value in _iterate_leaves(self.root, tree, ""):
             if leaf.number is None:
@@ -220,8 +195,6 @@ class TensorTreeSpec:
         Raises:
             ConfigError: the structure of the tree differs from this spec.
         """
-        if self.single_leaf is not None and isinstance(tree, Tensor):
-            return change(self.single_leaf, tree)
         values = iter([change(leaf, value) for _, leaf, value in _iterate_leaves(self.root, tree, "")])
         return _build_tree(self.root, values)
 
@@ -263,10 +236,6 @@ class TensorTreeSpec:
                     f"{leaf} with n = {samples}"
                 )
             values.append(_decode_leaf(leaf, buffer, samples, device))
-        if self.single_leaf is not None:
-            return values[0]
-        if self.is_flat_tuple:
-            return tuple(values)
         return _build_tree(self.root, iter(values))
 
 
@@ -418,11 +387,9 @@ def _build_tree(node: Node, values: Iterator[Any]) -> Any:
             return node.value
         case Branch(container=container):
             inside = [_build_tree(child, values) for child in node.children]
-            return (
-                dict(zip(node.keys, inside, strict=True))
-                if container is dict
-                else _make_container(container, inside)
-            )
+            if container is dict:
+                return dict(zip(node.keys, inside, strict=True))
+            return _make_container(container, inside)
 
 
 def _check(path: str, leaf: Leaf, tensor: Tensor, samples: int) -> None:

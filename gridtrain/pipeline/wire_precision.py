@@ -80,17 +80,14 @@ def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire
     """
     match wire:
         case WirePrecision.EXACT:
-            return (
-                bytes_.view(dtype).view(tuple(shape))
-                if bytes_.numel()
-                else bytes_.new_empty(shape, dtype=dtype)
-            )
+            flat_N = bytes_.view(dtype) if bytes_.numel() else bytes_.new_empty(0, dtype=dtype)
         case WirePrecision.BF16:
-            return bytes_.view(torch.bfloat16).to(dtype).view(tuple(shape))
+            flat_N = bytes_.view(torch.bfloat16)
         case WirePrecision.FP16:
-            return _of_fp16(bytes_).to(dtype).view(tuple(shape))
+            flat_N = _of_fp16(bytes_)
         case WirePrecision.INT8:
-            return _of_int8(bytes_, math.prod(shape)).to(dtype).view(tuple(shape))
+            flat_N = _of_int8(bytes_, math.prod(shape))
+    return flat_N.to(dtype).view(tuple(shape))
 
 
 def _fp16_of(flat_N: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ not finite are therefore among the selected entries, so the caller can detect th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +88,12 @@ def value_from_bits(bits: int) -> float:
     return float(np.array(bits, np.uint32).view(np.float32))
 
 
+def check_k(n: int, k: int) -> None:
+    """Raise `LocalProtocolError` unless 1 <= k <= n."""
+    if not 1 <= k <= n:
+        raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
+
+
 class CpuSelection:
     """Selects entries from vectors with similar distributions, one after another.  Not thread-safe."""
 
@@ -111,8 +118,7 @@ class CpuSelection:
             LocalProtocolError: k is out of range.
         """
         n = acc_N.size
-        if not 1 <= k <= n:
-            raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
+        check_k(n, k)
         if self._reached.size < min(n, BLOCK):  # allocated for n, because a vector may have many small parts
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
@@ -217,6 +223,7 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
     return keep
 
 
+@dataclass(frozen=True, slots=True)
 class BlockwiseSum:
     """A `Fill` for `CpuSelection.select` that computes acc = residual + weight * gradient.
 
@@ -224,7 +231,7 @@ class BlockwiseSum:
     and each sum is rounded to float32 separately, in this order, so that the result has the same bits as the
     same operations on whole vectors, on the CPU or on a GPU.
 
-    Args:
+    Attributes:
         residual_N, gradient_N: the residual and the gradient, (n,) float32, which are only read.
         acc_N: the result, (n,) float32.
         weight: this worker's share of the step's samples; 1.0 if gradient_N is already the contribution, 0.0
@@ -234,31 +241,24 @@ class BlockwiseSum:
         momentum: the DGC momentum m.
     """
 
-    def __init__(
-        self,
-        residual_N: FloatArray,
-        gradient_N: FloatArray,
-        acc_N: FloatArray,
-        *,
-        weight: float = 1.0,
-        u_N: FloatArray | None = None,
-        new_u_N: FloatArray | None = None,
-        momentum: float = 0.0,
-    ) -> None:
-        self._residual_N, self._gradient_N, self._acc_N = residual_N, gradient_N, acc_N
-        self._u_N, self._new_u_N = u_N, new_u_N
-        self._weight, self._momentum = np.float32(weight), np.float32(momentum)
+    residual_N: FloatArray
+    gradient_N: FloatArray
+    acc_N: FloatArray
+    weight: float = 1.0
+    u_N: FloatArray | None = None
+    new_u_N: FloatArray | None = None
+    momentum: float = 0.0
 
     def __call__(self, start: int, stop: int, step: int = 1) -> None:
         part = slice(start, stop, step)
-        acc, added = self._acc_N[part], self._contribution(part)
-        if self._u_N is not None and self._new_u_N is not None:
-            u = np.multiply(self._u_N[part], self._momentum, out=self._new_u_N[part])
+        acc, added = self.acc_N[part], self._contribution(part)
+        if self.u_N is not None and self.new_u_N is not None:
+            u = np.multiply(self.u_N[part], np.float32(self.momentum), out=self.new_u_N[part])
             added = np.add(u, added, out=u)
-        np.add(self._residual_N[part], added, out=acc)
+        np.add(self.residual_N[part], added, out=acc)
 
     def _contribution(self, part: slice) -> FloatArray | np.float32:
-        if self._weight == 0.0:
+        if self.weight == 0.0:
             return np.float32(0.0)
-        gradient = self._gradient_N[part]
-        return gradient if self._weight == 1.0 else np.multiply(gradient, self._weight, out=self._acc_N[part])
+        gradient, weight = self.gradient_N[part], np.float32(self.weight)
+        return gradient if weight == 1.0 else np.multiply(gradient, weight, out=self.acc_N[part])

@@ -1,12 +1,13 @@
 """Selects the k largest entries on a CUDA GPU with Triton kernels, and checks that the kernels work.
 
-The kernels compute acc, the sum of the residual and the contribution, and write a key for each element whose
+A kernel computes acc, the sum of the residual and the contribution, and writes a key for each element whose
 magnitude reaches a threshold.  A key is an int64 that combines the magnitude and the index of an element, so
 that the k largest keys belong to the selected entries.
 
     threshold of the last selection    accumulate --> keys --topk--> entries --one copy--> host
-    no threshold yet, or fewer than    histogram --> threshold --> compact --> keys, and then the same; the
-    k elements reached it              threshold stays on the device
+    no threshold yet (torch computes   histogram --> threshold --> compact --> keys, and then the same; the
+    acc), or fewer than k elements     threshold stays on the device
+    reached it
     more keys than the buffer holds    TensorSelection on the same acc (after many ties, or a change of the
                                        distribution)
 
@@ -24,17 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import ThresholdHint
+from gridtrain.sparsify.cpu_selection import ThresholdHint, check_k
 from gridtrain.sparsify.tensor_selection import (
     AccumulationTerms,
     SelectedEntries,
     TensorSelection,
-    check_k,
+    entries_at,
     key_indices,
+    sum_terms,
 )
 
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
-_WARPS = 8
+_LAUNCH = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}  # of all kernels
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # capacity of the buffer of keys, as a multiple of k
 _MIN_CAPACITY = 1 << 14
@@ -65,15 +67,15 @@ class CudaSelection:
             if start_bits > 1:
                 self._accumulate(terms, keys_C, threshold.fill_(start_bits), count)
             else:
-                self._find(terms, k, keys_C, threshold, count, sum_first=True)
+                self._find(sum_terms(terms), k, keys_C, threshold, count)
             seen, selected = _fetch(terms.acc_N, k, keys_C, count)
             if seen < k and start_bits > 1:
                 self.hint.mark_missed()
                 keys_C.zero_()
-                self._find(terms, k, keys_C, threshold, count.zero_(), sum_first=False)
+                self._find(terms.acc_N, k, keys_C, threshold, count.zero_())
                 seen, selected = _fetch(terms.acc_N, k, keys_C, count)
         if seen > keys_C.numel():
-            selected = self._select_wide(terms.acc_N, k)
+            selected = entries_at(terms.acc_N, self._wide.indices(terms.acc_N, k))
         if selected.indices_K.size == k:
             self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
         return selected
@@ -87,91 +89,40 @@ class CudaSelection:
         return self._keys_C.zero_(), threshold, torch.zeros_like(threshold)
 
     def _accumulate(self, terms: AccumulationTerms, keys_C: Tensor, threshold: Tensor, count: Tensor) -> None:
-        n = terms.acc_N.numel()
+        n, nothing = terms.acc_N.numel(), terms.acc_N  # `nothing`: without momentum, u is not accessed
         self._kernels.accumulate[(-(-n // _BLOCK),)](
-            *_pointers(terms),
+            terms.residual_N,
+            terms.gradient_N,
+            nothing if terms.u_N is None else terms.u_N,
+            terms.acc_N,
+            nothing if terms.new_u_N is None else terms.new_u_N,
+            float(terms.weight),
+            float(terms.momentum),
             threshold,
             keys_C,
             count,
             n,
             keys_C.numel(),
-            **_variant(terms),
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
+            WEIGHTED=terms.weight not in (0.0, 1.0),
+            EMPTY=terms.weight == 0.0,
+            HAS_U=terms.u_N is not None,
+            **_LAUNCH,
         )
 
-    def _find(
-        self,
-        terms: AccumulationTerms,
-        k: int,
-        keys_C: Tensor,
-        threshold: Tensor,
-        count: Tensor,
-        *,
-        sum_first: bool,
-    ) -> None:
+    def _find(self, acc_N: Tensor, k: int, keys_C: Tensor, threshold: Tensor, count: Tensor) -> None:
         """Compute a threshold on the device from a histogram of the magnitudes' leading bits, and store the
-        keys of the elements that reach it.
-
-        Args:
-            sum_first: whether acc must be computed first.
-        """
-        kernels, acc_N = self._kernels, terms.acc_N
+        keys of the elements that reach it."""
+        kernels = self._kernels
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
         counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
         kernels.histogram[(min(blocks, self._programs or _programs(acc_N.device)),)](
-            *_pointers(terms),
-            counts,
-            n,
-            SUM=sum_first,
-            **_variant(terms),
-            SHIFT=kernels.HISTOGRAM_SHIFT,
-            BINS=kernels.HISTOGRAM_BINS,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
+            acc_N, counts, n, SHIFT=kernels.HISTOGRAM_SHIFT, BINS=kernels.HISTOGRAM_BINS, **_LAUNCH
         )
         # The highest bin for which this bin and all higher bins together have at least k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=1).view(1))
-        kernels.compact[(blocks,)](
-            acc_N,
-            threshold,
-            keys_C,
-            count,
-            n,
-            keys_C.numel(),
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
-
-    def _select_wide(self, acc_N: Tensor, k: int) -> SelectedEntries:
-        where_K = self._wide.indices(acc_N, k)
-        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
-
-
-def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
-    nothing = terms.acc_N  # a placeholder, because the kernel without momentum does not access u
-    return (
-        terms.residual_N,
-        terms.gradient_N,
-        nothing if terms.u_N is None else terms.u_N,
-        terms.acc_N,
-        nothing if terms.new_u_N is None else terms.new_u_N,
-        float(terms.weight),
-        float(terms.momentum),
-    )
-
-
-def _variant(terms: AccumulationTerms) -> dict[str, bool]:
-    return {
-        "WEIGHTED": terms.weight not in (0.0, 1.0),
-        "EMPTY": terms.weight == 0.0,
-        "HAS_U": terms.u_N is not None,
-    }
+        kernels.compact[(blocks,)](acc_N, threshold, keys_C, count, n, keys_C.numel(), **_LAUNCH)
 
 
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
@@ -258,10 +209,8 @@ def _is_selection_correct(device: torch.device, weight: float, momentum: float, 
         results = []
         for selection in (one, other):
             acc_N, new_u_N = torch.empty_like(residual_N), torch.empty_like(u_N)
-            terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, momentum=momentum)
-            if momentum:
-                terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
-            selected = selection.select(terms, k)
+            u = (u_N, new_u_N, momentum) if momentum else ()
+            selected = selection.select(AccumulationTerms(residual_N, gradient_N, acc_N, weight, *u), k)
             results.append((selected, acc_N, new_u_N if momentum else acc_N))
         (mine, acc_N, new_u_N), (theirs, other_acc_N, other_new_u_N) = results
         same = np.array_equal(mine.indices_K, theirs.indices_K)

@@ -145,9 +145,8 @@ class ErrorFeedback:
             self._momentum,
         )
         selected = self._selection(part).select(terms, k)
-        if not (
-            np.abs(selected.values_K) <= limit
-        ).all():  # NaN and the largest magnitudes are among the selected values
+        # NaN and the largest magnitudes are among the selected values.
+        if not (np.abs(selected.values_K) <= limit).all():
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
         made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
         where_K = selected.where_K
@@ -239,22 +238,16 @@ class ErrorFeedback:
 
     def _check_whole(self, parts: Sequence[PreparedState]) -> None:
         """Raise `LocalProtocolError` unless the parts are in the second buffer and cover the whole vector."""
-        covered = 0
+        second_N, at, is_right = self._spare_residual_N, 0, True
         for prepared in sorted(parts, key=lambda prepared: prepared.start):
             new_N = prepared.new_residual_N
             assert new_N is not None
-            second = self._spare_residual_N.data_ptr() + prepared.start * new_N.element_size()
-            if prepared.start != covered or new_N.data_ptr() != second:
-                raise LocalProtocolError(
-                    f"the part at element {prepared.start} was prepared for another round, or does not "
-                    f"follow element {covered}; the parts must cover the vector without gaps, and each part "
-                    "must have been prepared after the last commit"
-                )
-            covered += new_N.numel()
-        if covered != self.residual_N.numel():
+            is_right &= prepared.start == at and new_N.data_ptr() == second_N[at:].data_ptr()
+            at += new_N.numel()
+        if not is_right or at != second_N.numel():
             raise LocalProtocolError(
-                f"the parts cover {covered} of {self.residual_N.numel()} elements; they must cover all of "
-                "them"
+                f"the parts must cover the vector of {second_N.numel()} elements without gaps, and each part "
+                "must have been prepared after the last commit, not for another round"
             )
 
     def add_truncated(

@@ -32,9 +32,8 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 _LARGEST = float(np.finfo(np.float32).max)
 _SAMPLED_FROM = 1 << 13  # the number of magnitudes from which sampling saves time
 _STRIDE = 32
-_MARGIN = (
-    3  # times the square root of the sample's size, on both sides: six standard deviations at the median
-)
+_MARGIN = 3
+"""On both sides, times the square root of the sample's size: six standard deviations at the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,10 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
     total = values.take(firsts)
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         np.add.at(total, repeats - np.arange(1, repeats.size + 1), values.take(repeats))  # one after another
-    return _entries(ordered.take(firsts), total)
+    indices = ordered.take(firsts)
+    _check_sums(indices, total)
+    kept = np.flatnonzero(total)
+    return SparseVector(indices.take(kept), total.take(kept))
 
 
 def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray]:
@@ -189,19 +191,6 @@ def _sort_pairs(
     np.concatenate([part.indices for part in parts], out=pairs[:, 1], casting="unsafe")
     pairs.view("<u8").sort(axis=0, kind="stable")  # merges the parts, each of which is sorted
     return pairs[:, 1].astype(np.int64), pairs[:, 0].astype(np.uint32)
-
-
-def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
-    """Return the entries whose sum is not 0.
-
-    Raises:
-        RemoteProtocolError: a sum is not finite.
-    """
-    _check_sums(indices, total)
-    is_entry = total != 0
-    if is_entry.all():
-        return SparseVector(indices, total)
-    return SparseVector(indices[is_entry], total[is_entry])
 
 
 def _check_sums(indices: IndexArray, sums: FloatArray) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import MAGNITUDE_MASK
+from gridtrain.sparsify.cpu_selection import MAGNITUDE_MASK, check_k
 from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct
 from gridtrain.sparsify.tensor_selection import (
     AccumulationTerms,
@@ -30,7 +30,7 @@ from gridtrain.sparsify.tensor_selection import (
     SelectedEntries,
     Selection,
     TensorSelection,
-    check_k,
+    entries_at,
     sum_terms,
 )
 
@@ -78,7 +78,7 @@ class ChunkedSelection:
                 part_RC = _largest_of_rows(bits_N[part].view(shape), quotas.to(bits_N.device))
                 selected_N[part] = part_RC.view(-1)
         where_K = torch.nonzero(selected_N).squeeze(1)
-        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
+        return entries_at(terms.acc_N, where_K)
 
 
 def _largest_of_rows(bits_RC: Tensor, quotas_R: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify.cpu_selection import (
     MAGNITUDE_MASK,
     BlockwiseSum,
     CpuSelection,
     ThresholdHint,
+    check_k,
 )
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
@@ -90,10 +90,7 @@ class HostSelection:
 
     def __init__(self) -> None:
         self._blocked = CpuSelection()
-
-    @property
-    def hint(self) -> ThresholdHint:
-        return self._blocked.hint
+        self.hint = self._blocked.hint
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         acc_N = terms.acc_N.numpy()
@@ -101,10 +98,10 @@ class HostSelection:
             terms.residual_N.numpy(),
             terms.gradient_N.detach().numpy(),
             acc_N,
-            weight=terms.weight,
-            u_N=None if terms.u_N is None else terms.u_N.numpy(),
-            new_u_N=None if terms.new_u_N is None else terms.new_u_N.numpy(),
-            momentum=terms.momentum,
+            terms.weight,
+            None if terms.u_N is None else terms.u_N.numpy(),
+            None if terms.new_u_N is None else terms.new_u_N.numpy(),
+            terms.momentum,
         )
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the selected values
             indices_K = self._blocked.select(acc_N, k, fill)
@@ -118,8 +115,7 @@ class TensorSelection:
         self.hint = ThresholdHint()
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        where_K = self.indices(sum_terms(terms), k)
-        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
+        return entries_at(terms.acc_N, self.indices(sum_terms(terms), k))
 
     def indices(self, acc_N: Tensor, k: int) -> Tensor:
         """Return the indices of the selected entries: (K,) int64 on the device, ascending.
@@ -160,10 +156,9 @@ class TensorSelection:
         return None if count > at_most else torch.nonzero(reached).squeeze(1)
 
 
-def check_k(n: int, k: int) -> None:
-    """Raise `LocalProtocolError` unless 1 <= k <= n."""
-    if not 1 <= k <= n:
-        raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
+def entries_at(acc_N: Tensor, where_K: Tensor) -> SelectedEntries:
+    """Copy the entries at the indices `where_K`, which are on the device of acc_N, to the host."""
+    return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
 
 
 def sort_keys(bits_C: Tensor, indices_C: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     accumulate   stores acc = residual + added (`AccumulationTerms`), and the keys of the elements that reach
                  the threshold.  For each element, it reads 4 bytes of the residual and 4 bytes of the
                  gradient, and writes 4 bytes; with momentum, it reads and writes 4 bytes more
-    histogram    computes acc in the same way or uses a given acc; counts magnitudes by their leading 11 bits,
-                 from which a threshold is computed if there is none from the last step
+    histogram    counts the magnitudes of a given acc by their leading 11 bits, from which a threshold is
+                 computed if there is none from the last step
     compact      stores only the keys of a given acc
 
 A key is (bits of |acc|) << 32 | (2**32 - 1 - index), so a larger |acc| has a larger key, and on a tie a lower
@@ -22,36 +22,6 @@ import triton.language as tl
 
 HISTOGRAM_SHIFT = 20
 HISTOGRAM_BINS = 2048
-
-
-@triton.jit
-def _sum_block(
-    residual_N,
-    gradient_N,
-    u_N,
-    acc_N,
-    new_u_N,
-    weight,
-    momentum,
-    offsets,
-    inside,
-    WEIGHTED: tl.constexpr,
-    EMPTY: tl.constexpr,
-    HAS_U: tl.constexpr,
-):
-    """Compute, store and return one block of acc.  Elements that are not `inside` are returned as 0."""
-    if EMPTY:
-        added = tl.zeros(offsets.shape, tl.float32)
-    else:
-        added = tl.load(gradient_N + offsets, mask=inside, other=0.0)
-    if WEIGHTED:
-        added = added * weight
-    if HAS_U:
-        added = tl.load(u_N + offsets, mask=inside, other=0.0) * momentum + added
-        tl.store(new_u_N + offsets, added, mask=inside)
-    acc = tl.load(residual_N + offsets, mask=inside, other=0.0) + added
-    tl.store(acc_N + offsets, acc, mask=inside)
-    return acc
 
 
 @triton.jit
@@ -92,20 +62,17 @@ def accumulate(
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
-    acc = _sum_block(
-        residual_N,
-        gradient_N,
-        u_N,
-        acc_N,
-        new_u_N,
-        weight,
-        momentum,
-        offsets,
-        inside,
-        WEIGHTED,
-        EMPTY,
-        HAS_U,
-    )
+    if EMPTY:
+        added = tl.zeros(offsets.shape, tl.float32)
+    else:
+        added = tl.load(gradient_N + offsets, mask=inside, other=0.0)
+    if WEIGHTED:
+        added = added * weight
+    if HAS_U:
+        added = tl.load(u_N + offsets, mask=inside, other=0.0) * momentum + added
+        tl.store(new_u_N + offsets, added, mask=inside)
+    acc = tl.load(residual_N + offsets, mask=inside, other=0.0) + added
+    tl.store(acc_N + offsets, acc, mask=inside)
     _append_keys(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
 
 
@@ -119,25 +86,8 @@ def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def histogram(
-    residual_N,
-    gradient_N,
-    u_N,
-    acc_N,
-    new_u_N,
-    weight,
-    momentum,
-    counts_B,
-    n,
-    SUM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    EMPTY: tl.constexpr,
-    HAS_U: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count magnitudes by their leading bits; if `SUM`, compute and store acc first.
+def histogram(acc_N, counts_B, n, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the magnitudes of a given acc by their leading bits.
 
     Each of a small number of programs adds its own histogram to `counts_B` at the end.  Elements beyond n are
     counted in bin 0.
@@ -147,24 +97,7 @@ def histogram(
     stride = tl.num_programs(0).to(tl.int64) * BLOCK
     while start < n:
         offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < n
-        if SUM:
-            acc = _sum_block(
-                residual_N,
-                gradient_N,
-                u_N,
-                acc_N,
-                new_u_N,
-                weight,
-                momentum,
-                offsets,
-                inside,
-                WEIGHTED,
-                EMPTY,
-                HAS_U,
-            )
-        else:
-            acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
+        acc = tl.load(acc_N + offsets, mask=offsets < n, other=0.0)
         bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         counts += tl.histogram(bits >> SHIFT, BINS)
         start += stride

@@ -43,9 +43,7 @@ class AbsentOptimizer(Protocol):
     unapplied_step: int | None
     residual: WorkerResidual
     backwards_per_step: int
-
-    @property
-    def calls_per_turn(self) -> int: ...
+    calls_per_turn: int
 
     def is_state_needed(self, plan: StepPlan) -> bool: ...
 

@@ -29,7 +29,6 @@ from gridtrain.training.exchangers import (
     DenseExchanger,
     ExchangeAttempt,
     Exchanger,
-    SparseExchanger,
     make_exchanger,
 )
 
@@ -52,7 +51,7 @@ class AutoExchanger(Exchanger):
         direct = (as_direct(exchange) for exchange in exchanges)
         self.choices |= {exchange.describe(): exchange for exchange in direct if exchange is not None}
         self._name = ""
-        self._current: DenseExchanger | SparseExchanger | None = None
+        self._current: Exchanger | None = None
         self.feedback = None
         self.keeps_residual = any(each.sparse for each in exchanges)
 
@@ -90,18 +89,15 @@ class AutoExchanger(Exchanger):
             self.feedback = None
         return update
 
-    def _switch_to(self, name: str) -> DenseExchanger | SparseExchanger:
+    def _switch_to(self, name: str) -> Exchanger:
+        exchange = self.choices.get(name)
+        if exchange is None:
+            raise LocalProtocolError(
+                f"a step began with the exchange {name!r}, which is not one of the choices"
+            )
+        feedback = self.feedback if isinstance(exchange, Dense) else self.open_feedback()
         if self._current is None or name != self._name:
-            exchange = self.choices.get(name)
-            if exchange is None:
-                raise LocalProtocolError(
-                    f"a step began with the exchange {name!r}, which is not one of the choices"
-                )
-            feedback = self.feedback if isinstance(exchange, Dense) else self.open_feedback()
             self._current = make_exchanger(exchange, self.bounds, self._device, feedback)
             self._name = name
-        if isinstance(self._current, DenseExchanger):
-            self._current.feedback = self.feedback
-        elif (feedback := self.open_feedback()) is not None:
-            self._current.feedback = feedback
+        self._current.feedback = feedback
         return self._current

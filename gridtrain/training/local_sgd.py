@@ -53,7 +53,6 @@ from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 log = logging.getLogger("gridtrain")
 
-_VELOCITY = "velocity"
 _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "applying_s"), 0.0)
 
 
@@ -80,7 +79,7 @@ class OuterOptimizer(WrappingOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return {} if self._velocity_N is None else {0: {_VELOCITY: self._velocity_N}}
+        return {} if self._velocity_N is None else {0: {"velocity": self._velocity_N}}
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state, "param_groups": self.inner.state_dict()["param_groups"]}
@@ -93,8 +92,10 @@ class OuterOptimizer(WrappingOptimizer):
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
             raise ValueError("only one of the two states has an outer velocity")
-        if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
-            raise ValueError(f"the outer velocity's shape or dtype differs: {_shape_and_dtype(velocity_N)}")
+        if velocity_N is not None and mine_N is not None:
+            found = velocity_N.shape, velocity_N.dtype
+            if found != (mine_N.shape, mine_N.dtype):
+                raise ValueError(f"the outer velocity's shape or dtype differs: {found}")
         own = self.inner.state_dict()["state"]
         self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
         serialization.keep_dtypes(self.inner, own)
@@ -163,13 +164,13 @@ class LocalSGDOptimizer(GridOptimizer):
                 remedy="clip each worker's gradient: clip_grad_norm_(...) between backward() and step()",
             )
         super().__init__(inner, model, exchange, session, **options)
-        self._every = exchange.every
+        self.calls_per_turn = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
         self._initial_moments = copy.deepcopy(inner.state_dict()["state"])
         device = self._flat.flat_N.device
         self._anchor = [torch.empty_like(p.detach(), device=device) for p in self._flat.parameters]
         self.local_calls = 0
-        self._calls_with_samples = self._every
+        self._calls_with_samples = self.calls_per_turn
         self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
         self._has_anchor = False  # from a turn's first local step until the turn's update is applied
         self._is_anchor_own = True  # whether the script has left the parameters to the optimizer until then
@@ -179,12 +180,9 @@ class LocalSGDOptimizer(GridOptimizer):
 
     # -- turns ---------------------------------------------------------------------------------------
 
-    @property
-    def calls_per_turn(self) -> int:
-        return self._every
-
     def begin_turn(self, calls_with_samples: int) -> None:
-        self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
+        self.local_calls, self._calls_left = 0, self.calls_per_turn
+        self._calls_with_samples = calls_with_samples
         self._has_anchor = False
         self.weights.begin_turn()
         self._statistics.save()
@@ -202,8 +200,9 @@ class LocalSGDOptimizer(GridOptimizer):
         if closure is not None:
             super().step(closure)  # raises ConfigError
         if self._calls_left == 0:
+            every = self.calls_per_turn
             raise ConfigError(
-                f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
+                f"optimizer.step() was called {every + 1} times for a step's {every} batches",
                 remedy="call optimizer.step() once per batch, or once per N batches with "
                 "grid.batches(..., accumulate=N)",
             )
@@ -216,7 +215,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.weights.take(self.local_calls <= self._calls_with_samples)
         self._leave_out_stand_ins()
         self._local_step()
-        if self.local_calls < self._every:
+        if self.local_calls < self.calls_per_turn:
             self._report_speed()
             self._report_local()
         else:
@@ -224,7 +223,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     @property
     def is_unchanged(self) -> bool:
-        return self._calls_left == self._every and super().is_unchanged
+        return self._calls_left == self.calls_per_turn and super().is_unchanged
 
     @torch.no_grad()
     def abort_turn(self) -> None:
@@ -348,7 +347,7 @@ class LocalSGDOptimizer(GridOptimizer):
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "
             "this worker's %s restarts with new moments and the group's parameters",
-            self._every,
+            self.calls_per_turn,
             type(self.inner).__name__,
         )
         self._load_moments(copy.deepcopy(self._initial_moments))  # a copy, because training changes it
@@ -440,20 +439,12 @@ def _to_float32(values: Tensor) -> Tensor:
     return values.detach().to(wide)
 
 
-def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
-    return None if values is None else (values.shape, values.dtype)
-
-
 def _velocity_of(state: Any) -> Tensor | None:
     """Return the velocity in `state`, or None if `state` is empty; raise `ValueError` if `state` is not the
     state of an `OuterOptimizer`."""
     if state == {}:
         return None
-    try:
-        ((position, fields),) = state.items()
-        ((name, velocity_N),) = fields.items()
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError("the outer optimizer's state is not a single velocity") from None
-    if position != 0 or name != _VELOCITY or not isinstance(velocity_N, Tensor):
-        raise ValueError("the outer optimizer's state is not a single velocity")
-    return velocity_N
+    match state:
+        case {0: {"velocity": Tensor() as velocity_N, **others}, **more} if not others and not more:
+            return velocity_N
+    raise ValueError("the outer optimizer's state is not a single velocity")

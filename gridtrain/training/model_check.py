@@ -119,9 +119,8 @@ class TokenCheck:
     def _refuse_masked(self) -> None:
         """Raise `ConfigError` if neither the first batch nor any sample from `look_further` has a token to
         predict; otherwise warn once."""
-        looked_at = (
-            [_predicts_nothing(batch["labels"]) for batch in self._look_further()] if self._is_first else []
-        )
+        further = self._look_further() if self._is_first else ()
+        looked_at = [_predicts_nothing(batch["labels"]) for batch in further]
         if looked_at and all(looked_at):
             raise ConfigError(
                 "there is no token to predict: the labels of the first batch and of "

@@ -585,9 +585,8 @@ class WholeModelState(ModelState):
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
         # The step that this worker, the last one, cannot save when it leaves, and why:
         self._lost_step: tuple[int, str] | None = None
-        self._is_resumed = (
-            False  # state and residual come from the checkpoint, and no step has been taken since
-        )
+        # State and residual come from the checkpoint, and no step has been taken since:
+        self._is_resumed = False
         largest_bytes = largest_state_bytes(optimizer.model)
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes

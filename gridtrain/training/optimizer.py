@@ -111,6 +111,7 @@ class GridOptimizer(WrappingOptimizer):
             it is `inner`.
         requested_batches: how many of the batches for the next call to `step` the script has requested.
         residual: the gradient that this worker has not sent yet.
+        flat_size: the number of elements in the flat gradient.
         weights: how much this worker's batch counts in a step.
         parameter_watch: detects whether the script has changed the parameters since the latest step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
@@ -126,6 +127,7 @@ class GridOptimizer(WrappingOptimizer):
 
     delay = 0  # `LedgerSpec.delay`
     shares_scale = True  # whether a GradScaler's scale must be the same on all workers
+    calls_per_turn = 1  # to `step`, in one step of the run
     local_calls = 0  # calls to `step` in this turn that have not exchanged yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
@@ -167,6 +169,7 @@ class GridOptimizer(WrappingOptimizer):
             has_used=unused == "skip",
             allows_sparse=isinstance(exchange, LocalSteps),
         )
+        self.flat_size = self._flat.n
         self.unused = unused
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
@@ -206,7 +209,7 @@ class GridOptimizer(WrappingOptimizer):
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None  # until its outcome is known
         self._is_usable = True  # the argument of the latest `_run_attempts`
-        self.weights = BatchWeights(weigh_by, self._flat, session)
+        self.weigh_by, self.weights = weigh_by, BatchWeights(weigh_by, self._flat, session)
 
     @property
     def skipped_steps(self) -> int:
@@ -228,14 +231,9 @@ class GridOptimizer(WrappingOptimizer):
     @property
     def is_overlapping(self) -> bool:
         """Whether buckets are sent during the backward pass, except in trials, which measure both ways."""
-        return self._overlapper is not None and self._overlapper.is_active
+        return self._overlapper is not None and self._overlapper.trial.is_worthwhile
 
     # -- torch.optim.Optimizer -------------------------------------------------------------------
-
-    @property
-    def flat_size(self) -> int:
-        """The number of elements in the flat gradient."""
-        return self._flat.n
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
@@ -269,11 +267,6 @@ class GridOptimizer(WrappingOptimizer):
 
     # -- turns: the calls to `step` in one step of the run -------------------------------------------
 
-    @property
-    def calls_per_turn(self) -> int:
-        """The number of calls to `step` in one step of the run."""
-        return 1
-
     def begin_turn(self, calls_with_samples: int) -> None:
         """Begin a turn.
 
@@ -286,11 +279,6 @@ class GridOptimizer(WrappingOptimizer):
         self._statistics.save()
         if self.backwards_per_step > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = capture_turn_start(self.inner, self._trackers, averages=False)
-
-    @property
-    def weigh_by(self) -> str:
-        """What this worker's gradient is weighted by: "samples" or "tokens"."""
-        return self.weights.weigh_by
 
     def weigh(self, count: int) -> None:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
@@ -403,7 +391,7 @@ class GridOptimizer(WrappingOptimizer):
                 attempt = self._prepare(weighed, usable or weighed.samples == 0, sent)
             if fresh:  # otherwise the rings continue with what they have received
                 averages = self.buffer_averaging.make_collective_buffer(plan)
-                trial = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
+                trial = self._overlapper.trial.make_table(plan) if self._overlapper is not None else None
             if fresh or compared is None:
                 compared = hyperparameter_check.make_hyperparameter_buffer(plan, self._settings_of_step)
             # A retry adds the hyperparameters at the end, so that the other buffers' channels do not change.
@@ -688,7 +676,8 @@ class GridOptimizer(WrappingOptimizer):
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the
         optimizer."""
-        serialization.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
+        values = serialization.read_state(document, tensors)
+        serialization.load_state(values, self.model, self.replicated, self._trackers)
 
     @property
     def choices(self) -> Sequence[Exchange]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ class Overlapper:
 
     Args:
         whole, parts: the exchangers of the whole vector and of its buckets, which share one error feedback.
-        trial: the trial, which decides which of the two exchangers each step uses.
 
     Attributes:
+        trial: the trial, which decides which of the two exchangers each step uses.
         backwards: the number of backward passes before one call to `step` (`grid.batches(accumulate=)`).
         selecting_s: the time that the current backward pass has spent on selection, in seconds.
     """
@@ -79,7 +80,7 @@ class Overlapper:
         trial: OverlapTrial,
     ) -> None:
         self._flat, self._session = flat, session
-        self._whole_exchanger, self._bucket_exchanger, self._trial = whole, parts, trial
+        self._whole_exchanger, self._bucket_exchanger, self.trial = whole, parts, trial
         self._bucket_parameters = _bucket_members(flat.sizes, parts.bounds)
         self._bucket_of = {p: b for b, members in enumerate(self._bucket_parameters) for p in members}
         self.backwards = 1
@@ -88,7 +89,8 @@ class Overlapper:
         self._current_plan: StepPlan | None = None  # the plan of the latest attempt at this step
         self._reset()
         for index, parameter in enumerate(flat.parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            hook = partial(self._complete, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _reset(self) -> None:
         self._backward_counts = [0] * len(self._flat.sizes)
@@ -97,17 +99,9 @@ class Overlapper:
         self._has_plan = False
         self._sent: dict[int, ExchangeAttempt] = {}
 
-    @property
-    def is_active(self) -> bool:
-        """Whether overlap is on outside of trials."""
-        return self._trial.is_worthwhile
-
     # -- during backward -----------------------------------------------------------------------------
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        return lambda _: self._complete(index)
-
-    def _complete(self, index: int) -> None:
+    def _complete(self, index: int, _: Tensor) -> None:
         bucket = self._bucket_of[index]
         if self._began_s is None:
             self._began_s = time.perf_counter()
@@ -129,7 +123,7 @@ class Overlapper:
     def _send(self, bucket: int) -> None:
         if not self._has_plan:
             self._has_plan, plan = True, self._session.predict_plan()
-            self._plan = plan if plan is not None and self._trial.is_overlapped(plan) else None
+            self._plan = plan if plan is not None and self.trial.is_overlapped(plan) else None
         if self._plan is None:
             return
         finish_queued_work(self._flat.flat_N.device)  # selection would also wait for it
@@ -172,33 +166,29 @@ class Overlapper:
     def exchanger(self, plan: StepPlan) -> Exchanger:
         """Return the exchanger with which all members divide their gradients in this attempt."""
         self._current_plan = plan
-        return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
+        return self._bucket_exchanger if self.trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """See `Exchanger.make_empty_buffer`.  Also returns None in a trial, which needs this worker's
         durations, and while this worker does not know the trial's decision."""
-        is_overlapped = self._trial.is_overlapped_outside_trials(plan)
+        is_overlapped = self.trial.is_overlapped_outside_trials(plan)
         if is_overlapped is None:
             return None
         exchanger = self._bucket_exchanger if is_overlapped else self._whole_exchanger
         return exchanger.make_empty_buffer(plan)
 
-    def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """Return the table of durations that this attempt also exchanges, or None; see `overlap_trial`."""
-        return self._trial.make_table(plan)
-
     def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
         """Apply a table of durations after its round was committed; log the decision if it has changed."""
-        text = self._trial.apply_table(plan, table.update)
+        text = self.trial.apply_table(plan, table.update)
         if text:
-            log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", text)
+            log.log(logging.INFO if self.trial.is_worthwhile else logging.WARNING, "%s", text)
 
     def end_step(self) -> float:
         """End a step; return how long selection took during its backward pass, in seconds."""
         plan, self._current_plan = self._current_plan, None
         began_s, self._began_s = self._began_s, None
         if plan is not None and began_s is not None:
-            self._trial.record_duration(plan, time.perf_counter() - began_s)
+            self.trial.record_duration(plan, time.perf_counter() - began_s)
         selecting_s, self.selecting_s = self.selecting_s, 0.0
         return selecting_s
 

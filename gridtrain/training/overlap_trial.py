@@ -80,8 +80,6 @@ class OverlapTrial:
 
     def is_overlapped(self, plan: StepPlan) -> bool:
         """Whether all members divide this step's gradient into buckets."""
-        if not self._adaptive:
-            return True
         phase, start = self._phase_of(plan)
         if start is not None and phase < start + TRIAL_STEPS:
             return (phase - start) // BLOCK_STEPS % 2 == 0
@@ -101,7 +99,7 @@ class OverlapTrial:
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
         """Record how long this worker's backward pass and exchange took in a step, in seconds."""
         phase, start = self._phase_of(plan)
-        if start is None or not self._adaptive:
+        if start is None:
             return
         at = phase - start
         if start != self._measured_trial:
@@ -113,7 +111,7 @@ class OverlapTrial:
         """Return the table with this worker's medians if a trial has ended and its table has not been summed
         yet; otherwise None."""
         phase, start = self._phase_of(plan)
-        if not self._adaptive or start is None or self._decided_trial == start or phase < start + TRIAL_STEPS:
+        if start is None or self._decided_trial == start or phase < start + TRIAL_STEPS:
             return None
         rows = np.zeros((plan.world_size, 2), np.float32)
         if all(self._durations_s.values()):  # empty for a member without samples
@@ -153,8 +151,8 @@ class OverlapTrial:
         )
 
     def _phase_of(self, plan: StepPlan) -> tuple[int, int | None]:
-        """Return the step's phase and the start of the latest trial."""
+        """Return the step's phase and the start of the latest trial; None if there was none."""
         if plan.generation != self._generation:
             self._begin(plan.generation)
         phase = plan.step - plan.first_step
-        return phase, last_trial_start(phase)
+        return phase, last_trial_start(phase) if self._adaptive else None

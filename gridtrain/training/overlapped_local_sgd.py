@@ -125,7 +125,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     def _global_step(self) -> None:
         self.local_calls = 0
-        if self._is_repeating or self._overlapped_steps < self._every:  # already exchanged
+        if self._is_repeating or self._overlapped_steps < self.calls_per_turn:  # already exchanged
             self._finish_local_steps()
             self._session.finish_computing()
             super()._report_local()

@@ -34,8 +34,7 @@ from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.checkpoint_store import (
     matches_facts,
     parse_facts,
-    publish_folder,
-    sync_files,
+    replaced_folder,
 )
 from gridtrain.training.checkpoint.serialization import safetensors_pieces
 from gridtrain.training.worker_residual import WorkerResidual
@@ -183,20 +182,16 @@ def _merge_received(
 
 def save_left_residual(folder: Path, facts: Facts, left: LeftResidual) -> None:
     """Write the residual that a leaving worker still has.  Errors, such as a full disk, are logged."""
-    path, partial = folder / LEFT_FOLDER, folder / f".{LEFT_FOLDER}.partial"
+    path = folder / LEFT_FOLDER
+    shutil.rmtree(path, ignore_errors=True)
     try:
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         note = {"applied": left.applied, "history": left.history.hex(), "facts": [list(f) for f in facts]}
         tensors = {"residual": torch.from_numpy(left.residual_N)}
-        with (partial / RESIDUAL_FILE).open("wb") as file:
-            file.writelines(safetensors_pieces(tensors))
-        (partial / "note.json").write_text(json.dumps(note))
-        sync_files(partial)
-        publish_folder(partial, path)
+        with replaced_folder(path) as partial:
+            with (partial / RESIDUAL_FILE).open("wb") as file:
+                file.writelines(safetensors_pieces(tensors))
+            (partial / "note.json").write_text(json.dumps(note))
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         log.error("the residual of this worker cannot be written to %s: %s; it is lost", path, error)
 
 

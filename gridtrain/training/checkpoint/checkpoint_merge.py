@@ -15,7 +15,6 @@ must be the same in all checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +33,9 @@ PARAMETER_ORDER_KEY = "order"
 _REMEDY = "restart the run with as many workers as it has stages"
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckpointSource:
-    """One checkpoint, with the optimizer's state and settings by parameter."""
-
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    states: Mapping[str, Any]
-    groups: Mapping[str, Mapping[str, Any]]
-    trackers: Mapping[str, Any]
-    residual: Mapping[str, Tensor]
+_Source = Mapping[str, Mapping[str, Any]]
+"""One checkpoint: its parameters and buffers, the optimizer's states and groups (settings) by the parameter's
+name, and the trackers."""
 
 
 def parameter_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -75,8 +67,8 @@ def load_merged(
     def of(what: str, name: str) -> Any:
         for known in (name, *sorted(others.get(name, ()))):
             for source in sources:
-                if known in getattr(source, what):
-                    return getattr(source, what)[known]
+                if known in source[what]:
+                    return source[what][known]
         return None
 
     parameters = {name: of("parameters", name) for name in names}
@@ -87,7 +79,7 @@ def load_merged(
         )
     buffers: dict[str, Any] = {}
     for source in reversed(sources):
-        buffers |= source.buffers
+        buffers |= source["buffers"]
     own = dict(model_buffers.buffers_of(module))
     order = parameter_order(module, optimizer)
     serialization.load_state(
@@ -119,7 +111,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[str], of:
     return {"state": {i: one for i, one in found.items() if one is not None}, **settings}
 
 
-def _read_source(found: Checkpoint) -> _CheckpointSource:
+def _read_source(found: Checkpoint) -> _Source:
     values = serialization.read_state(found.document, found.tensors)
     try:
         order = [str(name) for name in found.document[PARAMETER_ORDER_KEY]]
@@ -130,10 +122,8 @@ def _read_source(found: Checkpoint) -> _CheckpointSource:
             for index in group["params"]
         }
         states = {order[index]: one for index, one in optimizer["state"].items()}
-        parameters, buffers = dict(values["parameters"]), dict(values["buffers"])
-        return _CheckpointSource(
-            parameters, buffers, states, groups, dict(values["trackers"]), found.residual
-        )
+        named = {what: dict(values[what]) for what in ("parameters", "buffers", "trackers")}
+        return named | {"states": states, "groups": groups}
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise RemoteProtocolError(
             f"the checkpoint {found.path} does not name the parameters of its state: {error!r}",
@@ -141,9 +131,9 @@ def _read_source(found: Checkpoint) -> _CheckpointSource:
         ) from error
 
 
-def _same_trackers(sources: Sequence[_CheckpointSource]) -> Mapping[str, Any]:
-    first = sources[0].trackers
-    if any(not _is_equal(source.trackers, first) for source in sources):
+def _same_trackers(sources: Sequence[_Source]) -> Mapping[str, Any]:
+    first = sources[0]["trackers"]
+    if any(not _is_equal(source["trackers"], first) for source in sources):
         raise RemoteProtocolError(
             f"the states of {', '.join(sorted(first))} differ from stage to stage", remedy=_REMEDY
         )

@@ -209,12 +209,11 @@ class CheckpointStore:
         Raises:
             OSError: they cannot be moved.
         """
-        found = []
-        for path in list_checkpoints(self.folder) if self._every else ():
-            with contextlib.suppress(ConfigError):  # it cannot be read
-                position, written = read_header(path)
-                if matches_facts(written, facts) and is_of_other_history(position, current):
-                    found.append(path)
+        found = [
+            path
+            for path, position, written in (readable_headers(self.folder) if self._every else ())
+            if matches_facts(written, facts) and is_of_other_history(position, current)
+        ]
         return _move_to_earlier(self.folder, found) if found else None
 
     def _prune_unverified(self, step: int) -> None:
@@ -293,11 +292,10 @@ class CheckpointStore:
         """Return the step of the latest checkpoint with these settings that is not later than step `most` and
         has a readable header; 0 if there is none."""
         with contextlib.suppress(OSError):
-            for path in reversed(list_checkpoints(self.folder)):
-                with contextlib.suppress(ConfigError):
-                    position, written = read_header(path)
-                    if position.applied < most and matches_facts(written, facts):
-                        return position.applied + 1
+            headers = list(readable_headers(self.folder))
+            for _, position, written in reversed(headers):
+                if position.applied < most and matches_facts(written, facts):
+                    return position.applied + 1
         return 0
 
     def _is_writing(self) -> bool:
@@ -359,13 +357,12 @@ def describe_difference(written: Facts, facts: Facts) -> str:
 def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
     """Map each checkpoint in `folders` that was written with different training settings to a text about the
     difference."""
-    found = {}
-    for path in itertools.chain.from_iterable(map(list_checkpoints, folders)):
-        with contextlib.suppress(ConfigError):  # it cannot be read
-            _, written = read_header(path)
-            if not matches_facts(written, facts):
-                found[path] = describe_difference(written, facts)
-    return found
+    headers = itertools.chain.from_iterable(map(readable_headers, folders))
+    return {
+        path: describe_difference(written, facts)
+        for path, _, written in headers
+        if not matches_facts(written, facts)
+    }
 
 
 def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> None:
@@ -430,10 +427,7 @@ def partial_folder(path: Path, use: str = "") -> Path:
 def save(content: CheckpointContent, path: Path) -> None:
     """Write a checkpoint to the folder `path`, completely or not at all; replace a checkpoint that is there.
     Raises `OSError` if it cannot be written."""
-    partial = partial_folder(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_folder(path) as partial:
         _write_file(partial / "tensors.safetensors", safetensors_pieces(content.tensors))
         residual = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         if content.residual:
@@ -451,10 +445,21 @@ def save(content: CheckpointContent, path: Path) -> None:
         if content.pretrained is not None:
             body["pretrained"] = content.pretrained
         _write_file(partial / "state.json", [json.dumps(body, separators=(",", ":")).encode()])
+
+
+@contextlib.contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder, which replaces the folder `path` when it is complete and its files are on disk.
+    After an error it is removed, and `path` stays as it is."""
+    partial = partial_folder(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_files(partial)
         publish_folder(partial, path)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def remove(path: Path) -> None:
@@ -491,8 +496,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def replace_pretrained(path: Path, pretrained: Any) -> None:
-    """Replace the `PretrainedLayout` of a checkpoint, which its digest does not cover.  Raises `OSError` if
-    the checkpoint cannot be read or written."""
+    """Replace the `PretrainedLayout` of a checkpoint that is not published yet; its digest does not cover
+    the layout.  Raises `OSError` if the checkpoint cannot be read or written."""
     body = json.loads(_read_text(path / "state.json"))
     body["pretrained"] = pretrained
     _write_file(path / "state.json", [json.dumps(body, separators=(",", ":")).encode()])
@@ -569,6 +574,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
+def readable_headers(folder: Path) -> Iterator[tuple[Path, CheckpointInfo, Facts]]:
+    """Yield the complete checkpoints with readable headers, oldest first, with their positions and facts."""
+    for path in list_checkpoints(folder):
+        with contextlib.suppress(ConfigError):
+            yield path, *read_header(path)
+
+
 def _read_text(path: Path) -> bytes:
     with path.open("rb") as file:
         text = file.read(MAX_JSON_BYTES + 1)
@@ -595,8 +607,6 @@ def sync_files(folder: Path) -> None:
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     with path.open("wb") as file:
         file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -123,11 +123,6 @@ class FlatGradient:
     def sizes(self) -> list[int]:
         return [view.numel() for view in self._views_P]
 
-    @property
-    def views(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Each trainable parameter with its view of flat_N, in order."""
-        return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
-
     def swap(self, other_N: Tensor) -> Tensor:
         """Use `other_N`, (n,) float32 on the same device, as flat_N, and return the vector used before."""
         before_N, self.flat_N = self.flat_N, other_N
@@ -176,9 +171,8 @@ class FlatGradient:
                 remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers; to "
                 "train other parameters later, start another run from the model that this run exports",
             )
-        if [
-            id(p) for group in self._optimizer.param_groups for p in group["params"]
-        ] != self._optimizer_parameters:
+        held = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        if held != self._optimizer_parameters:
             raise ConfigError(
                 "the wrapped optimizer was given further parameters, which the other workers do not have",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",

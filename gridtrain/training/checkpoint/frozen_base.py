@@ -28,6 +28,7 @@ from gridtrain.core.messages import BASE_FACT, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
 from gridtrain.quantities import format_bytes, format_count
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
+from gridtrain.training.checkpoint.nested_values import tensor_bytes
 
 FROZEN_KEY = "frozen"
 """Key of a checkpoint's document: the names of the base's parameters, which no checkpoint contains; in a
@@ -327,7 +328,5 @@ def _is_equal(own: Tensor, value: Any) -> bool:
     """Whether `value` is a tensor of the same shape, dtype and bits; False for wrappers."""
     if not isinstance(value, Tensor) or hasattr(own, "__tensor_flatten__"):
         return False
-    if (value.shape, value.dtype) != (own.shape, own.dtype):
-        return False
-    pairs = zip(_chunks(own.detach()), _chunks(value), strict=True)
-    return all(np.array_equal(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)) for a, b in pairs)
+    is_alike = (value.shape, value.dtype) == (own.shape, own.dtype)
+    return is_alike and np.array_equal(tensor_bytes(own), tensor_bytes(value))

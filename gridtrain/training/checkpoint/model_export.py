@@ -140,12 +140,13 @@ def export_model(
             continue
         if first_error is not None and checkpoint_step(found[0]) > read.step:
             log.warning("a later checkpoint is ignored: %s", first_error)
-        ledger = read.position.ledger
+        written, left_out = list(tensors.values()), list[str]()
         if write is None:
-            done = write_directory(_layout_of(read), tensors, out, max_shard_bytes)
-            return ExportResult(path, read.step, ledger, done.tensors, done.elements, done.left_out)
-        _write_atomically(tensors, out, write)
-        return ExportResult(path, read.step, ledger, len(tensors), sum(t.numel() for t in tensors.values()))
+            written, left_out = write_directory(_layout_of(read), tensors, out, max_shard_bytes)
+        else:
+            _write_atomically(tensors, out, write)
+        elements = sum(tensor.numel() for tensor in written)
+        return ExportResult(path, read.step, read.position.ledger, len(written), elements, left_out)
     assert first_error is not None
     raise first_error
 

@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,36 +112,31 @@ class PretrainedLayout:
 
         A peer's checkpoint must not choose which files an export writes.
         """
+        if problem := self._problem():
+            raise ValueError(f"its description of a pretrained model {problem}")
+
+    def _problem(self) -> str:
         allowed = [(path, _TEXT_PATH) for path in self.texts] + [(path, _TENSORS_PATH) for path in self.names]
         for path, pattern in allowed:
             if not pattern.fullmatch(path):
-                raise ValueError(
-                    f"its description of a pretrained model names the file {path[:200]!r}; {_ALLOWED}"
-                )
+                return f"names the file {path[:200]!r}; {_ALLOWED}"
         if len(allowed) > MAX_FILES:
-            raise ValueError(
-                f"its description of a pretrained model names {len(allowed)} files; at most {MAX_FILES} are "
-                "allowed"
-            )
+            return f"names {len(allowed)} files; at most {MAX_FILES} are allowed"
         try:
             sizes = {path: len(text.encode()) for path, text in self.texts.items()}
             for names in self.names.values():
                 "".join(names).encode()
         except UnicodeEncodeError:
-            raise ValueError("its description of a pretrained model is malformed") from None
+            return "is malformed"
         for path, names in self.names.items():
             for stored, copies in Counter(names.values()).most_common(1):
                 if copies > MAX_COPIES:
-                    raise ValueError(
-                        f"its description of a pretrained model has {copies} names for the tensor "
-                        f"{stored[:200]!r} in {path}; at most {MAX_COPIES} are allowed"
-                    )
+                    tensor = f"the tensor {stored[:200]!r} in {path}"
+                    return f"has {copies} names for {tensor}; at most {MAX_COPIES} are allowed"
         for path, size in sizes.items():
             if size > MAX_TEXT_BYTES:
-                raise ValueError(
-                    f"its description of a pretrained model has {size} bytes for {path}; at most "
-                    f"{MAX_TEXT_BYTES} are allowed"
-                )
+                return f"has {size} bytes for {path}; at most {MAX_TEXT_BYTES} are allowed"
+        return ""
 
 
 def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
@@ -282,7 +277,7 @@ def export_final(model: nn.Module, layout: PretrainedLayout, folder: Path) -> Pa
     return path
 
 
-def save_directory(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_directory(model: nn.Module, folder: Path) -> None:
     """Write the PEFT or transformers model in `model` with its own `save_pretrained`.
 
     Raises:
@@ -293,7 +288,7 @@ def save_directory(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SH
     _, inner = found
     state = inner.state_dict()
     state = dict(zip(canonical_names(list(state)), state.values(), strict=True))
-    options: dict[str, Any] = {} if is_adapter(inner) else {"max_shard_size": max_shard_bytes}
+    options: dict[str, Any] = {} if is_adapter(inner) else {"max_shard_size": MAX_SHARD_BYTES}
 
     def write(partial: Path) -> None:
         inner.save_pretrained(partial, state_dict=state, **options)  # type: ignore[operator]
@@ -301,23 +296,14 @@ def save_directory(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SH
     _publish(folder, write)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenDirectory:
-    """What `write_directory` wrote: the numbers of tensors and of their elements, and the names, in the
-    checkpoint, of the adapter's tensors that are missing."""
-
-    tensors: int
-    elements: int
-    left_out: Sequence[str]
-
-
 def write_directory(
     layout: PretrainedLayout,
     tensors: Mapping[str, Tensor],
     folder: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> WrittenDirectory:
-    """Write the directory from the tensors of a checkpoint.
+) -> tuple[list[Tensor], list[str]]:
+    """Write the directory from the tensors of a checkpoint; return the tensors that were written, and the
+    names, in the checkpoint, of the adapter's tensors that are missing.
 
     Frozen tensors may be missing in an adapter, because they belong to its base: PEFT itself adds the base's
     embedding to an adapter if the vocabulary was resized.
@@ -348,8 +334,7 @@ def write_directory(
                 write_safetensors(held, partial / path, _METADATA)
 
     _publish(folder, write)
-    written = [tensor for held in files.values() for tensor in held.values()]
-    return WrittenDirectory(len(written), sum(tensor.numel() for tensor in written), left_out)
+    return [tensor for held in files.values() for tensor in held.values()], left_out
 
 
 def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:

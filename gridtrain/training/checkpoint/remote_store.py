@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections import Counter
@@ -279,9 +278,8 @@ class RemoteStore:
             own = [each for each in found if (each.history, each.facts) == (first.history, first.facts)]
             spans = {span for each in own if (span := parse_stage_folder(each.part)) is not None}
             blocks = int(dict(first.facts).get("blocks", "0"))
-            if any(each.part == MODEL_PART for each in own) or (
-                blocks and not uncovered_spans(spans, blocks)
-            ):
+            is_whole = any(each.part == MODEL_PART for each in own)
+            if is_whole or (blocks and not uncovered_spans(spans, blocks)):
                 return own
         return []
 
@@ -415,20 +413,13 @@ class RemoteStore:
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
                 return  # a copy would not have its residual
-        copy = checkpoint_store.partial_folder(path)
-        shutil.rmtree(copy, ignore_errors=True)
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        copy.mkdir()
-        try:
+        with checkpoint_store.replaced_folder(path) as copy:
             for file in manifest.files:
                 source = f"{self._folder(manifest.step)}/{file.stored_name}"
                 self._retried(partial(self._get, source, copy / file.name, file), retry_after_s)
             checkpoint_store.read(copy)  # also checks the digest of its contents
-            checkpoint_store.sync_files(copy)
             checkpoint_store.keep_refused(folder, [parent], facts)
-            checkpoint_store.publish_folder(copy, path)
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
 
     def _get(self, source: str, path: Path, expected: StoredFile) -> None:
         try:

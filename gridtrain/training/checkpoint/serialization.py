@@ -234,7 +234,7 @@ def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> l
 
 
 def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a 32-byte digest of the result of `pack_state`.  Raises the errors of `unpack_state`."""
+    """Return a 32-byte digest of the result of `pack_state`.  Raises the errors of `read_state`."""
     return _digest_of(read_state(document, tensors))
 
 
@@ -341,17 +341,6 @@ def _parse_values(blobs: Sequence[bytes | memoryview]) -> dict[str, Any]:
             part, end = _parse(data, end)
             values, parts = values | part, parts + 1
     return values
-
-
-def unpack_state(
-    document: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trackers: Trackers,
-) -> None:
-    """Load the result of `pack_state`.  Raises the errors of `restore_state`."""
-    load_state(read_state(document, tensors), model, optimizer, trackers)
 
 
 def load_state(

@@ -41,11 +41,8 @@ class BatchSizes:
     def batch_size(self) -> int:
         """The value of `Setup.batch_size`: the number of samples that this worker processes in a step, or an
         upper limit on it; 0 if there is no limit."""
-        return (
-            ((self.per_worker if self.per_step is None else self.max_per_worker) or 0)
-            * self.accumulate
-            * self.calls_per_step
-        )
+        batch = self.per_worker if self.per_step is None else self.max_per_worker
+        return (batch or 0) * self.accumulate * self.calls_per_step
 
     @property
     def is_one(self) -> bool:

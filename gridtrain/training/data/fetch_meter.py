@@ -63,9 +63,8 @@ class FetchMeter:
         self._free_s = -math.inf  # when a link with the limit's rate would have received all these bytes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name not in ("_fields", "bytes_arrived")
-        }
+        own = ("_fields", "bytes_arrived")  # of this process
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from gridtrain.core.messages import Span
 from gridtrain.errors import GridtrainError
@@ -58,7 +58,7 @@ class Prefetcher:
         self._loader = DataLoader(
             _RequestDataset(reader),
             batch_size=None,
-            sampler=_RequestSampler(self),
+            sampler=iter(self._next_request, None),  # endless, as a request is never None
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             collate_fn=_identity,
@@ -93,7 +93,7 @@ class Prefetcher:
         if batches is not None:
             batches._shutdown_workers()  # not by itself: an exception that is being raised refers to it
 
-    def next_request(self) -> Spans:
+    def _next_request(self) -> Spans:
         """Return the spans of the step that the loader is to read next; () if no further step is expected."""
         spans = self._requests.popleft() if self._requests else ()
         self._pending.append(_BatchRequest(spans))
@@ -109,17 +109,6 @@ class Prefetcher:
                 asked.is_stale = True
             pending = []
         self._requests = deque(expected[len(pending) :])
-
-
-class _RequestSampler(Sampler[Spans]):
-    """An endless sampler that yields the steps for the loader to read next."""
-
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        self._prefetcher = prefetcher
-
-    def __iter__(self) -> Iterator[Spans]:
-        while True:
-            yield self._prefetcher.next_request()
 
 
 class _RequestDataset(Dataset[Any]):

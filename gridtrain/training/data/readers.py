@@ -13,10 +13,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -40,12 +41,15 @@ Collate = Callable[[list[Any]], Any]
 Item = TypeVar("Item")
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads the batches of steps.  A reader can be copied to another process."""
 
+    def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
+        self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
+
+    @abstractmethod
     def read(self, spans: Sequence[Span]) -> list[Any]:
         """Return the batches of one step."""
-        ...
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -198,11 +202,8 @@ def _split_sizes(whole: int, count: int) -> list[int]:
     return [size + (number < more) for number in range(count)]
 
 
-class MapReader:
+class MapReader(Reader):
     """Reads a data set with an index, in a different order in every pass; a sharded one shard by shard."""
-
-    def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
-        self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
         indices = sampler.sample_indices(self._spec, spans, self._dataset)
@@ -212,11 +213,11 @@ class MapReader:
         ]
 
 
-class IterableReader:
+class IterableReader(Reader):
     """Reads an iterable data set, in its own order.  Keeps up to `MAX_OPEN_PASSES` passes open."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
-        self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
+        super().__init__(dataset, spec, accumulate, collate)
         self._open: list[_DatasetPass] = []  # most recently used last
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 

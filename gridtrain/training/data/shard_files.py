@@ -118,10 +118,6 @@ def public_name(url: str) -> str:
     return shorten(re.sub("://[^/]*@", "://", path_of(url).partition("?")[0]), 200)
 
 
-def parent(place: str) -> str:
-    return posixpath.dirname(place)
-
-
 def expand(name: str) -> list[str]:
     """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tarfile import TarError
@@ -93,7 +93,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
             )
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
         named, tokenizer = str(body["format"]), str(body["tokenizer"])
-        index = ShardIndex(named, shards, tokenizer, str(root) or shard_files.parent(place))
+        index = ShardIndex(named, shards, tokenizer, str(root) or posixpath.dirname(place))
     except OSError as error:
         raise ConfigError(
             f"the index {place} cannot be read: {error.strerror or error}",
@@ -175,7 +175,7 @@ def build_index(
         ConfigError: there are no files, their format is unknown, or a sample cannot be tokenized.
         DataError: a file cannot be read, or is not in this format.
     """
-    places = list(_expand(files))
+    places = [place for name in files for place in shard_files.expand(name)]
     if not places:
         raise ConfigError("there are no files for the index", remedy="name files, such as data/*.jsonl")
     reader = format_named(format or _common_format(places))
@@ -215,11 +215,6 @@ def _count_tokens(sample: Any, tokenize: Tokenize, where: str) -> int:
         fields = ", ".join(map(str, sample)) if isinstance(sample, dict) else "none"
         remedy = f"pass --text-field with one of its fields: {fields}"
         raise ConfigError(f"{where} cannot be tokenized: {error}", remedy=remedy) from None
-
-
-def _expand(files: Iterable[str]) -> Iterator[str]:
-    for name in files:
-        yield from shard_files.expand(name)
 
 
 def _common_format(places: Sequence[str]) -> str:
