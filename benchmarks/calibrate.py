@@ -167,9 +167,8 @@ def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: 
         for turn in range(-3, repeats):
             for name, group in groups.items():
                 repeat = group.repeat()
-                means = statistics.fmean(repeat.cpu_s), statistics.fmean(repeat.workspace_s)
                 if turn >= 0:
-                    samples[name].append((repeat.seconds, *means))
+                    samples[name].append((repeat.seconds, repeat.cpu_s, repeat.workspace_s))
     return {
         name: Median(*(statistics.median(column) for column in zip(*rows, strict=True)))
         for name, rows in samples.items()
