@@ -57,6 +57,11 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
     return lambda command: value(off(command))
 
 
+def default_option(flag: str, default: Any, help: str, **more: Any) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option whose default click appends to its help."""
+    return click.option(flag, default=default, show_default=True, help=help, **more)
+
+
 def brief_option(
     flag: str, default: Any, help: str, *, name: str | None = None, **more: Any
 ) -> Callable[[Command], Command]:
