@@ -38,7 +38,6 @@ class Internals:
     """The parts of the hostile worker that attacks use: core and transports of its loop, and its key."""
 
     core: Any
-    credit: Any  # CreditTransport
     zeromq: Any  # ZeroMQTransport
     identity: Identity
     victim: str = ""

@@ -57,13 +57,6 @@ _labs = itertools.count(1)
 T = TypeVar("T")
 
 
-class Process(subprocess.Popen[bytes]):
-    """A process on a host, with the files of its output."""
-
-    stdout_path: Path
-    stderr_path: Path
-
-
 class Host:
     """A machine with one link, which ends at `interface` here and at a port of the bridge in `_switch`."""
 
@@ -113,11 +106,11 @@ class Host:
         """Run a short command here; return its stdout.  Raises `LabError`."""
         return ns.command("ip", "netns", "exec", self.namespace, *argv)
 
-    def _start(self, argv: Sequence[str], **options: Any) -> Process:
+    def _start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a program of the lab itself, by default with pipes as its output."""
         outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         try:
-            process = Process(
+            process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, *argv],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -136,7 +129,7 @@ class Host:
         env: Mapping[str, str] | None = None,
         log: str = "",
         hostname: str = "",
-    ) -> Process:
+    ) -> subprocess.Popen[bytes]:
         """Start a process here, with output in `folder/LOG.out` and `folder/LOG.err`; it ends with the lab.
 
         Args:
@@ -151,9 +144,7 @@ class Host:
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname or self.name]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             whole = None if env is None else dict(env)
-            process = self._start([*named, *argv], stdout=stdout, stderr=stderr, env=whole)
-        process.stdout_path, process.stderr_path = out, err
-        return process
+            return self._start([*named, *argv], stdout=stdout, stderr=stderr, env=whole)
 
     def inside(self, action: Callable[[], T]) -> T:
         """Call `action` in a thread on this host; its sockets stay here.  Raises what it raises."""
@@ -202,10 +193,9 @@ class Net:
 
     def __init__(self) -> None:
         self.internet = ""
-        self.hosts: dict[str, Host] = {}
         self._tag = f"{ns.owner_tag()}-{next(_labs)}"
         self._namespaces: list[str] = []
-        self._processes: list[Process] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._numbers = itertools.count(2)
         self._subnets = itertools.count(1)
         self._signals = contextlib.ExitStack()
@@ -226,7 +216,7 @@ class Net:
 
     def host(self, name: str) -> Host:
         """Make a machine with a public address.  Raises `LabError`."""
-        return self._keep(Host(self, name, self._next_address(), self.internet))
+        return Host(self, name, self._next_address(), self.internet)
 
     def make_hosts(self, names: Sequence[str], rate: str = "", delay_s: float = 0.0) -> dict[str, Host]:
         """Make machines with the same links: rate in each direction, and delay; see `Host.shape`."""
@@ -244,9 +234,7 @@ class Net:
             subnet: the first three bytes of its LAN's addresses; default: 192.168.1, 192.168.2, ...
         """
         subnet = subnet or f"192.168.{_next_number(self._subnets, 'as subnets')}"
-        router = Router(self, name, self._next_address(), subnet, translate)
-        self._keep(router)
-        return router
+        return Router(self, name, self._next_address(), subnet, translate)
 
     def close(self) -> None:
         """End all processes and remove all namespaces; a second call does nothing.
@@ -258,10 +246,6 @@ class Net:
             self._processes.clear()  # children of ended processes end with the namespace
             ns.remove(self._namespaces)
             self._namespaces.clear()
-
-    def _keep(self, host: Host) -> Host:
-        self.hosts[host.name] = host
-        return host
 
     def _add(self, name: str) -> str:
         namespace = f"{self._tag}-{name}"
