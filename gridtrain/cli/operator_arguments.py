@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.output import rows, wrap_text
+from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import parse_duration_s
+from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:
     from gridtrain.runtime.client.operator_client import OperatorClient
