@@ -203,14 +203,15 @@ def _measure_together(
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    _settle(device)
+    settle(device)
     wall_s, cpu_s = time.perf_counter(), time.thread_time()
     run()
-    _settle(device)
+    settle(device)
     return time.perf_counter() - wall_s, time.thread_time() - cpu_s
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what was started."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

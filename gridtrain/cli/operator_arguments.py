@@ -8,7 +8,7 @@ unban WHO    a banned member's name, or the first 6 or more digits of its key
 from __future__ import annotations
 
 import string
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import click
 
 from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import parse_duration_s
+from gridtrain.quantities import list_first, parse_duration_s
 from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def resolve_member(
         meant = {digits}
     if len(meant) == 1:
         return bytes.fromhex(meant.pop())
-    candidates = ", ".join(_candidates(known, meant or set(known)))
+    named = [f"{known[key]} {key[:SHOWN_KEY_DIGITS]}" for key in sorted(meant or known)]
+    candidates = list_first(named, MAX_CANDIDATES)
     if meant:
         raise ConfigError(
             f"{who!r} matches {len(meant)} members: {candidates}", remedy="specify more digits of the key"
@@ -145,11 +146,3 @@ def resolve_member(
         remedy=f"specify a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists "
         "them",
     )
-
-
-def _candidates(known: Mapping[str, str], keys: set[str]) -> Iterator[str]:
-    for number, key in enumerate(sorted(keys)):
-        if number == MAX_CANDIDATES:
-            yield f"and {len(keys) - MAX_CANDIDATES} more"
-            return
-        yield f"{known[key]} {key[:SHOWN_KEY_DIGITS]}"
