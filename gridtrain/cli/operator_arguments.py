@@ -78,7 +78,8 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
     operator = operator_for(run, state)
     status = operator.status()
     known = known_keys(status)
-    peer = resolve_member(who, known, present=_present_keys(status), any_key=ban)
+    connected = {str(line.get("peer")) for line in rows(status, "members")}
+    peer = resolve_member(who, known, present=connected, any_key=ban)
     told = operator.order(RemoveWorker(peer, ban, clean_reason(reason)))
     click.echo(wrap_text(with_member_name(peer, known, told)))
 
@@ -99,11 +100,6 @@ def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, 
         if isinstance(key, str) and len(key) == KEY_DIGITS and not set(key) - set(string.hexdigits):
             known[key] = str(line.get("name", NO_NAME))
     return known
-
-
-def _present_keys(status: Mapping[str, Any]) -> set[str]:
-    """Return the keys of the members that are connected."""
-    return {str(line.get("peer")) for line in rows(status, "members")}
 
 
 def resolve_member(
