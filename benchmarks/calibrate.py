@@ -14,7 +14,6 @@ Run:  python benchmarks/calibrate.py > benchmarks/results/cpu.json
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -41,7 +40,7 @@ from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.tools.bench.bench_group import BenchSetting, start_group
 from gridtrain.tools.bench.processor_bench import measure_processor
-from record import RESULTS
+from record import RESULTS, parser
 
 CPU = RESULTS / "cpu.json"
 PARAMETERS, ENTRIES = 25_600_000, 25_600
@@ -167,9 +166,8 @@ def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: 
         for turn in range(-3, repeats):
             for name, group in groups.items():
                 repeat = group.repeat()
-                means = statistics.fmean(repeat.cpu_s), statistics.fmean(repeat.workspace_s)
                 if turn >= 0:
-                    samples[name].append((repeat.seconds, *means))
+                    samples[name].append((repeat.seconds, repeat.cpu_s, repeat.workspace_s))
     return {
         name: Median(*(statistics.median(column) for column in zip(*rows, strict=True)))
         for name, rows in samples.items()
@@ -314,7 +312,7 @@ def read_by_members(path: Path) -> dict[int, CpuCosts]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    parser(__doc__, out="").parse_args()
     print(json.dumps({members: asdict(costs) for members, costs in measure().items()}, indent=1))
 
 

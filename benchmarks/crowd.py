@@ -19,7 +19,6 @@ Run:  python benchmarks/crowd.py [--workers 100 300 1000 2000] [--out FILE]
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import math
@@ -30,7 +29,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import record
@@ -264,12 +262,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 300, 1000, MAX_WORKERS])
     parser.add_argument("--storm", type=float, default=10.0, help="seconds in which all join")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds of training after the storm")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if not all(2 <= count <= MAX_WORKERS for count in options.workers):
         parser.error(f"--workers {options.workers}: a coordinator admits 2 to {MAX_WORKERS}")

@@ -8,9 +8,6 @@ root mean square of the rounding errors of one rounding, in percent of that of t
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
@@ -51,10 +48,8 @@ def error_percent(vectors: list[np.ndarray], kind: ValueKind) -> float:
 
 
 def main() -> None:
-    assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     vectors = gradients(options.steps)

@@ -15,9 +15,7 @@ Run:  python benchmarks/local_steps.py                  (about 6 minutes on two 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +95,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--steps", type=int, default=256, help=f"of each worker; a multiple of {ROUND_STEPS}")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument("--seed", type=int, default=0)
@@ -107,7 +105,7 @@ def main() -> None:
         "--overlap", type=int, nargs="?", const=True, default=False, metavar="STEPS",
         help="also train local steps with overlap, of STEPS steps or of all",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "local_steps.json")
+    parser.set_defaults(out=record.RESULTS / "local_steps.json")
     options = parser.parse_args()
     if options.steps % ROUND_STEPS:
         parser.error(f"--steps must be a multiple of {ROUND_STEPS}")

@@ -15,17 +15,16 @@ Run:  python benchmarks/paper.py [--cpu FILE]      (default: results/cpu.json)
 
 from __future__ import annotations
 
-import argparse
 import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import record
 from calibrate import CPU, read_cpu
 from gridtrain.core.planning.exchange_comparison import estimate_exchange
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
-from record import table
 
 DATA = Path(__file__).parent / "data" / "gtopk_icdcs2019.json"
 MODELS = {
@@ -70,11 +69,11 @@ def markdown(found: list[dict[str, Any]]) -> str:
         (model, name, *(shown[model, name, size] for size in SIZES))
         for model, name in product(MODELS, EXCHANGES)
     ]
-    return table(("model", "exchange", *(f"P = {size}" for size in SIZES)), rows)
+    return record.table(("model", "exchange", *(f"P = {size}" for size in SIZES)), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = record.parser(__doc__, out="")
     parser.add_argument("--cpu", type=Path, default=CPU, help="what calibrate.py printed")
     options = parser.parse_args()
     paper = json.loads(DATA.read_text(encoding="utf-8"))

@@ -54,9 +54,7 @@ def measured(part: str, options: argparse.Namespace, before: dict[str, Any]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__, out="")
     parser.add_argument("--part", choices=list(TABLES), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=runtime.NAMES, default=list(runtime.NAMES))

@@ -16,7 +16,6 @@ uses links without a rate.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -24,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import record
 from bench.cells import Cell
 from bench.results import CellResult, Results
 from calibrate import CPU, read_by_members
@@ -38,7 +38,6 @@ from gridtrain.core.planning.workload import (
     Workload,
 )
 from lab.link import bucket_bytes
-from record import table
 
 FRAME_SHARE = 1448 / 1514
 """The share of a message's bytes in an Ethernet frame: TCP with timestamps over IPv4."""
@@ -119,11 +118,11 @@ def compare(
         counted, good = counted + counts, good + (counts and abs(off) <= WITHIN)
         shown = "" if use is None else f"{use:.0%}"
         rows.append((result.cell.text, f"{seconds:.4f} s", f"{predicted_s:.4f} s", f"{off:+.0%}", shown))
-    return table(("cell", "measured", "predicted", "off", "CPU use"), rows), counted, good
+    return record.table(("cell", "measured", "predicted", "off", "CPU use"), rows), counted, good
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = record.parser(__doc__, out="")
     parser.add_argument("results", type=Path, nargs="+", help="files of python -m bench")
     parser.add_argument("--cpu", type=Path, default=CPU, help="what calibrate.py printed")
     parser.add_argument(

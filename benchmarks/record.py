@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -74,6 +75,17 @@ def program() -> list[str]:
     if main.__spec__ is not None:
         return ["-m", main.__spec__.name.removesuffix(".__main__")]
     return [Path(str(main.__file__)).name]
+
+
+def parser(about: str | None, out: str = "file for the figures") -> argparse.ArgumentParser:
+    """Return a parser of a program's options, with `--out` unless its help `out` is empty."""
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(
+        prog=shlex.join(["python", *program()]), description=about, formatter_class=raw
+    )
+    if out:
+        made.add_argument("--out", type=Path, metavar="FILE", help=out)
+    return made
 
 
 def write(path: Path | None, arguments: Sequence[str] | None = None, **content: Any) -> None:

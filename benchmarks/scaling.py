@@ -17,7 +17,6 @@ Run:  PYTHONPATH=../tests python scaling.py [--out FILE] [--picture FILE]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -152,8 +151,7 @@ PALE = dict(zip(COLOURS, ("#7FB8D8", "#EAAE7F", "#7FBCAC", "#C4A7BE"), strict=Tr
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path)
+    parser = record.parser(__doc__)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args(arguments)
     cpu = read_cpu(CPU)

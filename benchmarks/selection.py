@@ -14,13 +14,11 @@ Run:  python benchmarks/selection.py --n 2.56e6 25.6e6 --threads 1 --out selecti
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,14 +203,15 @@ def _measure_together(
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    _settle(device)
+    settle(device)
     wall_s, cpu_s = time.perf_counter(), time.thread_time()
     run()
-    _settle(device)
+    settle(device)
     return time.perf_counter() - wall_s, time.thread_time() - cpu_s
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what was started."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -250,14 +249,13 @@ def table(block: dict[str, Any], device: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("--n", type=float, nargs="+", default=[2.56e6, 25.6e6, 138e6])
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget-s", type=float, default=60.0, help="of each size and number of threads")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device, blocks = torch.device(args.device), []
     for n in (int(n) for n in args.n):

@@ -18,7 +18,6 @@ Run (root):  python benchmarks/sites.py [--cases sites home] [--repeats 5] [--ou
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -182,11 +181,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     outcomes: list[Outcome] = []
     chosen = (case for name in options.cases for case in CASES[name])

@@ -13,7 +13,6 @@ which workers do not stall; and the held-out loss after the same samples.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import tempfile
@@ -171,13 +170,10 @@ def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = record.parser(__doc__)
     parser.add_argument("what", choices=("one", "many", "hivemind"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "many":
         found = many(options.seeds)

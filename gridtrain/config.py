@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from gridtrain.errors import ConfigError
 
@@ -51,18 +51,11 @@ class Dense:
 
     topology: str = "auto"
     values: str = "fp32"
+    sparse: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_topology("Dense", self.topology, ("auto", "ring", "direct", "star"))
-        if self.values not in DENSE_VALUES:
-            raise ConfigError(
-                f'values of Dense is "{self.values}", which is not a known encoding of a dense exchange',
-                remedy="use one of " + ", ".join(f'values="{name}"' for name in DENSE_VALUES),
-            )
-
-    @property
-    def sparse(self) -> bool:
-        return False
+        _check_choice("topology of Dense", self.topology, ("auto", "ring", "direct", "star"), "topology")
+        _check_choice("values of Dense", self.values, DENSE_VALUES, "encoding of a dense exchange")
 
     def describe(self) -> str:
         given = ("topology", self.topology, "auto"), ("values", self.values, "fp32")
@@ -98,6 +91,7 @@ class _Sparse:
     warmup: tuple[tuple[int, float], ...] = field(default=())
     chunk: int = field(default=0, kw_only=True)
     residual_decay: float = field(default=0.0, kw_only=True)
+    sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         warmup = self.warmup
@@ -110,11 +104,7 @@ class _Sparse:
         for name, value in (("density", self.density), *(("warmup density", d) for _, d in warmup)):
             _check_number(name, value, "> 0 and <= 1", lambda x: 0.0 < x <= 1.0, "try density=0.01")
         _check_number("momentum", self.momentum, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, "try momentum=0.9")
-        if self.values not in VALUES:
-            raise ConfigError(
-                f'values is "{self.values}", which is not a known encoding',
-                remedy="use one of " + ", ".join(f'values="{name}"' for name in VALUES),
-            )
+        _check_choice("values", self.values, VALUES, "encoding")
         bounds = [until for until, _ in warmup]
         for until in bounds:
             _check_number("warmup step", until, "> 0", lambda x: x > 0, _TRY_WARMUP, whole=True)
@@ -131,10 +121,6 @@ class _Sparse:
             )
         remedy = "use residual_decay=0.0, or 0.05 as in SparseLoCo"
         _check_number("residual_decay", self.residual_decay, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, remedy)
-
-    @property
-    def sparse(self) -> bool:
-        return True
 
     def density_at(self, step: int) -> float:
         """Return the density of global step `step`."""
@@ -166,9 +152,7 @@ class _Sparse:
 class TopK(_Sparse):
     """All-gather of the k largest elements of every worker; their sum has up to P*k entries."""
 
-    @property
-    def topology(self) -> str:
-        return "all-gather"
+    topology: ClassVar[str] = "all-gather"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +170,8 @@ class GTopK(_Sparse):
 
     def __post_init__(self) -> None:
         _Sparse.__post_init__(self)  # super() does not work in a dataclass with slots
-        _check_topology("GTopK", self.topology, ("auto", "butterfly", "direct", "tree", "star"))
+        known = ("auto", "butterfly", "direct", "tree", "star")
+        _check_choice("topology of GTopK", self.topology, known, "topology")
         if self.values == "int2" and self.topology != "star":
             raise ConfigError(
                 f'values is "int2", but GTopK(topology="{self.topology}") rounds at each merge, and two bits '
@@ -234,17 +219,14 @@ class Auto:
     values: str = "fp16"
     sparse: bool = True
     computing: float = 0.9
+    topology: ClassVar[str] = "ring"
+    """The topology that is used before an exchange is chosen."""
 
     def __post_init__(self) -> None:
         _check_flag("sparse", self.sparse)
         self.exchanges(1)  # checks density and values
         remedy = "use computing=0.9"
         _check_number("computing", self.computing, "> 0 and < 1", lambda x: 0.0 < x < 1.0, remedy)
-
-    @property
-    def topology(self) -> str:
-        """The topology that is used before an exchange is chosen."""
-        return "ring"
 
     @staticmethod
     def density_of(parameters: int) -> float:
@@ -470,11 +452,13 @@ def _check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be True or False", remedy=f"use {name}=True")
 
 
-def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> None:
-    if topology not in known:
+def _check_choice(subject: str, value: str, known: tuple[str, ...], kind: str) -> None:
+    """Raise `ConfigError` unless `value` is one of `known`.  `subject` begins with the argument's name."""
+    if value not in known:
+        argument = subject.partition(" ")[0]
         raise ConfigError(
-            f'topology of {exchange} is "{topology}", which is not a known topology',
-            remedy="use one of " + ", ".join(f'topology="{name}"' for name in known),
+            f'{subject} is "{value}", which is not a known {kind}',
+            remedy="use one of " + ", ".join(f'{argument}="{name}"' for name in known),
         )
 
 

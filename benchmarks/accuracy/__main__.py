@@ -226,8 +226,7 @@ def table(runs: Sequence[Run], baseline: str) -> str:
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    assert __doc__
-    parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     usual = ("gloo", "gloo-adamw", "powersgd", "dense", "gtopk", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
@@ -250,7 +249,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the initial parameters")
     parser.add_argument("--baseline", default="gloo")
-    parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args(arguments)
 
 

@@ -19,7 +19,6 @@ gridtrain and its rivals do not differ, so the families dense and adamw are thos
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -138,8 +137,7 @@ def markdown(tried: Sequence[Trial]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    assert __doc__
-    parser = argparse.ArgumentParser(prog="python -m accuracy.tune", description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__, "add the trials to this JSON file")
     parser.add_argument("--workloads", nargs="+", default=sorted(WORKLOADS), choices=sorted(WORKLOADS))
     parser.add_argument("--families", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--rates", nargs="+", type=float, help="instead of the grid")
@@ -152,7 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse and dense families"
     )
     parser.add_argument("--buckets", nargs="+", type=int, default=[0], help="of the sparse family")
-    parser.add_argument("--out", type=Path, help="add the trials to this JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     tried: list[Trial] = []

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 
 from bench.cells import Cell
-from gridtrain.config import Dense, TopK
+from gridtrain.config import Dense
 from gridtrain.network.wire.dense_payload import slice_bytes
 from gridtrain.network.wire.sparse_payload import encoded_bytes
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
@@ -36,38 +36,20 @@ def butterfly_rounds(world_size: int) -> int:
     return int(math.log2(world_size)) + 2 * (world_size & (world_size - 1) != 0)
 
 
-def dense_s(world_size: int, vector_bytes: float, alpha_s: float, beta_s: float) -> float:
-    """Return the bound of a dense ring.  beta_s: seconds per byte."""
-    return 2 * (world_size - 1) * (alpha_s + vector_bytes * beta_s / world_size)
+def _levels(world_size: int) -> int:
+    return math.ceil(math.log2(world_size))
 
 
-def star_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
-    return 2 * alpha_s + 2 * (world_size - 1) * payload_bytes * beta_s
-
-
-def gather_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
-    return math.ceil(math.log2(world_size)) * alpha_s + (world_size - 1) * payload_bytes * beta_s
-
-
-def butterfly_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
-    return butterfly_rounds(world_size) * (alpha_s + payload_bytes * beta_s)
-
-
-def tree_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
-    return 2 * math.ceil(math.log2(world_size)) * (alpha_s + payload_bytes * beta_s)
-
-
-def direct_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
-    return 2 * alpha_s + 2 * (world_size - 1) / world_size * payload_bytes * beta_s
-
-
-SPARSE: dict[str, Callable[[int, float, float, float], float]] = {
-    "auto": lambda *link: min(butterfly_s(*link), direct_s(*link)),
-    "butterfly": butterfly_s,
-    "direct": direct_s,
-    "tree": tree_s,
-    "star": star_s,
+FORMULAS: dict[str, Callable[[int, float, float, float], float]] = {
+    "ring": lambda P, S, alpha, beta: 2 * (P - 1) * (alpha + S * beta / P),
+    "star": lambda P, S, alpha, beta: 2 * alpha + 2 * (P - 1) * S * beta,
+    "all-gather": lambda P, S, alpha, beta: _levels(P) * alpha + (P - 1) * S * beta,
+    "butterfly": lambda P, S, alpha, beta: butterfly_rounds(P) * (alpha + S * beta),
+    "direct": lambda P, S, alpha, beta: 2 * alpha + 2 * (P - 1) / P * S * beta,
+    "tree": lambda P, S, alpha, beta: 2 * _levels(P) * (alpha + S * beta),
+    "auto": lambda *link: min(FORMULAS["butterfly"](*link), FORMULAS["direct"](*link)),
 }
+"""Topology -> bound in seconds; beta is 1 / B.  A dense exchange that is not a star has that of a ring."""
 
 
 def payload_bytes(cell: Cell) -> float | None:
@@ -89,15 +71,9 @@ def bound_s(cell: Cell) -> float | None:
     size = payload_bytes(cell)
     if cell.dense:
         vector = FLOAT_BYTES * cell.n if cell.rival or size is None else size
-        star = not cell.rival and getattr(cell.exchange, "topology", "ring") == "star"
-        formula = star_s if star else dense_s
-        return formula(P, vector, alpha_s, beta_s)
+        is_star = not cell.rival and cell.exchange.topology == "star"
+        return FORMULAS["star" if is_star else "ring"](P, vector, alpha_s, beta_s)
     if size is None:
         return None
-    if cell.rival:
-        formula = tree_s if cell.op == "gtopk" else gather_s
-        return formula(P, size, alpha_s, beta_s)
-    if isinstance(cell.exchange, TopK):
-        return gather_s(P, size, alpha_s, beta_s)
-    shape = SPARSE.get(getattr(cell.exchange, "topology", "auto"))
-    return shape(P, size, alpha_s, beta_s) if shape else None
+    rivals = "tree" if cell.op == "gtopk" else "all-gather"
+    return FORMULAS[rivals if cell.rival else cell.exchange.topology](P, size, alpha_s, beta_s)

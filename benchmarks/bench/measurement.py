@@ -16,15 +16,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 from bench.bounds import bound_s
 from bench.cells import Cell, Link
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
+from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, LocalHost, start_group
 from lab import link as lab_link
 from lab.group import LabHosts
 from lab.net import Net, why_not
@@ -184,18 +183,4 @@ def _measure_once(group: BenchGroup) -> Sample:
     began_s, before_s = time.monotonic(), machine_cpu_s()
     repeat = group.repeat()
     cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
-    return _sample_of(repeat, (machine_cpu_s() - before_s) / cores_s)
-
-
-def _sample_of(repeat: ExchangeSample, machine_use: float) -> Sample:
-    return Sample(
-        seconds=repeat.seconds,
-        cpu_s=fmean(repeat.cpu_s),
-        sent_bytes=fmean(repeat.sent_bytes),
-        payload_bytes=sum(repeat.payload_bytes) / max(1, sum(repeat.payloads)),
-        workspace_s=fmean(repeat.workspace_s),
-        prepare_s=fmean(repeat.prepare_s),
-        prepare_cpu_s=fmean(repeat.prepare_cpu_s),
-        aborts=repeat.aborts,
-        machine_use=machine_use,
-    )
+    return Sample(**asdict(repeat), machine_use=(machine_cpu_s() - before_s) / cores_s)

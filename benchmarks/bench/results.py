@@ -24,16 +24,10 @@ from bench.cells import Cell, parse
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One repeat of a whole group.
+    """One repeat of a whole group: the figures of an `ExchangeSample`, of which rivals have only the first
+    two and, if known, the bytes sent.
 
     Attributes:
-        seconds: until the last member had the result.
-        cpu_s: CPU seconds, mean of the members' processes.
-        sent_bytes: mean of the members; None if unknown.
-        payload_bytes: mean size of a payload without the transport's framing (gridtrain only).
-        workspace_s: time for decoding, merging, encoding and digests within `seconds` (gridtrain only).
-        prepare_s, prepare_cpu_s: selection and encoding before `seconds` (gridtrain only).
-        aborts: attempts that did not commit (gridtrain only).
         block: the turn to which this repeat belongs.
         note: the rival's version, its algorithm with the settings, and remarks.
         machine_use: use of all cores by all processes and the kernel, from the first member's start until

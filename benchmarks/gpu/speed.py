@@ -33,11 +33,6 @@ GOAL = 2.0
 """The bound of selection's time over the time of its memory traffic."""
 
 
-def synchronize(setting: Setting) -> None:
-    if setting.is_gpu:
-        torch.cuda.synchronize(setting.device)
-
-
 # -- selection beside other methods ------------------------------------------------------------------
 
 
@@ -120,7 +115,7 @@ def one_worker(setting: Setting, n: int, exchange: Exchange) -> dict[str, Any]:
     def lap(name: str) -> Iterator[None]:
         began_s = time.perf_counter()
         yield
-        synchronize(setting)
+        bench.settle(device)
         laps.setdefault(name, []).append(time.perf_counter() - began_s)
 
     def step(number: int) -> None:
@@ -150,11 +145,12 @@ def one_worker(setting: Setting, n: int, exchange: Exchange) -> dict[str, Any]:
 
 def to_host_ms(setting: Setting, n: int, pinned: bool) -> float:
     """Return the median duration of copying a whole gradient to the host."""
-    source_N = torch.ones(n, device=setting.device)
+    device = torch.device(setting.device)
+    source_N = torch.ones(n, device=device)
     target_N = torch.empty(n, pin_memory=pinned and setting.is_gpu)
     taken_s = []
     for _ in range(TIMED_STEPS):
-        synchronize(setting)
+        bench.settle(device)
         began_s = time.perf_counter()
         target_N.copy_(source_N)
         taken_s.append(time.perf_counter() - began_s)
@@ -168,7 +164,7 @@ def copies_of(run: Callable[[], object], setting: Setting) -> dict[str, dict[str
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run()
-        synchronize(setting)
+        bench.settle(torch.device(setting.device))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))

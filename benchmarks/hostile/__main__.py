@@ -10,7 +10,6 @@ on another one, and `burner`, a process that only computes, shows how much the s
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -177,9 +176,8 @@ def join(folder: Path, with_strangers: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="attacks|load|join", default=["attacks", "load", "join"])
-    parser.add_argument("--out", type=Path, help="file for the figures")
     chosen = parser.parse_args()
     load_1min = os.getloadavg()[0]
     print(f"{os.cpu_count()} CPU cores; load average before the start: {load_1min:.1f}\n")

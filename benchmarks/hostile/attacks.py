@@ -38,7 +38,6 @@ class Internals:
     """The parts of the hostile worker that attacks use: core and transports of its loop, and its key."""
 
     core: Any
-    credit: Any  # CreditTransport
     zeromq: Any  # ZeroMQTransport
     identity: Identity
     victim: str = ""
@@ -119,7 +118,11 @@ class Attack:
         self.at, self.sent, self.over = internals, 0, False
 
     def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
-        return [message]
+        return self.changed(message) if isinstance(message, m.Data) else [message]
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        """Return what leaves instead of a payload of a round."""
+        return [data]
 
     def digest(self, digest: bytes) -> bytes:
         """Return the digest of the vote.  Raises `RemoteProtocolError` for a NO."""
@@ -204,17 +207,7 @@ class Endless(Attack):
 # -- changed payloads and votes ------------------------------------------------------------------------
 
 
-class ChangedPayloads(Attack):
-    """The base of attacks that replace the payloads of each round."""
-
-    def changed(self, data: m.Data) -> list[m.Message]:
-        raise NotImplementedError
-
-    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
-        return self.changed(message) if isinstance(message, m.Data) else [message]
-
-
-class BadIndices(ChangedPayloads):
+class BadIndices(Attack):
     """(c) Indices of a sparse payload out of range and order, and a payload that is too short."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
@@ -224,7 +217,7 @@ class BadIndices(ChangedPayloads):
         return [replace(data, payload=bytes(payload[:-3]))]
 
 
-class NoNumber(ChangedPayloads):
+class NoNumber(Attack):
     """(c) NaN among the values."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
@@ -233,28 +226,28 @@ class NoNumber(ChangedPayloads):
         return [replace(data, payload=bytes(payload))]
 
 
-class Twice(ChangedPayloads):
+class Twice(Attack):
     """(d) Each payload twice."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [data, data]
 
 
-class WrongPlace(ChangedPayloads):
+class WrongPlace(Attack):
     """(e) A payload with a slot that the sender's rank cannot have."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [replace(data, slot=replace(data.slot, hop=2**31 - 1))]
 
 
-class WrongChannel(ChangedPayloads):
+class WrongChannel(Attack):
     """(e) A payload of a channel that the round does not have."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [replace(data, channel=m.Channel(index=77))]
 
 
-class FarAhead(ChangedPayloads):
+class FarAhead(Attack):
     """(e) A payload of a step that no member can have reached."""
 
     def changed(self, data: m.Data) -> list[m.Message]:

@@ -79,7 +79,7 @@ class Interceptor:
         driver: Any = grid._session.connection.loop
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
-        self._internals = Internals(driver._core, credit, credit._inner._inner, identity, orders.victim)
+        self._internals = Internals(driver._core, credit._inner._inner, identity, orders.victim)
         self._seconds = float("inf") if orders.forever else orders.seconds.get(name, MAX_S)
         self.until_s = until_s
         self.addresses: dict[bytes, str] = {}

@@ -11,7 +11,6 @@ connections have been opened once, and a `count` every second after that.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import resource
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import zmq
 
+import record
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import sockets
 from hostile.wire import GREETING
@@ -177,7 +177,7 @@ def hammer(identity: Identity, addresses: Mapping[bytes, str], at_once: int = 8)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = record.parser(__doc__, out="")
     parser.add_argument("kind", choices=("silent", "greeting", "handshakes"))
     parser.add_argument("count", type=int)
     parser.add_argument("server", help="HOST:PORT")

@@ -31,16 +31,9 @@ class CurveConnection:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        server: bytes,
-        host: str,
-        port: int,
-        *,
-        source: str = "",
-        timeout_s: float = 5.0,
+        self, identity: Identity, server: bytes, host: str, port: int, *, timeout_s: float = 5.0
     ) -> None:
-        self._socket = socket.create_connection((host, port), timeout_s, (source, 0) if source else None)
+        self._socket = socket.create_connection((host, port), timeout_s)
         self._nonce = 0
         self._buffered: bytearray | None = None
         try:

@@ -28,7 +28,6 @@ from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridtrain.network.transport.rate_limiter import parse_rate
 from lab.ns import LabError, add, command, inside, owner_tag, remove
 
 LONGEST_DELAY_S = 1.0
@@ -82,44 +81,13 @@ def _set_offloads(interface: str, on: bool) -> None:
                 raise LabError(f"{name} of {interface} cannot be switched: {error.strerror}") from None
 
 
-class Link:
-    """The link between a host and a bridge.
-
-    Args:
-        near, far: its ends at the host and at the bridge.
-        inner: a router's other interfaces, so that packets that leave its home are delayed, too.
-        start: starts a program on the host.
-    """
-
-    def __init__(self, near: End, far: End, inner: Sequence[str], start: Start) -> None:
-        self._near, self._far = near, far
-        self._arrivals = Arrivals(near, inner, start)
-
-    def change(self, up: str = "", down: str = "", delay_s: float | None = None) -> None:
-        """Change the settings that are not empty or None.
-
-        Args:
-            up, down: rates such as "20Mbit".
-
-        Raises `LabError`, `ValueError`, `ConfigError`.
-        """
-        if delay_s is not None and not 0 <= delay_s <= LONGEST_DELAY_S:
-            raise ValueError(f"delay_s is {delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
-        for end, rate in ((self._near, up), (self._far, down)):
-            if rate:
-                end.limit(parse_rate(rate))
-        if delay_s is not None and delay_s != self._arrivals.delay_s:
-            if reason := why_not():
-                raise LabError(reason)
-            self._arrivals.set(delay_s)
-
-
 class Arrivals:
     """Delay of the packets that arrive at a host.
 
     Args:
         end: the host's end of the link.
-        inner: a router's other interfaces, where packets are delayed, too.
+        inner: a router's other interfaces, so that packets that leave its home are delayed, too.
+        start: starts a program on the host.
     """
 
     def __init__(self, end: End, inner: Sequence[str], start: Start) -> None:
@@ -130,7 +98,9 @@ class Arrivals:
         self._queue = 0
 
     def set(self, delay_s: float) -> None:
-        """Set the delay of arriving packets.  Raises `LabError`."""
+        """Set the delay of arriving packets.  Raises `LabError`, `ValueError`."""
+        if not 0 <= delay_s <= LONGEST_DELAY_S:
+            raise ValueError(f"delay_s is {delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
         before, self.delay_s = self._holder, delay_s
         self._queue = 1 - self._queue  # the new process is ready before the old one ends
         self._holder = self._hold(delay_s) if delay_s else None

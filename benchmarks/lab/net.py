@@ -25,12 +25,13 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.runtime.process_hooks import install_sigterm_handler
 from gridtrain.tools.child_processes import end_processes
-from lab import ns
-from lab.link import End, Link
+from lab import link, ns
+from lab.link import Arrivals, End
 from lab.ns import LabError
 
 INTERNET = "10.77.0"
@@ -57,13 +58,6 @@ _labs = itertools.count(1)
 T = TypeVar("T")
 
 
-class Process(subprocess.Popen[bytes]):
-    """A process on a host, with the files of its output."""
-
-    stdout_path: Path
-    stderr_path: Path
-
-
 class Host:
     """A machine with one link, which ends at `interface` here and at a port of the bridge in `_switch`."""
 
@@ -79,8 +73,8 @@ class Host:
         ns.ip_batch(switch, [f"link set {self._port} master {_bridge_of(switch, net)} up"])
         lines = [f"addr add {address}/24 dev {self.interface}", f"link set {self.interface} up"]
         ns.ip_batch(self.namespace, lines + ([f"route add default via {gateway}"] if gateway else []))
-        near, far = End(self.namespace, self.interface), End(switch, self._port)
-        self.link = Link(near, far, self.inner, self._start)
+        self._near, self._far = End(self.namespace, self.interface), End(switch, self._port)
+        self._arrivals = Arrivals(self._near, self.inner, self._start)
 
     def shape(self, *, up: str = "", down: str = "", delay_s: float | None = None) -> None:
         """Change the link's rate in each direction, such as "20Mbit", and its delay.
@@ -91,9 +85,15 @@ class Host:
             delay_s: of packets to this host: between two hosts with 20 ms each, a packet takes 20 ms and a
                 round trip takes 40.  A router also delays packets that leave its home.
 
-        Raises `LabError`, `ValueError`.
+        Raises `LabError`, `ValueError`, `ConfigError`.
         """
-        self.link.change(up, down, delay_s)
+        for end, rate in ((self._near, up), (self._far, down)):
+            if rate:
+                end.limit(parse_rate(rate))
+        if delay_s is not None and delay_s != self._arrivals.delay_s:
+            if reason := link.why_not():
+                raise LabError(reason)
+            self._arrivals.set(delay_s)
 
     def cut(self, down: bool) -> None:
         """Take the link down, or up again."""
@@ -113,11 +113,11 @@ class Host:
         """Run a short command here; return its stdout.  Raises `LabError`."""
         return ns.command("ip", "netns", "exec", self.namespace, *argv)
 
-    def _start(self, argv: Sequence[str], **options: Any) -> Process:
+    def _start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a program of the lab itself, by default with pipes as its output."""
         outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         try:
-            process = Process(
+            process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, *argv],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -136,7 +136,7 @@ class Host:
         env: Mapping[str, str] | None = None,
         log: str = "",
         hostname: str = "",
-    ) -> Process:
+    ) -> subprocess.Popen[bytes]:
         """Start a process here, with output in `folder/LOG.out` and `folder/LOG.err`; it ends with the lab.
 
         Args:
@@ -151,9 +151,7 @@ class Host:
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname or self.name]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             whole = None if env is None else dict(env)
-            process = self._start([*named, *argv], stdout=stdout, stderr=stderr, env=whole)
-        process.stdout_path, process.stderr_path = out, err
-        return process
+            return self._start([*named, *argv], stdout=stdout, stderr=stderr, env=whole)
 
     def inside(self, action: Callable[[], T]) -> T:
         """Call `action` in a thread on this host; its sockets stay here.  Raises what it raises."""
@@ -196,22 +194,20 @@ class Router(Host):
 class Net:
     """Hosts and home routers that share an internet, until the `with` ends.
 
-    SIGTERM ends the `with` block like an exception, if the signal has no other handler; the remains of a
-    process that was killed are removed when the next lab begins.
+    From its begin on, SIGTERM raises `SystemExit`, if the signal has no other handler, so that `with` blocks
+    are left in order; the remains of a process that was killed are removed when the next lab begins.
     """
 
     def __init__(self) -> None:
         self.internet = ""
-        self.hosts: dict[str, Host] = {}
         self._tag = f"{ns.owner_tag()}-{next(_labs)}"
         self._namespaces: list[str] = []
-        self._processes: list[Process] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._numbers = itertools.count(2)
         self._subnets = itertools.count(1)
-        self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> Net:
-        self._signals.enter_context(_sigterm_as_exception())
+        install_sigterm_handler()
         try:
             ns.sweep()
             self.internet = self._add("internet")
@@ -226,7 +222,7 @@ class Net:
 
     def host(self, name: str) -> Host:
         """Make a machine with a public address.  Raises `LabError`."""
-        return self._keep(Host(self, name, self._next_address(), self.internet))
+        return Host(self, name, self._next_address(), self.internet)
 
     def make_hosts(self, names: Sequence[str], rate: str = "", delay_s: float = 0.0) -> dict[str, Host]:
         """Make machines with the same links: rate in each direction, and delay; see `Host.shape`."""
@@ -244,24 +240,18 @@ class Net:
             subnet: the first three bytes of its LAN's addresses; default: 192.168.1, 192.168.2, ...
         """
         subnet = subnet or f"192.168.{_next_number(self._subnets, 'as subnets')}"
-        router = Router(self, name, self._next_address(), subnet, translate)
-        self._keep(router)
-        return router
+        return Router(self, name, self._next_address(), subnet, translate)
 
     def close(self) -> None:
         """End all processes and remove all namespaces; a second call does nothing.
 
         Raises `LabError` if something cannot be removed.
         """
-        with self._signals, _undisturbed():
+        with _undisturbed():
             end_processes(self._processes, (STOP_GRACE_S,))
             self._processes.clear()  # children of ended processes end with the namespace
             ns.remove(self._namespaces)
             self._namespaces.clear()
-
-    def _keep(self, host: Host) -> Host:
-        self.hosts[host.name] = host
-        return host
 
     def _add(self, name: str) -> str:
         namespace = f"{self._tag}-{name}"
@@ -284,24 +274,6 @@ def _next_number(numbers: Iterator[int], where: str) -> int:
     if number > MAX_HOSTS:
         raise LabError(f"more than {MAX_HOSTS} {where}")
     return number
-
-
-@contextlib.contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that `with` blocks are left in order; only in the main thread."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

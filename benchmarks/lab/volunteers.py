@@ -107,7 +107,7 @@ def table(runs: dict[Setting, list[dict[str, Any]]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m lab.volunteers", description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--nat", nargs="+", choices=NAT, default=NAT)
     parser.add_argument("--encryption", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--exchange", nargs="+", choices=sorted(RECIPES), default=["gtopk"])
@@ -117,7 +117,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(SIZES), default="small")
     parser.add_argument("--cap", default="20Mbit", help="each worker's own limits; '' for none")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of each run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the figures")
     options = parser.parse_args(arguments)
     if options.steps < WARM_UP_STEPS + 3 or options.workers < 1 or options.repeats < 1:
         parser.error(f"--steps must be at least {WARM_UP_STEPS + 3}, --workers and --repeats at least 1")

@@ -8,16 +8,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+import record
 from rivals.contract import NAMES, OPS
 from rivals.environments import setup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rivals", description=(__doc__ or "").splitlines()[0])
+    parser = record.parser(__doc__, out="")
     parser.add_argument("command", choices=("setup",))
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     options = parser.parse_args(arguments)

@@ -46,6 +46,13 @@ def scatter_add(update_N: Array, entries: Array) -> None:
     update_N[entries[:half]] += entries[half:].view(np.float32)
 
 
+def check_sum(gradient_N: Any, request: Request) -> None:
+    """Raise `ArithmeticError` unless the ends of a vector, filled with rank + 1 on each rank, are the sum."""
+    total = request.world * (request.world + 1) / 2
+    if gradient_N[0] != total or gradient_N[-1] != total:
+        raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
+
+
 # -- expected results, as each rank can draw the others' entries ------------------------------------
 
 

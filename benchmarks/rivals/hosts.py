@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from gridtrain.tools.bench.bench_group import start_process
 from gridtrain.tools.child_processes import end_processes, log_tail
@@ -30,20 +29,6 @@ MPI_RING = 4
 """Open MPI's number of the ring algorithm of Allreduce."""
 
 
-class RankHost(Protocol):
-    """Where a rank runs: `lab.net.Host`, or this machine (`Loopback`)."""
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def interface(self) -> str: ...
-
-    def run(
-        self, argv: Sequence[str], folder: Path, *, env: Mapping[str, str] | None = None, log: str = ""
-    ) -> subprocess.Popen[bytes]: ...
-
-
 class Loopback:
     """This machine, on which all ranks share an interface."""
 
@@ -56,8 +41,16 @@ class Loopback:
         return start_process(argv, folder / log, env or {})
 
 
+RankHost = Host | Loopback
+
+
 def measure(
-    hosts: Sequence[RankHost], rival: str, request: Request, folder: Path, timeout_s: float, port: int = PORT
+    hosts: Sequence[RankHost],
+    rival: str,
+    request: Request,
+    folder: Path,
+    timeout_s: float,
+    port: int = PORT,
 ) -> Result:
     """Measure an operation once, one rank on each host.  Arguments and errors are those of `run_ranks`."""
     launcher = mpirun(hosts, request.op, folder) if rival == "mpi" else ()

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from rivals.contract import Request, Result
-from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed, scatter_add
+from rivals.entries import check, check_sum, drawn, gathered, merge, merged_by_tree, packed, scatter_add
 from rivals.measure import Prepared, measured
 
 
@@ -35,9 +35,7 @@ def all_reduce(comm: Any, request: Request) -> Prepared:
 
     def operation() -> None:
         comm.Allreduce(MPI.IN_PLACE, gradient_N)
-        total = request.world * (request.world + 1) / 2
-        if gradient_N[0] != total or gradient_N[-1] != total:
-            raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
+        check_sum(gradient_N, request)
 
     return Prepared(operation, 4 * request.n, prepare)
 

@@ -87,10 +87,8 @@ class GridTrainerMixin(_Trainer):
         return super().train(resume_from_checkpoint, *args, **options)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if model is None:  # older versions have no argument
-            made: torch.optim.Optimizer = super().create_optimizer()
-        else:
-            made = super().create_optimizer(model)
+        given = () if model is None else (model,)  # older versions have no argument
+        made: torch.optim.Optimizer = super().create_optimizer(*given)
         if not isinstance(made, GridOptimizer):
             made = self.grid.optimizer(made, self.model, **self._grid_options)
         self.optimizer = made

@@ -7,6 +7,8 @@ import math
 
 import click
 
+from gridtrain.cli.option_flags import default_option
+
 MAX_WORKERS = 32
 
 
@@ -31,43 +33,22 @@ def _share(context: click.Context, option: click.Parameter, value: float) -> flo
 
 
 @click.command()
-@click.option(
-    "--parameters",
-    type=click.IntRange(min=1000),
-    default=10_000_000,
-    show_default=True,
-    help="Number of parameters of the model.",
+@default_option(
+    "--parameters", 10_000_000, "Number of parameters of the model.", type=click.IntRange(min=1000)
 )
-@click.option(
+@default_option(
     "--density",
+    0.01,
+    "Share of the gradient that a sparse exchange sends.",
     type=click.FloatRange(0.0, 1.0, min_open=True),
-    default=0.01,
     callback=_share,
-    show_default=True,
-    help="Share of the gradient that a sparse exchange sends.",
 )
-@click.option(
-    "--workers",
-    default="2,4",
-    callback=_sizes,
-    show_default=True,
-    help="Sizes of the local groups; '' measures only the processor.",
+@default_option(
+    "--workers", "2,4", "Sizes of the local groups; '' measures only the processor.", callback=_sizes
 )
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of measurements of each exchange.",
-)
+@default_option("--repeats", 5, "Number of measurements of each exchange.", type=click.IntRange(min=1))
 @click.option("--cap", default="", metavar="RATE", help="Rate limit of each local worker, such as 100Mbit.")
-@click.option(
-    "--line",
-    default="20Mbit",
-    show_default=True,
-    metavar="RATE",
-    help="Link rate for converting bytes into seconds.",
-)
+@default_option("--line", "20Mbit", "Link rate for converting bytes into seconds.", metavar="RATE")
 @click.option(
     "--unencrypted", is_flag=True, help="Exchange without encryption, to compare with other programs."
 )

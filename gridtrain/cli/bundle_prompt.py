@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.quantities import format_bytes, format_count
+from gridtrain.quantities import format_bytes, format_count, list_first
 from gridtrain.tools.options import OptionValues
 
 if TYPE_CHECKING:
@@ -104,16 +104,10 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
     """Return the offer as lines of text."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
-    names = sorted(offer.bundle.files)
-    files = ", ".join(names[:MAX_FILES]) + (
-        f" and {len(names) - MAX_FILES} more" if names[MAX_FILES:] else ""
-    )
+    files = list_first(sorted(offer.bundle.files), MAX_FILES)
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)
-    changed = (
-        [f"  CHANGED      you accepted {offer.previous_digest} before"]
-        if offer.previous_digest and offer.previous_digest != offer.bundle.digest
-        else []
-    )
+    has_changed = offer.previous_digest not in ("", offer.bundle.digest)
+    changed = [f"  CHANGED      you accepted {offer.previous_digest} before"] if has_changed else []
     about = [f"  about        {run.about}"] if run.about else []
     image = [f"  image        {run.image} contains all of these"] if run.image else []
     return [

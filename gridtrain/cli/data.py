@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gridtrain.cli.option_flags import default_option
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 from gridtrain.quantities import format_bytes, format_count
@@ -35,9 +36,7 @@ def data() -> None:
     default="",
     help='Count tokens, for packing: "bytes", or a name or folder for transformers.AutoTokenizer.',
 )
-@click.option(
-    "--text-field", default="text", show_default=True, help="The field of a sample that contains its text."
-)
+@default_option("--text-field", "text", "The field of a sample that contains its text.")
 def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str, text_field: str) -> None:
     """Write the index of a data set: the number of samples, size and digest of each file.
 

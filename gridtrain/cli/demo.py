@@ -11,49 +11,41 @@ from types import FrameType
 
 import click
 
+from gridtrain.cli.option_flags import default_option
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, RECIPES, SIZES
 
 _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items())
 
 
 @click.command()
-@click.option(
-    "--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Number of worker processes."
-)
-@click.option("--cap", default="20Mbit", show_default=True, help="Upload and download limit of each worker.")
-@click.option(
+@default_option("--workers", 4, "Number of worker processes.", type=click.IntRange(1, 32))
+@default_option("--cap", "20Mbit", "Upload and download limit of each worker.")
+@default_option(
     "--density",
+    DENSITY,
+    "Share of the gradient that a sparse exchange sends.",
     type=click.FloatRange(0.0, 1.0, min_open=True),
-    default=DENSITY,
-    show_default=True,
-    help="Share of the gradient that a sparse exchange sends.",
 )
-@click.option(
+@default_option(
     "--model",
+    "small",
+    f"Size of the byte GPT, in parameters ({_MODELS}). The settings are tuned for small.",
     type=click.Choice(list(SIZES)),
-    default="small",
-    show_default=True,
-    help=f"Size of the byte GPT, in parameters ({_MODELS}). The settings are tuned for small.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
-    default=None,
     help="Steps of every run.  [default: 250 with dense, 450 with sparse exchanges]",
 )
-@click.option(
-    "--exchanges",
-    default="dense,gtopk",
-    show_default=True,
-    help=f"Exchanges to compare, the first as the baseline: {', '.join(RECIPES)}.",
+@default_option(
+    "--exchanges", "dense,gtopk", f"Exchanges to compare, the first as the baseline: {', '.join(RECIPES)}."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the initial parameters.")
-@click.option(
+@default_option("--seed", 0, "Seed of the initial parameters.", type=int)
+@default_option(
     "--out",
+    Path("demo-results"),
+    "Folder for report.md, loss.svg, metrics.json and the logs.",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("demo-results"),
-    show_default=True,
-    help="Folder for report.md, loss.svg, metrics.json and the logs.",
 )
 @click.option(
     "--pipeline",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
-from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.option_flags import default_option, run_options
 from gridtrain.cli.output import TEXT_WIDTH
 from gridtrain.quantities import format_count
 
@@ -45,13 +45,10 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 @click.command()
 @run_options
-@click.option(
-    "--uses", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
-    help="Number of workers that may join.",
-)  # fmt: skip
-@click.option(
-    "--expires", callback=_validity, metavar="TIME", default="7d",
-    show_default=True, help="Time until it expires, such as 90s, 15m, 12h or 7d; at most 366d.",
+@default_option("--uses", 1, "Number of workers that may join.", type=click.IntRange(1, 10_000), metavar="N")
+@default_option(
+    "--expires", "7d", "Time until it expires, such as 90s, 15m, 12h or 7d; at most 366d.",
+    callback=_validity, metavar="TIME",
 )  # fmt: skip
 @click.option(
     "--address", metavar="ADDRESS",

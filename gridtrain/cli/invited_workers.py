@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.operator_arguments import SHOWN_KEY_DIGITS, format_duration
-from gridtrain.cli.output import rows
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError
 from gridtrain.quantities import format_count
+from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gridtrain.cli.output import mapping
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_count
+from gridtrain.status_fields import mapping
 
 if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import NetworkModel

@@ -21,7 +21,8 @@ from gridtrain.cli.operator_arguments import (
     operator_for,
 )
 from gridtrain.cli.option_flags import run_options
-from gridtrain.cli.output import by_rank, count, make_console, rows
+from gridtrain.cli.output import make_console
+from gridtrain.status_fields import by_rank, count, rows
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gridtrain.cli.option_flags import default_option
 from gridtrain.cli.output import TEXT_WIDTH
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
@@ -68,12 +69,11 @@ _TIMES = {2: "twice", 3: "three times"}
 @click.command()
 @click.argument("folder", type=click.Path())
 @click.option("--name", help="The run's name.  [default: the folder's name]")
-@click.option(
+@default_option(
     "--template",
+    DEFAULT,
+    "The script: fine-tune a language model, train one from scratch, or recognize images.",
     type=click.Choice(list(TEMPLATES)),
-    default=DEFAULT,
-    show_default=True,
-    help="The script: fine-tune a language model, train one from scratch, or recognize images.",
 )
 def new(folder: str, name: str | None, template: str) -> None:
     """Create a folder with a script that is ready to train, and the other files of its run.

@@ -8,15 +8,16 @@ unban WHO    a banned member's name, or the first 6 or more digits of its key
 from __future__ import annotations
 
 import string
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.output import rows, wrap_text
+from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import parse_duration_s
+from gridtrain.quantities import list_first, parse_duration_s
+from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:
     from gridtrain.runtime.client.operator_client import OperatorClient
@@ -77,7 +78,8 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
     operator = operator_for(run, state)
     status = operator.status()
     known = known_keys(status)
-    peer = resolve_member(who, known, present=_present_keys(status), any_key=ban)
+    connected = {str(line.get("peer")) for line in rows(status, "members")}
+    peer = resolve_member(who, known, present=connected, any_key=ban)
     told = operator.order(RemoveWorker(peer, ban, clean_reason(reason)))
     click.echo(wrap_text(with_member_name(peer, known, told)))
 
@@ -98,11 +100,6 @@ def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, 
         if isinstance(key, str) and len(key) == KEY_DIGITS and not set(key) - set(string.hexdigits):
             known[key] = str(line.get("name", NO_NAME))
     return known
-
-
-def _present_keys(status: Mapping[str, Any]) -> set[str]:
-    """Return the keys of the members that are connected."""
-    return {str(line.get("peer")) for line in rows(status, "members")}
 
 
 def resolve_member(
@@ -134,7 +131,8 @@ def resolve_member(
         meant = {digits}
     if len(meant) == 1:
         return bytes.fromhex(meant.pop())
-    candidates = ", ".join(_candidates(known, meant or set(known)))
+    named = [f"{known[key]} {key[:SHOWN_KEY_DIGITS]}" for key in sorted(meant or known)]
+    candidates = list_first(named, MAX_CANDIDATES)
     if meant:
         raise ConfigError(
             f"{who!r} matches {len(meant)} members: {candidates}", remedy="specify more digits of the key"
@@ -144,11 +142,3 @@ def resolve_member(
         remedy=f"specify a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists "
         "them",
     )
-
-
-def _candidates(known: Mapping[str, str], keys: set[str]) -> Iterator[str]:
-    for number, key in enumerate(sorted(keys)):
-        if number == MAX_CANDIDATES:
-            yield f"and {len(keys) - MAX_CANDIDATES} more"
-            return
-        yield f"{known[key]} {key[:SHOWN_KEY_DIGITS]}"

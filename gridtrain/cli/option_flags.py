@@ -16,6 +16,8 @@ from gridtrain.tools.options.option_table import find_option
 
 ALSO_IN_ENVIRONMENT = "Defaults are in brackets.  See also `gridtrain config show`."
 
+METAVARS = {OptionKind.FOLDER: "FOLDER", OptionKind.COUNT: "N", OptionKind.NUMBER: "SECONDS"}
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -45,7 +47,7 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
         type=_type(one),
         default=None,
         multiple=one.kind is OptionKind.TEXTS,
-        metavar=one.metavar or ("FOLDER" if one.kind is OptionKind.FOLDER else None),
+        metavar=one.metavar or METAVARS.get(one.kind),
         hidden=one.is_hidden,
         help=text,
     )
@@ -55,6 +57,11 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
         one.off_flag, f"no_{one.name}", is_flag=True, help=f"Same as {one.flag} {one.off_word}."
     )
     return lambda command: value(off(command))
+
+
+def default_option(flag: str, default: Any, help: str, **more: Any) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option whose default click appends to its help."""
+    return click.option(flag, default=default, show_default=True, help=help, **more)
 
 
 def brief_option(

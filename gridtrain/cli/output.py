@@ -1,12 +1,11 @@
-"""Formats the output of all commands (width, paragraphs), and checks fields of a status before display."""
+"""Formats the output of all commands: width and paragraphs."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,27 +36,3 @@ def wrap_text(text: str, indent: int = 0) -> str:
     return textwrap.fill(
         text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-# -- a status comes from workers over the network ----------------------------------------------------
-
-
-def rows(place: Any, name: str) -> list[Mapping[str, Any]]:
-    """Return the objects of the list `place[name]`; [] if there is no such list."""
-    found = mapping(place).get(name)
-    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def by_rank(member: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return a sort key: members in rank order, then workers without a rank."""
-    rank = member.get("rank")
-    return (False, rank) if isinstance(rank, int) else (True, 0)
-
-
-def count(value: Any) -> str:
-    """Format an integer; return "-" if `value` is not an integer."""
-    return str(value) if isinstance(value, int) else "-"

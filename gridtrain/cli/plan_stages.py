@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.option_flags import brief_option
+from gridtrain.cli.option_flags import Command, brief_option
 from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.quantities import format_bytes, format_count
 
@@ -64,10 +64,9 @@ _OPTIONS = (
     ),
     click.option("--keep-activations", is_flag=True, help="Plan without re-materialization."),
 )
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def pipeline_options(command: _Command) -> _Command:
+def pipeline_options(command: Command) -> Command:
     """Add `--stages`, the options of a model in stages, and `--optimizer` to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.option_flags import run_options
-from gridtrain.cli.output import PLAIN_WIDTH, by_rank, count, make_console, mapping, rows
+from gridtrain.cli.output import PLAIN_WIDTH, make_console
 from gridtrain.event_text import event_text
 from gridtrain.quantities import format_age, format_bytes, format_worker_state
+from gridtrain.status_fields import by_rank, count, mapping, number, rows
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -130,7 +131,7 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
         f"step {count(snapshot.get('step'))}{_total(snapshot)}{skipped}  "
-        f"{_rate(snapshot.get('steps_per_s'))} steps/s{_remaining(snapshot)}"
+        f"{number(snapshot.get('steps_per_s'), '{:.2f}'.format)} steps/s{_remaining(snapshot)}"
         + (f"  loss {loss:.4g}" if isinstance(loss, int | float) else "")
     )
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
@@ -215,10 +216,10 @@ def members_table(
             *([count(member.get("strikes"))] if has_violations else []),
             count(member.get("share")),
             count(member.get("step")),
-            _bytes(member.get("sent_Bps")),
-            _bytes(member.get("received_Bps")),
-            *(_seconds(figures.get(name)) for name in SECONDS),
-            _whole_seconds(member.get("last_heard_s")),
+            number(member.get("sent_Bps"), format_bytes),
+            number(member.get("received_Bps"), format_bytes),
+            *(number(figures.get(name), _format_step_part) for name in SECONDS),
+            number(member.get("last_heard_s"), "{:.0f} s".format),
         ]
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
@@ -251,7 +252,7 @@ def received_states(snapshot: Mapping[str, Any]) -> list[str]:
     from gridtrain.core.messages import STATE_BYTES
 
     received = [
-        f"{member.get('name', '?')} {_bytes(nbytes)}"
+        f"{member.get('name', '?')} {number(nbytes, format_bytes)}"
         for member in rows(snapshot, "members")
         if (nbytes := mapping(member.get("figures")).get(STATE_BYTES)) is not None
     ]
@@ -276,10 +277,6 @@ def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return a line for each member that reports problems, such as failed checkpoints."""
     members = rows(snapshot, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
-
-
-def _whole_seconds(value: Any) -> str:
-    return f"{value:.0f} s" if isinstance(value, int | float) else "-"
 
 
 def _age(line: Mapping[str, Any]) -> str:
@@ -310,15 +307,5 @@ def _remaining(snapshot: Mapping[str, Any]) -> str:
     return f", {format_age(left_s)} left" if isinstance(left_s, int | float) else ""
 
 
-def _rate(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, int | float) else "-"
-
-
-def _seconds(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def _bytes(value: Any) -> str:
-    return format_bytes(value) if isinstance(value, int | float) else "-"
+def _format_step_part(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

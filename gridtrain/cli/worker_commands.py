@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
 from gridtrain.cli.operator_arguments import format_duration
+from gridtrain.cli.option_flags import Command
 from gridtrain.quantities import format_age, format_bytes
 
 NO_RULE = ("off", "run")
@@ -23,8 +24,6 @@ NO_RULE = ("off", "run")
 SLOW_UPLOAD = "200kbit"
 """An upload limit below this one gets a warning: a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
 of up to 1 MiB, more of a larger one) then takes longer than `Deadlines.patience_floor_s`."""
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _options(command: Command) -> Command:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gridtrain.errors import GridtrainError
 from gridtrain.runtime.process_hooks import install_sigterm_handler
@@ -28,6 +29,7 @@ INVITATION_TIMEOUT_S = 30
 START_TIMEOUT_S, START_TIMEOUT_PER_MEMBER_S = 60.0, 10.0
 REPEAT_TIMEOUT_S = 600.0
 TAIL_LINES = 12
+_MEANS = ("cpu_s", "sent_bytes", "workspace_s", "prepare_s", "prepare_cpu_s")
 
 
 class LocalHost:
@@ -110,37 +112,34 @@ class ExchangeSample:
 
     Attributes:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
-        cpu_s: the CPU time of each member's process from its start to its end, in seconds.
-        sent_bytes: the bytes that each member sent in this time.
-        workspace_s: the part of `seconds` that each member spent on decoding, adding, merging, encoding and
+        cpu_s: the CPU time of a member's process from its start to its end, in seconds; like all figures of a
+            member, a mean over the members.
+        sent_bytes: the bytes that a member sent in this time.
+        payload_bytes: the size of a payload, excluding the transport's framing.
+        workspace_s: the part of `seconds` that a member spent on decoding, adding, merging, encoding and
             hashing.
-        payloads, payload_bytes: the number and total size of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
 
     seconds: float
-    cpu_s: list[float]
-    sent_bytes: list[int]
-    workspace_s: list[float]
-    payloads: list[int]
-    payload_bytes: list[int]
-    prepare_s: list[float]
-    prepare_cpu_s: list[float]
+    cpu_s: float
+    sent_bytes: float
+    payload_bytes: float
+    workspace_s: float
+    prepare_s: float
+    prepare_cpu_s: float
     aborts: int
 
     @classmethod
     def from_reports(cls, done: Sequence[MemberReport], settled: Sequence[MemberReport]) -> ExchangeSample:
+        start_s, end_s = (report["start_s"] for report in done), (report["end_s"] for report in done)
+        payloads = sum(report["payloads"] for report in settled)
         return cls(
-            seconds=max(report["end_s"] for report in done) - min(report["start_s"] for report in done),
-            cpu_s=[report["cpu_s"] for report in settled],
-            sent_bytes=[report["sent_bytes"] for report in settled],
-            workspace_s=[report["workspace_s"] for report in settled],
-            payloads=[report["payloads"] for report in settled],
-            payload_bytes=[report["payload_bytes"] for report in settled],
-            prepare_s=[report["prepare_s"] for report in settled],
-            prepare_cpu_s=[report["prepare_cpu_s"] for report in settled],
+            seconds=max(end_s) - min(start_s),
+            payload_bytes=sum(report["payload_bytes"] for report in settled) / max(1, payloads),
             aborts=max(report["aborts"] for report in settled),
+            **{name: fmean(report[name] for report in settled) for name in _MEANS},
         )
 
 

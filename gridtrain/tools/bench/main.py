@@ -157,21 +157,21 @@ def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -
     """Return the medians of those repeats that had no aborted attempts.  Raises `GridtrainError` if there are
     none."""
     clean = [repeat for repeat in repeats if not repeat.aborts]
-    left_out, repeats = len(repeats) - len(clean), clean
-    if not repeats:
+    left_out = len(repeats) - len(clean)
+    if not clean:
         raise GridtrainError(
             f"{setting.exchange} among {setting.workers} workers: attempts were aborted in every repeat "
             f"({left_out}), so no exchange could be timed",
             remedy="close other programs, which may keep the machine too busy, or use fewer --workers",
         )
     return ExchangeResult(
-        repeats=len(repeats),
+        repeats=len(clean),
         left_out=left_out,
         exchange=setting.exchange,
         workers=setting.workers,
-        seconds=statistics.median(repeat.seconds for repeat in repeats),
-        cpu_s=statistics.median(statistics.fmean(repeat.cpu_s) for repeat in repeats),
-        sent_bytes=statistics.median(statistics.fmean(repeat.sent_bytes) for repeat in repeats),
+        seconds=statistics.median(repeat.seconds for repeat in clean),
+        cpu_s=statistics.median(repeat.cpu_s for repeat in clean),
+        sent_bytes=statistics.median(repeat.sent_bytes for repeat in clean),
     )
 
 

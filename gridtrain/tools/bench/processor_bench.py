@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,58 +24,39 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 
 VALUE_KIND = ValueKind.FP16
-CODEC_REPEATS = 5  # the codec is repeated this many times as often, because a run takes only a millisecond
+REPEATS = 7
+CODEC_REPEATS = 5 * REPEATS  # because a run of the codec takes only a millisecond
 COPY_ELEMENTS = 16_000_000
 """The minimum number of elements to copy; a shorter copy would measure the caches, not the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One measurement: the `seconds` of one run, and the `items` (parameters or entries) that it
-    processed."""
-
-    seconds: float
-    items: int
-
-    @property
-    def ns_per_item(self) -> float:
-        """The nanoseconds for each parameter or entry."""
-        return 1e9 * self.seconds / self.items
-
-
-def measure_processor(n: int, density: float, *, repeats: int = 7) -> dict[str, float]:
+def measure_processor(n: int, density: float) -> dict[str, float]:
     """Measure copy, selection, codec and merge; return the times in nanoseconds by name.
 
     copy_ns and select_ns are for each of n parameters; encode_ns, decode_ns and merge_ns for each of
     k = density * n entries.  If CUDA is available, gpu_copy_ns and gpu_select_ns are included, for each
     parameter.  The CPU's figures are those of one thread, because members that share a machine also use one.
     """
-    figures = measure_cpu(n, density, repeats=repeats)
-    if torch.cuda.is_available():
-        figures |= measure_gpu(n, density, repeats=repeats)
-    return {f"{name}_ns": figure.ns_per_item for name, figure in figures.items()}
-
-
-def measure_cpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        figures = {"copy": time_copy(n, repeats)}
-        figures["select"] = Timing(time_selection("cpu", n, density, repeats), n)
-        return figures | time_codec(n, density, CODEC_REPEATS * repeats)
+        figures = {"copy_ns": time_copy(n), "select_ns": time_selection("cpu", n, density)}
+        figures |= time_codec(n, density)
     finally:
         torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        figures |= {"gpu_copy_ns": time_gpu_copy(n), "gpu_select_ns": time_selection("cuda", n, density)}
+    return figures
 
 
-def time_copy(n: int, repeats: int) -> Timing:
+def time_copy(n: int) -> float:
     """Measure the time to copy n parameters, but at least `COPY_ELEMENTS`."""
     long = max(n, COPY_ELEMENTS)
     source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
-    return Timing(fastest_s(lambda: np.copyto(target_N, source_N), repeats), long)
+    return fastest_ns(lambda: np.copyto(target_N, source_N), long)
 
 
-def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
-    """Measure copy and selection on the current CUDA device; selection includes transfers to the host."""
+def time_gpu_copy(n: int) -> float:
     source_N = torch.ones(n, device="cuda")
     target_N = torch.zeros_like(source_N)
 
@@ -84,15 +64,11 @@ def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
         target_N.copy_(source_N)
         torch.cuda.synchronize()
 
-    copied = fastest_s(copy, repeats, time.perf_counter)
-    return {
-        "gpu_copy": Timing(copied, n),
-        "gpu_select": Timing(time_selection("cuda", n, density, repeats), n),
-    }
+    return fastest_ns(copy, n, clock=time.perf_counter)
 
 
-def time_selection(device: str, n: int, density: float, repeats: int) -> float:
-    """Return how many seconds a step's selection and residual update take.
+def time_selection(device: str, n: int, density: float) -> float:
+    """Measure a step's selection and residual update, on a GPU with the transfers to the host.
 
     Consecutive steps use the same residual, as in training.
     """
@@ -106,23 +82,20 @@ def time_selection(device: str, n: int, density: float, repeats: int) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return fastest_s(step, repeats, time.thread_time if device == "cpu" else time.perf_counter)
+    return fastest_ns(step, n, clock=time.thread_time if device == "cpu" else time.perf_counter)
 
 
-def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
+def time_codec(n: int, density: float) -> dict[str, float]:
     rng = np.random.default_rng(1)
     k = max(1, round(density * n))
     mine, theirs = _entries(rng, n, k), _entries(rng, n, k)
     payload = encode(mine.indices, mine.values, n=n, kind=VALUE_KIND)
-    return {
-        "encode": Timing(
-            fastest_s(lambda: encode(mine.indices, mine.values, n=n, kind=VALUE_KIND), repeats), k
-        ),
-        "decode": Timing(fastest_s(lambda: decode(payload, n=n, max_entries=k, kind=VALUE_KIND), repeats), k),
-        "merge": Timing(
-            fastest_s(lambda: merge(mine, theirs, n=n, k=k, kind=VALUE_KIND).payload, repeats), k
-        ),
+    actions: dict[str, Callable[[], object]] = {
+        "encode_ns": lambda: encode(mine.indices, mine.values, n=n, kind=VALUE_KIND),
+        "decode_ns": lambda: decode(payload, n=n, max_entries=k, kind=VALUE_KIND),
+        "merge_ns": lambda: merge(mine, theirs, n=n, k=k, kind=VALUE_KIND).payload,
     }
+    return {name: fastest_ns(action, k, CODEC_REPEATS) for name, action in actions.items()}
 
 
 def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
@@ -132,10 +105,14 @@ def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
     return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)
 
 
-def fastest_s(
-    action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
+def fastest_ns(
+    action: Callable[[], object],
+    items: int,
+    repeats: int = REPEATS,
+    *,
+    clock: Callable[[], float] = time.thread_time,
 ) -> float:
-    """Return how many seconds the fastest of `repeats` runs takes.
+    """Return how many nanoseconds the fastest of `repeats` runs takes for each of `items`.
 
     A warm-up run before them accesses the memory for the first time.
     """
@@ -145,4 +122,4 @@ def fastest_s(
         began_s = clock()
         action()
         taken_s.append(clock() - began_s)
-    return min(taken_s)
+    return 1e9 * min(taken_s) / items

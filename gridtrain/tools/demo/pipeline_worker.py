@@ -28,6 +28,7 @@ from gridtrain.pipeline.memory_usage import (
 )
 from gridtrain.tools.demo import pipeline_model as recipe
 from gridtrain.tools.demo.demo_model import Windows
+from gridtrain.tools.demo.recipe import exchange_for
 from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes
 from gridtrain.tools.demo.text_corpus import load_corpus
 
@@ -70,10 +71,6 @@ class WholeModel:
 
 def model_size(options: argparse.Namespace) -> Any:
     return recipe.QUICK_SIZE if options.quick else recipe.SIZE
-
-
-def exchange_for(name: str) -> Any:
-    return gridtrain.Dense() if name == "dense" else gridtrain.GTopK(density=0.05, momentum=0.9)
 
 
 def build(grid: gridtrain.Grid, options: argparse.Namespace) -> Any:

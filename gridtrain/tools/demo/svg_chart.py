@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from gridtrain.core.planning.svg_elements import FAINT, FONT_PX, svg_page, svg_text
@@ -119,29 +119,20 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
     return svg_page(title, title, subtitle, LEFT, (width, height), parts)
 
 
-@dataclass(slots=True)
 class _PanelRenderer:
     """Draws one panel, and records which space is occupied, so that labels overlap as little as possible."""
 
-    panel: ChartPanel
-    left: float
-    x: AxisScale = field(init=False)
-    y: AxisScale = field(init=False)
-    occupied: list[Box] = field(default_factory=list)
-    x_ticks: list[float] = field(init=False)
-    y_ticks: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        points = [point for line in self.panel.lines for point in (*line.points, *line.dots)]
+    def __init__(self, panel: ChartPanel, left: float) -> None:
+        self.panel, self.left = panel, left
+        self.occupied: list[Box] = []
+        points = [point for line in panel.lines for point in (*line.points, *line.dots)]
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        ys += [self.panel.reference_line[0]] if self.panel.reference_line else []
-        low_x = min(xs) if self.panel.log_x else 0.0
-        self.x_ticks = log_ticks(low_x, max(xs)) if self.panel.log_x else nice_ticks(0.0, max(xs))
-        self.y_ticks = log_ticks(min(ys), max(ys)) if self.panel.log_y else nice_ticks(min(ys), max(ys))
-        self.x = AxisScale(
-            self.x_ticks[0], self.x_ticks[-1], self.left, self.left + PANEL_WIDTH, self.panel.log_x
-        )
-        self.y = AxisScale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, self.panel.log_y)
+        ys += [panel.reference_line[0]] if panel.reference_line else []
+        low_x = min(xs) if panel.log_x else 0.0
+        self.x_ticks = log_ticks(low_x, max(xs)) if panel.log_x else nice_ticks(0.0, max(xs))
+        self.y_ticks = log_ticks(min(ys), max(ys)) if panel.log_y else nice_ticks(min(ys), max(ys))
+        self.x = AxisScale(self.x_ticks[0], self.x_ticks[-1], left, left + PANEL_WIDTH, panel.log_x)
+        self.y = AxisScale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, panel.log_y)
 
     def draw(self) -> list[str]:
         parts = self._axes()

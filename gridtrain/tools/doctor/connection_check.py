@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import Invitation
@@ -33,17 +32,8 @@ _REFUSED = (errno.ECONNREFUSED,)
 _UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
-@dataclass(slots=True)
-class ConnectionState:
-    """The results of the checks so far.
-
-    Attributes:
-        addresses: the addresses of the host name, as arguments of `socket.connect`.
-        tcp_s: the time it took to connect, in seconds; None if there is no connection.
-    """
-
-    addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
-    tcp_s: float | None = None
+SocketAddress = tuple[socket.AddressFamily, tuple[object, ...]]
+"""The family of an address, and the argument of `socket.connect`."""
 
 
 def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
@@ -67,8 +57,8 @@ def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
         return TimeoutError(f"no answer within {limit_s:.1f} s")
 
 
-def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Resolve the coordinator's host name, and store its addresses in `way`."""
+def check_name(invitation: Invitation, addresses: list[SocketAddress], limit_s: float) -> Finding:
+    """Resolve the coordinator's host name, and add its addresses to the list."""
     parts = urlsplit(invitation.address)
     host, port = parts.hostname or "", parts.port or 0
     limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
@@ -80,8 +70,8 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
         fix = "check the network, or ask the run's owner for an invitation with a numeric address"
         why = getattr(found, "strerror", None) or found
         return failure("name", f"{host} cannot be resolved on this machine: {why}", fix, host=host)
-    way.addresses = [(family, place) for family, _, _, _, place in found][:MAX_ADDRESSES]
-    named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.addresses))
+    addresses += [(family, place) for family, _, _, _, place in found[:MAX_ADDRESSES]]
+    named = ", ".join(dict.fromkeys(str(place[0]) for _, place in addresses))
     return ok(
         "name",
         f"{host} resolves to {named}" if named != host else f"{host}, port {port}",
@@ -90,23 +80,23 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
     )
 
 
-def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Connect to the addresses in turn until one accepts, and store in `way` how long this took.
+def check_tcp(invitation: Invitation, addresses: list[SocketAddress], limit_s: float) -> Finding:
+    """Connect to the addresses in turn until one accepts.
 
     Each address that is left gets an equal part of the remaining time.
     """
     errors: list[OSError] = []
     limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s
-    for index, (family, place) in enumerate(way.addresses):
+    for index, (family, place) in enumerate(addresses):
         began_s = time.monotonic()
-        part_s = max(0.05, (until_s - began_s) / (len(way.addresses) - index))
+        part_s = max(0.05, (until_s - began_s) / (len(addresses) - index))
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(part_s)
                 probe.connect(place)
-            way.tcp_s = time.monotonic() - began_s
-            return ok("port", f"{invitation.address} accepts connections", connect_s=way.tcp_s)
+            took_s = time.monotonic() - began_s
+            return ok("port", f"{invitation.address} accepts connections", connect_s=took_s)
         except OSError as error:
             errors.append(error)
     where = invitation.address

@@ -123,14 +123,9 @@ class DoctorProbe:
     def connect(self, until_s: float) -> bool:
         """Connect to the coordinator; return whether it accepts the handshake."""
         self._coordinator_transport.dial(self._invitation.coordinator, self._invitation.address)
-        here = self._invitation.coordinator
-        self._poll_until(
-            lambda: (
-                here in self.responses.connected or self.responses.is_denied or bool(self.responses.violation)
-            ),
-            until_s,
-        )
-        return here in self.responses.connected
+        here, heard = self._invitation.coordinator, self.responses
+        self._poll_until(lambda: here in heard.connected or heard.is_denied or bool(heard.violation), until_s)
+        return here in heard.connected
 
     def request_checkup(self, until_s: float) -> dict[str, Any] | None:
         """Ask the coordinator to check whether it can reach this machine; return the run's status.
@@ -142,19 +137,14 @@ class DoctorProbe:
             self.address = self._peer_transport.listen(default_listen_address(self._invitation.address))
         except TransportError:
             self.address = ""
-        self._send(
-            self._coordinator_transport,
-            self._invitation.coordinator,
-            m.DiagnosticRequest(self._own_identity.public, self.address),
-        )
-        self._poll_until(
-            lambda: self.responses.reply is not None or self.responses.refused is not None, until_s
-        )
-        if self.responses.reply is None:
+        request, heard = m.DiagnosticRequest(self._own_identity.public, self.address), self.responses
+        self._send(self._coordinator_transport, self._invitation.coordinator, request)
+        self._poll_until(lambda: heard.reply is not None or heard.refused is not None, until_s)
+        if heard.reply is None:
             return None
-        self._known_peers |= {peer for peer, _ in self.responses.reply.probe_targets}
+        self._known_peers |= {peer for peer, _ in heard.reply.probe_targets}
         try:
-            picture = json.loads(bytes(self.responses.reply.payload))
+            picture = json.loads(bytes(heard.reply.payload))
         except (ValueError, RecursionError):
             return None
         return picture if isinstance(picture, dict) else None

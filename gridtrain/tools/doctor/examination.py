@@ -22,6 +22,7 @@ from gridtrain.quantities import format_count, format_number, format_seconds, ma
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_defaults import identity_folder
+from gridtrain.status_fields import rows
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
 from gridtrain.tools.doctor.findings import Finding, FindingLevel, failure, ok, warning
@@ -102,9 +103,9 @@ class Examination:
 
     def _connection_findings(self) -> Iterator[Finding]:
         """Yield the findings about connections; the checks that follow a failed one are left out."""
-        connection = connection_check.ConnectionState()
+        addresses: list[connection_check.SocketAddress] = []
         for check in (connection_check.check_name, connection_check.check_tcp):
-            finding = check(self._invitation, connection, self._left_s())
+            finding = check(self._invitation, addresses, self._left_s())
             yield finding
             if finding.level is FindingLevel.FAILURE:
                 return
@@ -223,7 +224,7 @@ class Examination:
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
         measured = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
         self._coordinator = self._limited(measured)
-        yield from _line("coordinator", self._coordinator, self._effective_limit(self._coordinator))
+        yield _line("coordinator", self._coordinator, self._effective_limit(self._coordinator))
         yield from self._member_findings(probe)
 
     def _state_finding(self) -> Finding:
@@ -239,11 +240,7 @@ class Examination:
         return ok("run", text, phase=phase, world_size=size, step=status.get("step"))
 
     def _member_findings(self, probe: DoctorProbe) -> Iterator[Finding]:
-        ranks = {
-            str(member.get("peer")): member.get("rank")
-            for member in self._status.get("members", [])
-            if isinstance(member, dict)
-        }
+        ranks = {str(each.get("peer")): each.get("rank") for each in rows(self._status, "members")}
         found = probe.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
         if not found:
             yield ok("members", "no member can be reached for a measurement")
@@ -252,7 +249,7 @@ class Examination:
             if isinstance(rank, int):
                 self._members[rank] = limited
             others = (self._coordinator, *(other for _, other in found if other is not measured))
-            yield from _line(f"member {number + 1}", limited, self._effective_limit(limited), others)
+            yield _line(f"member {number + 1}", limited, self._effective_limit(limited), others)
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
         """Return the measurement, with the upload rate reduced to the user's limit if it is higher."""
@@ -319,7 +316,7 @@ def _line(
     measured: LinkMeasurement,
     limit: UploadLimit | None,
     others: Sequence[LinkMeasurement] = (),
-) -> list[Finding]:
+) -> Finding:
     """Return the finding about the link to the coordinator or to a member.
 
     Args:
@@ -329,37 +326,29 @@ def _line(
     """
     if measured.rtt_s is None and name == "coordinator":
         text = f"not measured, because it answered no ping in time (at most {COORDINATOR_TIMEOUT_S:g} s)"
-        return [
-            warning(name, text, "close other programs that use the link, or use a faster link; try again")
-        ]
+        return warning(name, text, "close other programs that use the link, or use a faster link; try again")
     if measured.rtt_s is None:
         fix = "nothing to do: members that cannot reach each other use a relay"
-        return [warning(name, "not measured, because this machine could not connect to it", fix)]
+        return warning(name, "not measured, because this machine could not connect to it", fix)
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
     up += f" (your limit, {limit.where})" if limit is not None else ""
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
     figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
     if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_S:
-        return [
-            warning(
-                name,
-                text,
-                "use a link with less latency, such as a cable, which makes every exchange faster",
-                **figures,
-            )
-        ]
+        fix = "use a link with less latency, such as a cable, which makes every exchange faster"
+        return warning(name, text, fix, **figures)
     if measured.up_Bps is None or measured.down_Bps is None:
         if any(other.up_Bps is not None and other.down_Bps is not None for other in others):
             slow = "download" if measured.up_Bps is None else "upload"
             text += f": this member's {slow} is slow, and nothing needs to be done on this machine"
-            return [ok(name, text, **figures)]
+            return ok(name, text, **figures)
         fix = "close other programs that use the link, or use a faster link: 256 KiB did not arrive in time"
-        return [warning(name, text, fix, **figures)]
+        return warning(name, text, fix, **figures)
     if measured.up_Bps < SLOW_UP_Bps:
         fix = "stop other uploads" if limit is None else f"raise the upload limit ({limit.where})"
         fix += "; with links this slow a run needs LocalSteps"
-        return [warning(name, text, fix, **figures)]
-    return [ok(name, text, **figures)]
+        return warning(name, text, fix, **figures)
+    return ok(name, text, **figures)
 
 
 def _rate(rate_Bps: float | None) -> str:

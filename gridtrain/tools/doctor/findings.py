@@ -9,6 +9,8 @@ from typing import Any
 
 
 class FindingLevel(StrEnum):
+    """The levels, the worst one last."""
+
     OK = "ok"
     WARNING = "warning"  # the machine can join, but something will be slower or is unknown
     FAILURE = "failure"  # the machine cannot join
@@ -55,7 +57,5 @@ def failure(name: str, text: str, fix: str, **figures: Any) -> Finding:
 
 
 def worst_level(findings: Sequence[Finding]) -> FindingLevel:
-    for level in (FindingLevel.FAILURE, FindingLevel.WARNING):
-        if any(finding.level is level for finding in findings):
-            return level
-    return FindingLevel.OK
+    levels = {finding.level for finding in findings}
+    return next((level for level in reversed(FindingLevel) if level in levels), FindingLevel.OK)

@@ -212,9 +212,8 @@ def check_memory(free_bytes: Callable[[], int] = free_memory_bytes) -> Finding:
         )
     text = f"{free / 2**30:.1f} GiB of memory free"
     if free < LITTLE_MEMORY_BYTES:
-        return warning("memory", text, "close other programs, because model, gradient and residual need "
-        "memory",
-                       free_bytes=free)  # fmt: skip
+        fix = "close other programs, because model, gradient and residual need memory"
+        return warning("memory", text, fix, free_bytes=free)
     return ok("memory", text, free_bytes=free)
 
 
@@ -228,16 +227,11 @@ def check_disk(run: str) -> Finding:
         fix = "set XDG_STATE_HOME to a folder that you may write to"
         return failure("disk", f"{folder} cannot be written to", fix, free_bytes=free)
     if free < BAD_DISK_BYTES:
-        return failure(
-            "disk",
-            text,
-            "free space on the disk, or set XDG_STATE_HOME to a folder on another disk",
-            free_bytes=free,
-        )
+        fix = "free space on the disk, or set XDG_STATE_HOME to a folder on another disk"
+        return failure("disk", text, fix, free_bytes=free)
     if free < LITTLE_DISK_BYTES:
-        return warning(
-            "disk", text, "free space on the disk, or choose another folder with --state-dir", free_bytes=free
-        )
+        fix = "free space on the disk, or choose another folder with --state-dir"
+        return warning("disk", text, fix, free_bytes=free)
     return ok("disk", text, free_bytes=free)
 
 

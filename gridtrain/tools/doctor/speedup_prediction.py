@@ -22,6 +22,7 @@ from gridtrain.core.planning.exchange_comparison import (
 )
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.workload import CpuCosts, Workload
+from gridtrain.status_fields import mapping, rows
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement
 
 MAX_ORDERED = 32
@@ -167,18 +168,14 @@ def _best(rates_Bps: Sequence[float | None]) -> float:
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> dict[int, float]:
     """Return the values of `figure` of all training members that report a plausible value, by rank."""
-    members = picture.get("members", [])
     found: dict[int, float] = {}
-    for member in members if isinstance(members, list) else []:
-        figures = member.get("figures", {}) if isinstance(member, dict) else {}
-        value = figures.get(figure) if isinstance(figures, dict) else None
-        rank = member.get("rank") if isinstance(member, dict) else None
+    for member in rows(picture, "members"):
+        rank, value = member.get("rank"), mapping(member.get("figures")).get(figure)
         if isinstance(rank, int) and isinstance(value, int | float) and 1e-9 < value < 1e18:
             found[rank] = float(value)
     return found
 
 
 def member_shares(picture: Mapping[str, Any]) -> list[int]:
-    members = picture.get("members", [])
-    ranked = [x for x in members if isinstance(x, dict) and isinstance(x.get("rank"), int)]
+    ranked = [member for member in rows(picture, "members") if isinstance(member.get("rank"), int)]
     return [max(0, int(x.get("share") or 0)) for x in sorted(ranked, key=lambda x: x["rank"])]

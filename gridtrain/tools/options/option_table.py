@@ -211,14 +211,7 @@ COORDINATOR: tuple[Option, ...] = (
         "Folder of the run's journal and keys.",
         default_description="~/.local/state/gridtrain/RUN",
     ),
-    Option(
-        "min_workers",
-        COUNT,
-        "Number of workers with which the run starts.",
-        default=1,
-        minimum=1,
-        metavar="N",
-    ),
+    Option("min_workers", COUNT, "Number of workers with which the run starts.", default=1, minimum=1),
     Option(
         "order",
         TEXT,
@@ -226,13 +219,7 @@ COORDINATOR: tuple[Option, ...] = (
         default="planned",
         choices=("planned", "joined"),
     ),
-    Option(
-        "recut_after",
-        NUMBER,
-        "With fewer workers than stages, repartition after this time.",
-        default=15,
-        metavar="SECONDS",
-    ),
+    Option("recut_after", NUMBER, "With fewer workers than stages, repartition after this time.", default=15),
     Option("bundle", SWITCH, "Serve the script of run.toml to volunteers.", default=True),
     Option("unencrypted", SWITCH, "Do not encrypt, for benchmarks on this machine.", default=False),
     Option(
@@ -250,20 +237,10 @@ COORDINATOR: tuple[Option, ...] = (
         "Folder on another disk for backups of journal and keys.",
         default_description="no backups",
     ),
+    Option("backup_every", NUMBER, "Minimum time between two backups.", default=5.0, minimum=0.1),
+    Option("backup_keep", COUNT, "Number of backups to keep.", default=3, minimum=1),
     Option(
-        "backup_every",
-        NUMBER,
-        "Minimum time between two backups.",
-        default=5.0,
-        minimum=0.1,
-        metavar="SECONDS",
-    ),
-    Option("backup_keep", COUNT, "Number of backups to keep.", default=3, minimum=1, metavar="N"),
-    Option(
-        "from_backup",
-        FOLDER,
-        "Start a new --state from FOLDER's latest backup.",
-        is_command_line_only=True,
+        "from_backup", FOLDER, "Start a new --state from FOLDER's latest backup.", is_command_line_only=True
     ),
     _optional(
         "dashboard",
@@ -326,7 +303,6 @@ WORKER: tuple[Option, ...] = (
         "Number of checkpoints to keep.",
         unset_value=int(_JOIN["checkpoint_keep"]),
         minimum=1,
-        metavar="N",
     ),
     _optional("checkpoints", TEXT, "Also upload checkpoints to this URL.", "none", metavar="URL"),
     Option(
@@ -339,14 +315,10 @@ WORKER: tuple[Option, ...] = (
     Option("relay", SWITCH, "Forward encrypted messages between other members.", default=True),
     Option("unencrypted", SWITCH, "Join a run without encryption, for benchmarks.", default=False),
     Option(
-        "wait",
-        TEXT,
-        '"auto": do not wait for stalled workers.',
-        unset_value=_JOIN["wait"],
-        choices=WAITS,
+        "wait", TEXT, '"auto": do not wait for stalled workers.', unset_value=_JOIN["wait"], choices=WAITS
     ),
     Option("base", TEXT, '"any": frozen values may differ.', unset_value=_JOIN["base"], choices=BASES),
-    Option("restarts", COUNT, "Consecutive restarts of a failing script.", default=0, metavar="N"),
+    Option("restarts", COUNT, "Consecutive restarts of a failing script.", default=0),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
     _LOG_FORMAT,
     Option(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import ConfigError
@@ -55,49 +54,40 @@ class ResolvedValue:
         return format_value(self.value) or self.option.default_text
 
 
-class OptionValues(Mapping[str, ResolvedValue]):
+class OptionValues(dict[str, ResolvedValue]):
     """The values of one program, by option name."""
 
     def __init__(self, program: str, values: Mapping[str, ResolvedValue], runfile: RunFile) -> None:
+        super().__init__(values)
         self.program = program
         self.runfile = runfile
-        self._values = values
-
-    def __getitem__(self, name: str) -> ResolvedValue:
-        return self._values[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def text(self, name: str) -> str:
         """Return the value of a TEXT or FOLDER option; "" if the option is not set."""
-        value = self._values[name].value
+        value = self[name].value
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return the values of a TEXTS option; () if the option is not set."""
-        value = self._values[name].value
+        value = self[name].value
         return value if isinstance(value, tuple) else ()
 
     def count(self, name: str) -> int | None:
-        value = self._values[name].value
+        value = self[name].value
         return value if isinstance(value, int) else None
 
     def switch(self, name: str) -> bool:
-        return bool(self._values[name].value)
+        return bool(self[name].value)
 
     def join_texts(self) -> dict[str, str]:
         """Return a worker's fields of `gridtrain.config.JoinConfig` as strings; unset fields are left out."""
-        texts = {name: format_value(self._values[name].value) for name in JOIN_OPTIONS}
+        texts = {name: format_value(self[name].value) for name in JOIN_OPTIONS}
         texts["unencrypted"] = "yes" if self.switch("unencrypted") else ""
         return {name: text for name, text in texts.items() if text}
 
     def where(self, name: str) -> str:
         """Return where the value was set; the option's flag if the value is the default."""
-        return self._values[name].where or self._values[name].option.flag
+        return self[name].where or self[name].option.flag
 
 
 def resolve(

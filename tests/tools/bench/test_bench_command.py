@@ -103,8 +103,7 @@ def test_vectors_that_do_not_fit_are_refused_before_anything_is_measured() -> No
 
 
 def repeat(seconds: float, aborts: int) -> ExchangeSample:
-    each = [seconds, seconds]
-    return ExchangeSample(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, aborts)
+    return ExchangeSample(seconds, seconds, 8.0, 8.0, seconds, seconds, seconds, aborts)
 
 
 def test_repeats_with_aborted_attempts_are_left_out_and_counted() -> None:

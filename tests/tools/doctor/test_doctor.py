@@ -535,7 +535,7 @@ def test_the_users_own_upload_limit_is_named(
     (predicted,) = examination._prediction_finding(1e12)
     assert f"raise the upload limit ({where}), or ask" in predicted.fix
     measured = examination._coordinator
-    (line,) = _line("coordinator", measured, examination._effective_limit(measured))
+    line = _line("coordinator", measured, examination._effective_limit(measured))
     assert f"1.0 Mbit/s (your limit, {where}) up, 100.0 Mbit/s down" in line.text
     assert line.fix == f"raise the upload limit ({where}); with links this slow a run needs LocalSteps"
     slower = LinkMeasurement(0.02, 0.1e6, 12.5e6)
@@ -544,7 +544,7 @@ def test_the_users_own_upload_limit_is_named(
 
 @pytest.mark.parametrize(("name", "uses_relay"), [("coordinator", False), ("member 1", True)])
 def test_a_relay_is_no_remedy_for_the_link_to_the_coordinator(name: str, uses_relay: bool) -> None:
-    (found,) = _line(name, LinkMeasurement(), None)
+    found = _line(name, LinkMeasurement(), None)
     assert found.level is FindingLevel.WARNING and ("relay" in found.fix) == uses_relay
 
 
@@ -573,7 +573,7 @@ def test_a_member_is_compared_with_the_other_members(invitation: Invitation) -> 
 def test_a_slow_link_of_one_member_is_not_this_machines(
     slow: str, measured: LinkMeasurement, others: tuple[LinkMeasurement, ...], level: FindingLevel
 ) -> None:
-    (found,) = _line("member 2", measured, None, others)
+    found = _line("member 2", measured, None, others)
     assert found.level is level
     assert (f"this member's {slow} is slow" in found.text) == (level is FindingLevel.OK)
     assert ("use a faster link" in found.fix) == (level is FindingLevel.WARNING)
