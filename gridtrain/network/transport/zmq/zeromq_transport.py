@@ -35,6 +35,7 @@ import zmq
 from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Message, PeerId
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport import access_control
+from gridtrain.network.transport.flood_detector import FLOOD_BYTES, FLOOD_MESSAGES
 from gridtrain.network.transport.identity import Identity, require_curve
 from gridtrain.network.transport.interface import (
     AccessPolicy,
@@ -50,7 +51,7 @@ from gridtrain.network.transport.interface import (
     not_connected_error,
     own_key_error,
 )
-from gridtrain.network.transport.rate_limiter import FLOOD_BYTES, FLOOD_MESSAGES, UploadLimiter
+from gridtrain.network.transport.rate_limiter import UploadLimiter
 from gridtrain.network.transport.receive_queue import ReceiveQueue
 from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.transport.zmq import dialer, handshake, sockets
