@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gridtrain.config import JoinConfig
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import GridtrainError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -84,7 +84,7 @@ class GroupConnection:
         self,
         transport: FlowControlTransport,
         allowlist: PeerAllowlist,
-        joined: io.TrainerJoined,
+        joined: ev.TrainerJoined,
         *,
         reset: bool,
     ) -> None:
@@ -110,7 +110,7 @@ class GroupConnection:
         self.loop, self._is_paused = loop, False
         self._limit_state()  # the upload limit may have changed meanwhile
         if reset:
-            self.submit(io.SnapshotLoading())
+            self.submit(ev.SnapshotLoading())
         stored = self.tasks.stored_checkpoints
         if stored is not None:
             joined = replace(joined, setup=replace(joined.setup, stage_checkpoints=stored))
@@ -187,7 +187,7 @@ class GroupConnection:
         names that worker or says why none has.
         """
         until_s = time.monotonic() + timeout_s
-        if self.wait(lambda here: here.phase is io.MemberPhase.RUNNING, timeout_s) is None:
+        if self.wait(lambda here: here.phase is ev.MemberPhase.RUNNING, timeout_s) is None:
             return False, "no generation is running"
         result = self.loop.residuals.transfer(pieces, max(0.0, until_s - time.monotonic()))
         if result is None:

@@ -1,6 +1,6 @@
 """Measures this worker's links: first the round-trip times, and then the bandwidth with one burst at a time.
 
-    io.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
+    ev.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, ev.ProbeResults
 
 The pings end when each target has answered `PINGS_PER_PEER` of them, or at the probe's deadline.  Bursts are
 sent only to peers that are connected directly, not through a relay.  The round-trip times are reported after
@@ -13,7 +13,7 @@ import math
 from random import Random
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.messages import relay_of
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
@@ -41,9 +41,9 @@ class LinkProbe:
         self._nonce = 0
         self._until_s = math.inf
         self._is_pinging = False
-        self._measured: io.ProbeResults | None = None  # round-trip times, kept until the bursts are over
+        self._measured: ev.ProbeResults | None = None  # round-trip times, kept until the bursts are over
 
-    def begin(self, probe: io.ProbePeers, now_s: float) -> None:
+    def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
         The deadline of pings and bursts is 80 % of `limit_s` from now.
@@ -79,7 +79,7 @@ class LinkProbe:
                 self._bandwidth.handle_acknowledgement(peer, message, now_s)
         return []
 
-    def poll(self, now_s: float) -> tuple[m.LinkRates | None, io.ProbeResults | None]:
+    def poll(self, now_s: float) -> tuple[m.LinkRates | None, ev.ProbeResults | None]:
         """Advance the measurement; return the rates and the round-trip times that are ready to be reported.
 
         Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
@@ -88,7 +88,7 @@ class LinkProbe:
         if self._is_pinging and (now_s >= self._until_s or not any(self._pings_left.values())):
             self._is_pinging = False
             rtt_s = {peer: self._best_s[peer] for peer in self._pings_left if peer in self._best_s}
-            self._measured = io.ProbeResults(tuple(rtt_s.items()))
+            self._measured = ev.ProbeResults(tuple(rtt_s.items()))
             direct = {peer: seconds for peer, seconds in rtt_s.items() if peer not in self._relayed}
             self._bandwidth.begin(direct, self._until_s, now_s)
         waiting = self._bandwidth.advance(self._transport, now_s)
