@@ -96,7 +96,8 @@ class GroupConnection:
             joined: the event with which the script joined, updated with the checkpoint that it holds now.
             reset: whether the model is neither the initial model of the script nor the model after a step.
 
-        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
+        Raises the same errors as `IoLoop.start`.  After an error, the call can be repeated with another
+        transport.
         """
         loop = self._make_loop(transport, allowlist)
         self.tasks.connect(loop)
@@ -121,7 +122,7 @@ class GroupConnection:
     ) -> None:
         """After `pause`, notify the coordinator that this worker will not rejoin.
 
-        Raises the errors of `IoLoop.start`.
+        Raises the same errors as `IoLoop.start`.
         """
         loop = self._make_loop(transport, allowlist)
         try:

@@ -187,7 +187,8 @@ class GroupSession:
                 continued.
             touched: whether the model has changed since the script created it.
 
-        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
+        Raises the same errors as `IoLoop.start`.  After an error, the call can be repeated with another
+        transport.
         """
         assert self._joined is not None
         self._turn, self.is_turn_done, self._early_plan, self._submitted = None, False, None, None

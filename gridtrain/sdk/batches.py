@@ -59,8 +59,8 @@ class Turns:
 
     Attributes:
         is_finished: whether the run has ended.
-        is_stopped: whether this worker's agent has stopped it, or the run ended while it was paused.
-        is_stand_in: whether the batch of the current call is a stand-in; also before the first one.
+        is_stopped: whether the agent has stopped this worker, or the run ended while this worker was paused.
+        is_stand_in: whether the batch of the current call is a stand-in; True before the first call.
         feeds_loader: whether a `DataLoader` of the script draws the batches.
     """
 

@@ -181,7 +181,7 @@ class Grid:
         """The number of the run's steps that this worker's parameters contain.
 
         A worker that missed steps, because it was cut off or its loop stalled, receives them with its next
-        batch; until then, the other workers may be further.
+        batch; until then, the other workers may be ahead.
         """
         return self._session.step
 

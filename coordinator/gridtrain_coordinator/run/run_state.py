@@ -345,9 +345,9 @@ class RunState:
         self.has_committed = self.has_committed or step > 0
 
     def record_report(self, peer: m.PeerId, step: int) -> None:
-        """Record a member's step, as far as others confirm it: the lower median of the members' steps.
+        """Record a member's step, and raise the run's step to the lower median of the members' steps.
 
-        The last steps of members that have left count, too: no member could commit a step without them.
+        Former members' last steps count too: no member could have committed a step without those members.
         """
         self.has_committed = self.has_committed or step > 0
         self._reported_steps[peer] = min(step, MAX_STEPS + 1)

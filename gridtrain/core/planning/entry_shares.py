@@ -81,8 +81,8 @@ def choose_entry_shares(
 ) -> EntryShares:
     """Choose the members' shares of the k entries of a sparse exchange.
 
-    All members keep the whole share if no upload is slow, or if smaller shares do not make the exchange
-    sufficiently faster (`MIN_EXCHANGE_SPEEDUP`, `KEPT_SPEEDUP`).
+    All members keep their full share if no upload is slow, or if smaller shares do not speed up the exchange
+    enough (`MIN_EXCHANGE_SPEEDUP`, `KEPT_SPEEDUP`).
 
     Args:
         load: the workload; None if it is unknown.  A dense exchange has no shares.

@@ -234,7 +234,7 @@ class StageCheckpointStore:
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises the
-        errors of `load`."""
+        same errors as `load`."""
         found = self.load(held)
         return serialization.frame_state(found.document, found.tensors)
 

@@ -132,7 +132,7 @@ class ZeroMQTransport:
         self._events: list[TransportEvent] = []
         self._connections: dict[PeerId, list[Connection]] = {}  # we send over the first connection
         self._last_drained_s = time.monotonic()  # when the ROUTER was last empty
-        self._router_full_s = math.inf  # since when a ROUTER's queue has been full
+        self._router_full_s = math.inf  # when a ROUTER's queue became full
         self._next_check_s = 0.0
         self._closed = False
 
@@ -349,8 +349,7 @@ class ZeroMQTransport:
     def _try_write(
         self, connection: Connection, kind: str, frames: Frames, nbytes: int, now_s: float
     ) -> bool:
-        """Write a message with `_write`, return its result, and record since when a ROUTER's queue has been
-        full."""
+        """Write a message with `_write`, return its result, and record when a ROUTER's queue became full."""
         taken = self._write(connection, kind, frames, nbytes)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
