@@ -296,7 +296,7 @@ class TrainerTasks:
 
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
-        self._loop.mailbox.submit(ev.TrainerReturned())  # first, so that the next step is not missed, too
+        self._loop.mailbox.submit(ev.TrainerReturned())  # first, so that the next step is not also missed
         self._apply(self._loop.step_rounds.take_missed(last_step))
 
     def _apply(self, missed: Sequence[MissedStep]) -> None:

@@ -202,7 +202,7 @@ class Grid:
     def has_samples(self) -> bool:
         """Whether this worker's batch counts in a mean over samples (see `mean`).  The backward pass must run
         for every batch, also where this is False: for a stand-in batch (see `batches`), and for a sample that
-        a later micro-batch repeats.  It is False before the first batch, too.
+        a later micro-batch repeats.  It is also False before the first batch.
 
         If a step has fewer samples than micro-batches (`accumulate`), samples are repeated.  The gradient of
         each repetition counts with a part of the sample's weight; `has_samples` is true for the last one.

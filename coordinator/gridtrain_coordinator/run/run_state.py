@@ -59,11 +59,11 @@ class RunState:
         partition: how the model is divided into stages.
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
-        highest_step: the number of committed steps, as far as generations and members' reports show.
+        highest_step: the number of committed steps, according to generations and members' reports.
         step_before: `highest_step` before the members' first generation, whose checkpoint may be a false one.
         latest_members: the members of the latest generation that trained or is in the journal, also when they
             no longer hold the model; empty for a new run.
-        left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
+        left_step: the highest step in a checkpoint that a former member keeps; 0 if there is none
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
             before this coordinator started.

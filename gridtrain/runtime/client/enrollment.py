@@ -247,7 +247,7 @@ def _present(store: InvitationStore, invitation: Invitation, one: _ClaimedIdenti
 
     An identity that this invitation has already admitted is enrolled with no other invitation.
 
-    Raises `JoinRefused` if no invitation is accepted, and the errors of `present_invitation`.
+    Raises `JoinRefused` if no invitation is accepted, and the same errors as `present_invitation`.
     """
     public, path = one.identity.public, one.path
     try:
