@@ -21,7 +21,6 @@ from gridtrain_coordinator.run.slow_member import busy_s, find_slow_member
 
 WINDOW_S, LONG_WINDOW_S = 10.0, 300.0
 SAMPLE_S = 1.0
-RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +96,8 @@ def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
 
     Returns None if no member reports a finite loss, or if the sum overflows.
     """
-    reported = [
-        (loss, max(member["share"] or 0, 1))
-        for member in members
-        if math.isfinite(loss := member["figures"].get("loss", math.nan))
-    ]
+    losses = ((member["figures"].get("loss", math.nan), member["share"] or 0) for member in members)
+    reported = [(loss, max(share, 1)) for loss, share in losses if math.isfinite(loss)]
     total = sum(share for _, share in reported)
     mean = sum(loss * share for loss, share in reported) / total if reported else math.inf
     return mean if math.isfinite(mean) else None
@@ -160,10 +156,8 @@ def build_status(
         {
             **member,
             "figures": _separate_wait(member["figures"], slowest_s),
-            **{
-                figure.replace("_bytes", "_Bps"): rates.figure_per_s(member["peer"], figure)
-                for figure in RATE_METRICS
-            },
+            "sent_Bps": rates.figure_per_s(member["peer"], "sent_bytes"),
+            "received_Bps": rates.figure_per_s(member["peer"], "received_bytes"),
         }
         for member in snapshot["members"]
     ]
