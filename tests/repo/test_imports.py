@@ -82,7 +82,7 @@ TABLE: dict[str, str] = {
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
     "gridtrain_coordinator.access":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.access",
     "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain.event_text gridtrain_coordinator starlette "
-                                     "uvicorn prometheus_client",
+                                     "uvicorn prometheus_client gridtrain.runtime.client.private_file",
     "gridtrain_worker":              f"{LIBRARY} gridtrain.tools.log_output "
                                      "gridtrain.testing.fake_sensors psutil pynvml",
 }
