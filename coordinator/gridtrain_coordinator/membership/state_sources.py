@@ -71,14 +71,10 @@ class StateSources:
             stalled: members whose trainers have stalled; they cannot serve any member until they
                 recover.
         """
-        ranked = {
-            holder: (
-                sum(holder in self._failed.get(x, ()) for x in receivers),
-                holder in stalled,
-                self._unreliable.get(holder, 0),
-            )
-            for holder in holders
-        }
+        ranked = {}
+        for holder in holders:
+            failures = sum(holder in self._failed.get(receiver, ()) for receiver in receivers)
+            ranked[holder] = failures, holder in stalled, self._unreliable.get(holder, 0)
         return min(ranked, key=lambda holder: ranked[holder]) if any(map(any, ranked.values())) else None
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -206,13 +205,13 @@ class Candidates:
 class Registry(dict[m.PeerId, Worker]):
     """The registered workers by key, in the order in which they joined."""
 
-    def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
-        super().__init__(workers)
+    def __init__(self) -> None:
+        super().__init__()
         self._silent: dict[m.PeerId, HeartbeatIntervals] = {}
 
     def register(self, peer: m.PeerId, name: str, address: str, now_s: float) -> Worker:
         """Register a worker and return it."""
-        liveness = Liveness(now_s, self._silent.pop(peer, None))
+        liveness = Liveness(now_s, self._silent.pop(peer, HeartbeatIntervals()))
         liveness.heartbeats.record(now_s, has_progressed=False)
         worker = self[peer] = Worker(peer, name, address, now_s, liveness)
         return worker
