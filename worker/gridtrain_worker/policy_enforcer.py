@@ -217,12 +217,16 @@ class PolicyEnforcer:
     def is_overdue(self) -> bool:
         """Whether the script has not obeyed a request to pause or stop within `OBEY_TIMEOUT_S`."""
         with self._lock:
-            has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
-            if has_paused and not self.is_stopping:
+            if self._is_obeyed and not self.is_stopping:
                 self._disobeyed_since_s = None
                 return False
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
+
+    @property
+    def _is_obeyed(self) -> bool:
+        """Whether the script may train or has paused."""
+        return self.decision.may_train or self._script_status.get("state") == "paused"
 
     @property
     def untrained_text(self) -> str:
@@ -246,9 +250,8 @@ class PolicyEnforcer:
                 case "show":
                     self._readings = self._read_sensors(SENSORS)
                 case "set":
-                    self._change_rules(
-                        {str(key): str(value) for key, value in dict(question["settings"]).items()}
-                    )
+                    settings = dict(question["settings"])
+                    self._change_rules({str(key): str(value) for key, value in settings.items()})
                 case "pause":
                     self._policy.pause(until := self._until(str(question.get("for", ""))))
                     self._save(lambda: self._saved_settings.pause(until))
@@ -290,10 +293,7 @@ class PolicyEnforcer:
         missing = policy.unreadable(self._readings)
         if missing:
             said = "; ".join(f'the "{name}" sensor cannot be read: {why}' for name, why in missing.items())
-            raise ConfigError(
-                said,
-                remedy="remove the rule, or make its sensor readable",
-            )
+            raise ConfigError(said, remedy="remove the rule, or make its sensor readable")
 
     def _until(self, text: str) -> datetime | None:
         if not text:
@@ -313,9 +313,7 @@ class PolicyEnforcer:
             "key": self._key,
             "state": (state := self._state()),
             "reason": self._reason(state),
-            "obeyed": self.decision.may_train
-            or self._script_status.get("state") == "paused"
-            or not self._pids,
+            "obeyed": self._is_obeyed or not self._pids,
             "stopping": self.is_stopping,
             "clock": f"{self._now():%H:%M} {time.strftime('%Z')}".rstrip(),
             "rules": self._policy.rules.texts(),

@@ -151,9 +151,8 @@ class MachineSensors:
         if read is not None:
             found += [part.current for parts in read().values() for part in parts if part.current]
         if not found:
-            raise _SensorUnavailable(
-                NO_PSUTIL if self._psutil is None else "this machine reports no temperature"
-            )
+            why = "this machine reports no temperature"
+            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else why)
         return max(found)
 
     # -- idle time -------------------------------------------------------------------------------
@@ -164,11 +163,8 @@ class MachineSensors:
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
         if not found:
-            raise _SensorUnavailable(
-                NO_PSUTIL
-                if self._psutil is None
-                else "neither a desktop session nor a terminal reports idle time"
-            )
+            why = "neither a desktop session nor a terminal reports idle time"
+            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else why)
         return min(found)
 
     def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:
