@@ -283,7 +283,7 @@ class Coordinator:
         if now_s >= self._membership.deadline_s and self._disk_full is None:
             effects += self._membership.tick(now_s)
         self._perform(effects, now_s)
-        if now_s >= self._rates.due_s():
+        if now_s >= self._rates.due_s:
             self._run_housekeeping(now_s)
         if self._backups is not None:
             self._poll_backup(self._backups, now_s)

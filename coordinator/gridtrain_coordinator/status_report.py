@@ -30,33 +30,33 @@ class _Sample:
 
 
 class RateMeter:
-    """Measures how fast counters increase over the last `WINDOW_S` seconds."""
+    """Measures how fast counters increase over the last `WINDOW_S` seconds.
+
+    Attributes:
+        due_s: when to call `observe` next.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
         self._steps: deque[tuple[float, int | None]] = deque()  # None while the run is not training
-        self._due_s = -math.inf
+        self.due_s = -math.inf
 
     def restart(self, now_s: float) -> None:
         """Forget the counters; the next `observe` is due when workers have reported later ones."""
         self._samples.clear()
         self._steps.clear()
-        self._due_s = now_s + SAMPLE_S
+        self.due_s = now_s + SAMPLE_S
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
         step = snapshot["step"] if snapshot["phase"] == "training" else None
         self._samples.append(_Sample(now_s, figures))
         self._steps.append((now_s, step))
-        self._due_s = now_s + SAMPLE_S
+        self.due_s = now_s + SAMPLE_S
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()
         while now_s - self._steps[0][0] > LONG_WINDOW_S:
             self._steps.popleft()
-
-    def due_s(self) -> float:
-        """Return the time at which to call `observe` next."""
-        return self._due_s
 
     def steps_per_s(self, window_s: float = WINDOW_S) -> float | None:
         """Return the steps per second, measured since training last resumed but at most over the window.
@@ -96,8 +96,11 @@ def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
 
     Returns None if no member reports a finite loss, or if the sum overflows.
     """
-    losses = ((member["figures"].get("loss", math.nan), member["share"] or 0) for member in members)
-    reported = [(loss, max(share, 1)) for loss, share in losses if math.isfinite(loss)]
+    reported = [
+        (loss, max(member["share"] or 0, 1))
+        for member in members
+        if math.isfinite(loss := member["figures"].get("loss", math.nan))
+    ]
     total = sum(share for _, share in reported)
     mean = sum(loss * share for loss, share in reported) / total if reported else math.inf
     return mean if math.isfinite(mean) else None

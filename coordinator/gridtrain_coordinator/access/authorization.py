@@ -30,6 +30,7 @@ from gridtrain_coordinator.access import authorization_limits as limits
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.run.events import JournalEntry
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_LISTED = 1000
 """The maximum number of rows of each kind that `status` returns, and of keys from `removed_members`."""
@@ -141,7 +142,7 @@ class Authorization:
         self._serial = 0
         self._members: dict[m.PeerId, str] = {}  # with the ids of the invitations that they used
         self._banned: dict[m.PeerId, _Ban] = {}
-        self._removed: dict[m.PeerId, _Removal] = {}
+        self._removed: RecentDict[m.PeerId, _Removal] = RecentDict(limits.MAX_REMOVED)
         self._violations = ViolationLog()
         self._recent_enrolments: list[tuple[float, str]] = []  # (time, address range)
         self._joins = RequestRate(limits.JOIN_WINDOW_S, limits.MAX_JOINERS)
@@ -473,10 +474,7 @@ class Authorization:
         if type(ban) is not bool or cause not in ("order", "strikes", "liar"):
             raise ValueError(f"ban is {ban!r} and cause is {cause!r}, which no coordinator writes")
         self._members.pop(peer, None)
-        self._removed.pop(peer, None)
         self._removed[peer] = _Removal(self._serial, cause == "strikes", reason)
-        if len(self._removed) > limits.MAX_REMOVED:
-            del self._removed[next(iter(self._removed))]
         if ban:
             self._banned[peer] = _Ban(reason, name)
         if cause == "liar":
