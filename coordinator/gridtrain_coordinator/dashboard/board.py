@@ -170,8 +170,8 @@ class Board:
         ids = {row.live["rank"]: row.id for row in self._active()}
         graph = build_graph(status if ids else {**status, "world_size": 0}, run_load)
         self.topology = {
-            **graph.to_json(),
-            "ids": [ids.get(rank) for rank in range(graph.size)],
+            **graph,
+            "ids": [ids.get(rank) for rank in range(graph["size"])],
             "waited_for": slow["id"] if slow else None,
         }
         share = self._share()
