@@ -76,6 +76,7 @@ TABLE: dict[str, str] = {
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":         f"{NETWORK} {OPTIONS} gridtrain.tools.log_output "
                                      "gridtrain.runtime.client.endpoint_file "
+                                     "gridtrain.runtime.client.private_file "
                                      "gridtrain.runtime.client.worker_defaults",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",

@@ -74,10 +74,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
     "SQLITE_CANTOPEN": ("cannot be opened", _CHECK_OWNER),
     "SQLITE_READONLY": ("is read-only", _CHECK_OWNER),
-    "SQLITE_CONSTRAINT": (
-        "rejected an invalid entry",
-        "report this as a bug in gridtrain",
-    ),
+    "SQLITE_CONSTRAINT": ("rejected an invalid entry", "report this as a bug in gridtrain"),
 }
 
 
