@@ -24,11 +24,7 @@ from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization_limits
-from gridtrain_coordinator.access.authorization import (
-    AccessRole,
-    Authorization,
-    ViolationOutcome,
-)
+from gridtrain_coordinator.access.authorization import AccessRole, Authorization, ViolationOutcome
 from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
@@ -110,10 +106,7 @@ class AccessHandler:
         return None
 
     def execute_order(
-        self,
-        order: Order,
-        now_s: float,
-        record: Callable[[Sequence[io.Effect]], None],
+        self, order: Order, now_s: float, record: Callable[[Sequence[io.Effect]], None]
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
         """Carry out a command from the operator or the dashboard; return the further effects and the reply.
 

@@ -94,9 +94,7 @@ class DashboardPort(Protocol):
     """The dashboard's methods that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
-    def take_orders(
-        self,
-    ) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
+    def take_orders(self) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None = None) -> RecoveredRun:

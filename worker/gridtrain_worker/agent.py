@@ -63,13 +63,7 @@ from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
 from gridtrain_worker import script_processes
-from gridtrain_worker.bundle_consent import (
-    Ask,
-    BundleOffer,
-    fetch_data_file,
-    fetch_offer,
-    require_consent,
-)
+from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_data_file, fetch_offer, require_consent
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors

@@ -26,12 +26,7 @@ from gridtrain_worker.budget import Budget
 from gridtrain_worker.control_socket import Body, ControlSocket
 from gridtrain_worker.saved_settings import SavedSettings
 from gridtrain_worker.sensors import MachineSensors, Sensors
-from gridtrain_worker.training_policy import (
-    SENSORS,
-    PolicyDecision,
-    Rules,
-    TrainingPolicy,
-)
+from gridtrain_worker.training_policy import SENSORS, PolicyDecision, Rules, TrainingPolicy
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
@@ -401,18 +396,14 @@ class PolicyEnforcer:
             moved_bytes = max(moved_bytes, budget_bytes)
         self.decision = self._policy.decide(self._readings, moved_bytes, now)
         if self._budget_error:
-            self._retry_budget()
+            with contextlib.suppress(ConfigError):  # another attempt to write the counts
+                self._budget.keep()
+                self._budget_error = ""
         if self._budget_error and self._policy.rules.budget_bytes:
             self.decision = PolicyDecision(False, (*self.decision.reasons, self._budget_error))
         if self.decision.text() != before.text():
             paused = f"paused: {self.decision.text()}"
             self._tell("training is allowed again" if self.decision.may_train else paused)
-
-    def _retry_budget(self) -> None:
-        """Retry writing the traffic counts that could not be saved."""
-        with contextlib.suppress(ConfigError):
-            self._budget.keep()
-            self._budget_error = ""
 
     def _push(self) -> None:
         directive = self._wanted_state()

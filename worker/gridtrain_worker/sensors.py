@@ -127,7 +127,7 @@ class MachineSensors:
             if running & known:  # even while our script is paused, because it remains on the GPU
                 if self._is_drawn_by_others(gpu, known):
                     return True
-            elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
+            elif self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu > GPU_BUSY_PERCENT:
                 return True
         return False
 
@@ -138,9 +138,6 @@ class MachineSensors:
         except self._nvml.NVMLError:  # no program has used the GPU since then, or the GPU is too old to tell
             return False
         return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
-
-    def _busy_percent(self, gpu: Any) -> float:
-        return float(self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
 
     def _temperature_C(self) -> float:
         found: list[float] = []

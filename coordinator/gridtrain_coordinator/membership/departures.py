@@ -151,13 +151,7 @@ class Departures:
         return note
 
     def _unregister(
-        self,
-        worker: Worker,
-        reason: str,
-        event: str = "lost",
-        *,
-        cause: str = "",
-        is_final: bool = True,
+        self, worker: Worker, reason: str, event: str = "lost", *, cause: str = "", is_final: bool = True
     ) -> LogEvent:
         """Remove a worker from the registry; return the event for the log.
 

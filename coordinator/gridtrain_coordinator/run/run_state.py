@@ -25,12 +25,7 @@ from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.run.worker_problems import (
-    EXPORT_REMEDY,
-    MAX_CAUSES_SHOWN,
-    SkipAlert,
-    SkippedSteps,
-)
+from gridtrain_coordinator.run.worker_problems import EXPORT_REMEDY, MAX_CAUSES_SHOWN, SkipAlert, SkippedSteps
 
 END_REASON = "the run's owner has ended the run"
 
