@@ -193,6 +193,8 @@ def local(
 
     The workers are called "worker-0", "worker-1", ...  They are threads of this process: call functions that
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
+    Accelerate, and therefore Trainer, counts the accumulated batches of all threads together: with gradient
+    accumulation, start a process for each worker (`gridtrain worker`).
 
     If a worker raises an exception, or a planned fault kills it, this function ends the other workers and
     raises the first such exception.  In the other workers, the call to the grid that is waiting, or else the

@@ -870,6 +870,19 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     assert logged.count("caught_up") == 1
 
 
+def test_a_newcomer_waits_for_the_snapshot_of_a_long_step() -> None:
+    """It waits as long as the sources' training loops run: here for 240 s, and then for 60 s."""
+    run = Run(A, B)
+    newcomer(run, C)
+    for _ in range(24):
+        run.heartbeat(A, B)
+        run.pass_to(run.now_s + 10.0)
+    run.pass_to(run.now_s + NO_PROGRESS_TIMEOUT_S - 11.0)
+    assert not run.notes("not_following")
+    run.pass_to(run.now_s + 2.0)
+    assert run.notes("not_following") and sent(run.seen, m.Freeze)
+
+
 def test_the_first_worker_of_a_run_has_nothing_to_catch_up_with() -> None:
     run = ScriptedCoordinator(limits=Deadlines(settle_s=0.0))
     run.join(A, setup=CATCHING_UP)
