@@ -238,6 +238,8 @@ class Dialer:
             TransportError: the address is invalid.
         """
         host = sockets.dialled_host(dial.address)
+        if dial.attempt == 0 and not dial.is_resolving:
+            names.clear_problem(host)
         if not dial.is_resolving and names.begin(host, self._wake):
             dial.is_resolving, dial.due_s = True, now_s + DIAL_WAIT_S
         if dial.is_resolving and now_s < dial.due_s and names.is_running(host):

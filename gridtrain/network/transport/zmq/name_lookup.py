@@ -61,6 +61,11 @@ class NameLookup:
             self._running[host].add(on_end)
             return True
 
+    def clear_problem(self, host: str) -> None:
+        """Forget that lookups of a name failed, so that the next failure is logged again."""
+        with self._changed:
+            self._errors.pop(host, None)
+
     def is_running(self, host: str) -> bool:
         with self._changed:
             return host in self._running
