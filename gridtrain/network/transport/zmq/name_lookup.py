@@ -25,7 +25,9 @@ log = logging.getLogger("gridtrain")
 DIAL_WAIT_S = 0.5
 """How long an attempt to connect waits for its lookup before it uses the address from an earlier lookup."""
 
-BIND_WAIT_S = 10.0
+FIRST_WAIT_S = 10.0
+"""How long `NameLookup.resolve` waits for a name of which no address is known yet."""
+
 MAX_NAMES = 256
 MAX_LOOKUPS = 8
 
@@ -75,10 +77,11 @@ class NameLookup:
         with self._changed:
             return numeric_host(host) or self._addresses.get(host, "")
 
-    def resolve(self, host: str, wait_s: float) -> str:
-        """Look up a name; return the latest known IP address after the lookup or `wait_s`, or ""."""
+    def resolve(self, host: str) -> str:
+        """Look up a name, wait for the end for a limited time, and return `address`."""
         self.begin(host)
         with self._changed:
+            wait_s = DIAL_WAIT_S if self._addresses.get(host) else FIRST_WAIT_S
             self._changed.wait_for(lambda: host not in self._running, wait_s)
         return self.address(host)
 

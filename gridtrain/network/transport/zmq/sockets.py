@@ -209,7 +209,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
         _check_address(address)
         endpoint, host = address, _host(address)
         if host != "*" and host not in (name for _, name in if_nameindex()):  # libzmq resolves these two
-            endpoint = replace_host(address, name_lookup.names.resolve(host, name_lookup.BIND_WAIT_S) or host)
+            endpoint = replace_host(address, name_lookup.names.resolve(host) or host)
         _set_address_family(router, endpoint)
         router.bind(f"{endpoint[:-1]}0" if endpoint.endswith(":*") else endpoint)
     except zmq.ZMQError as error:

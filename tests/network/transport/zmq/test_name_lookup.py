@@ -126,7 +126,7 @@ def test_a_name_that_has_ipv6_addresses_only(zeromq_net: Any, server: NameServer
 
 def test_ipv4_comes_first(server: NameServer) -> None:
     server.addresses["both.invalid"] = ["::1", "127.0.0.1"]
-    assert NameLookup().resolve("both.invalid", 60.0) == "127.0.0.1"
+    assert NameLookup().resolve("both.invalid") == "127.0.0.1"
 
 
 def test_the_number_of_lookups_is_bounded(server: NameServer) -> None:
@@ -137,7 +137,7 @@ def test_the_number_of_lookups_is_bounded(server: NameServer) -> None:
     assert [names.begin(host) for host in hosts] == [True] * name_lookup.MAX_LOOKUPS + [False]
     assert [names.address(host) for host in hosts] == [""] * len(hosts)
     server.answers.set()
-    assert [names.resolve(host, 60.0) for host in hosts] == ["192.0.2.7"] * len(hosts)
+    assert [names.resolve(host) for host in hosts] == ["192.0.2.7"] * len(hosts)
 
 
 def test_a_name_that_cannot_be_resolved_is_reported_once(
@@ -145,7 +145,7 @@ def test_a_name_that_cannot_be_resolved_is_reported_once(
 ) -> None:
     names = NameLookup()
     server.addresses["lab.invalid"] = ["192.0.2.7"]
-    assert names.resolve("lab.invalid", 60.0) == "192.0.2.7"
+    assert names.resolve("lab.invalid") == "192.0.2.7"
     server.is_failing = True
     for host in ["lab.invalid", "lab.invalid", "none.invalid"]:
         ended = threading.Event()
@@ -174,4 +174,4 @@ def test_an_address_is_not_looked_up(
 ) -> None:
     monkeypatch.setattr(name_lookup.socket, "getaddrinfo", None)
     assert not NameLookup().begin(host)
-    assert NameLookup().resolve(host, 60.0) == address
+    assert NameLookup().resolve(host) == address
