@@ -1,7 +1,7 @@
 """Dials outgoing connections, waits before redialling (back-off), and limits the unread bytes.
 
 OutgoingConnection   waiting --due--> resolving --address--> connecting --Hello answered--> established
-                        ^-- back-off -----+----- no answer in time, or lost ---+--------------------+
+                        ^-- back-off -----+--- lost, or no answer in time ---+-------------------+
 
 Only a host name is resolved (`name_lookup`).  An established connection has a `Connection`.
 """
@@ -238,10 +238,10 @@ class Dialer:
             TransportError: the address is invalid.
         """
         host = sockets.dialled_host(dial.address)
-        if dial.attempt == 0 and not dial.is_resolving:
-            names.clear_problem(host)
-        if not dial.is_resolving and names.begin(host, self._wake):
-            dial.is_resolving, dial.due_s = True, now_s + DIAL_WAIT_S
+        if not dial.is_resolving:
+            if dial.attempt == 0:
+                names.clear_problem(host)
+            dial.is_resolving, dial.due_s = names.begin(host, self._wake), now_s + DIAL_WAIT_S
         if dial.is_resolving and now_s < dial.due_s and names.is_running(host):
             return
         dial.is_resolving = False

@@ -131,7 +131,7 @@ def numeric_host(host: str) -> str:
     if host == "localhost":
         return "127.0.0.1"
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        ipaddress.ip_address(host)
     except ValueError:
         return ""
     return host

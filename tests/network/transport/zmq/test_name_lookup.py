@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gridtrain.core.messages import Ping
+from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import PeerUp
-from gridtrain.network.transport.zmq import name_lookup
+from gridtrain.network.transport.zmq import name_lookup, sockets
 from gridtrain.network.transport.zmq.name_lookup import NameLookup
 
 
@@ -87,6 +88,24 @@ def test_the_last_address_is_dialled_while_the_name_cannot_be_resolved(
     again = zeromq_net.add("bert")
     again.transport.listen(bound)
     zeromq_net.until(lambda: len(anna.of(PeerUp)) == 2, anna, again)
+
+
+def test_each_loss_of_a_connection_is_explained(
+    zeromq_net: Any, server: NameServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.addresses["lost.invalid"] = ["127.0.0.1"]
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    bound = bert.transport.listen("tcp://127.0.0.1:0")
+    anna.transport.dial(bert.key, by_name(bound, "lost.invalid"))
+    zeromq_net.until(lambda: anna.of(PeerUp), anna, bert)
+    server.is_failing = True
+    for losses in (1, 2):
+        bert.transport.close()
+        zeromq_net.until(lambda times=losses: len(caplog.messages) == times, anna)
+        bert = zeromq_net.add("bert")
+        bert.transport.listen(bound)
+        zeromq_net.until(lambda times=losses: len(anna.of(PeerUp)) == 1 + times, anna, bert)
+    assert all("'lost.invalid' cannot be resolved" in message for message in caplog.messages)
 
 
 def test_a_host_is_followed_to_its_new_address(zeromq_net: Any, server: NameServer) -> None:
@@ -175,3 +194,15 @@ def test_an_address_is_not_looked_up(
     monkeypatch.setattr(name_lookup.socket, "getaddrinfo", None)
     assert not NameLookup().begin(host)
     assert NameLookup().resolve(host) == address
+
+
+@pytest.mark.parametrize("host", ["lab.invalid", "1.2.3", "192.0.2.7%lab.invalid", "192.0.2.7:1;lab.invalid"])
+def test_libzmq_never_gets_a_name(host: str, zeromq_net: Any) -> None:
+    """It would look it up in the thread that serves all connections."""
+    anna = zeromq_net.add("anna")
+    assert name_lookup.numeric_host(host) == "" and not sockets.is_numeric(f"tcp://{host}:7700")
+    with (
+        pytest.raises(TransportError, match="cannot dial"),
+        anna.transport._dialer.open_socket(anna.key) as dealer,
+    ):
+        sockets.connect(dealer, f"tcp://{host}:7700")
