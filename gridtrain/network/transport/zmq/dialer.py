@@ -161,6 +161,8 @@ class OutgoingConnection:
         """Close the socket and schedule another attempt; return the lost connection, or None."""
         self.close()
         lost, self.connection = self.connection, None
+        if lost is not None:
+            names.clear_problem(sockets.dialled_host(self.address))
         was_steady = lost is not None and now_s >= self.established_s + STEADY_S
         if was_steady:
             longest_s = REDIAL_S
@@ -239,8 +241,6 @@ class Dialer:
         """
         host = sockets.dialled_host(dial.address)
         if not dial.is_resolving:
-            if dial.attempt == 0:
-                names.clear_problem(host)
             dial.is_resolving, dial.due_s = names.begin(host, self._wake), now_s + DIAL_WAIT_S
         if dial.is_resolving and now_s < dial.due_s and names.is_running(host):
             return
