@@ -1,5 +1,4 @@
-"""Measures the bandwidth to and from peers with short bursts; limits the number of bursts and the lifetime of
-a rate.
+"""Measures the bandwidth to and from peers with bursts; limits their number and the lifetime of a rate.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers,
 and then requests theirs, because a peer that joined earlier sends none by itself.  It does this one after the
