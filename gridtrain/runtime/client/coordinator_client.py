@@ -46,6 +46,7 @@ from gridtrain.network.transport.interface import (
     Transport,
     TransportViolation,
 )
+from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.quantities import make_printable
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -157,6 +158,8 @@ class CoordinatorClient:
             raise _unreachable_error(
                 self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
             )
+        if (unresolved := name_error(self.address)) is not None:
+            raise unresolved
         reason = f"it did not answer within {timeout_s:g} s"
         if self._is_tcp:
             error = tcp_error(self.address)
@@ -179,6 +182,18 @@ class CoordinatorClient:
 def allow_only(key: PeerId) -> AccessPolicy:
     """Return an access policy that admits only this key."""
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
+
+
+def name_error(address: str) -> CoordinatorUnreachable | None:
+    """Return the error for an address with a host name that could not be resolved; None for all others."""
+    problem = name_lookup.names.problem(address)
+    if not problem:
+        return None
+    return CoordinatorUnreachable(
+        f"the coordinator at {address} cannot be reached: {problem}",
+        remedy="check this machine's network and its name server (DNS), or ask the run's owner for an "
+        "invitation with a numeric address",
+    )
 
 
 def tcp_error(address: str) -> OSError | None:
