@@ -35,10 +35,6 @@ class RemoteProtocolError(GridtrainError):
     """A peer violated the protocol.  The peer is disconnected; this process continues."""
 
 
-NEVER_SENT = "disconnect the peer; a correct peer of the same version never sends this message"
-"""The remedy of a `RemoteProtocolError` for a message that no correct peer sends."""
-
-
 class LocalProtocolError(GridtrainError):
     """This process violated the protocol because of a bug in gridtrain."""
 

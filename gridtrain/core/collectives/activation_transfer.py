@@ -24,7 +24,7 @@ from gridtrain.core.collectives.collective import (
     check_expected,
 )
 from gridtrain.core.messages import MAX_STAGES, Channel, CollectivePhase, PayloadSlot
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 STAGE_SUMMARY_KIND = 16
 """`Channel.kind` of the all-gather in which each member sends a summary of its stage's step."""
@@ -95,7 +95,6 @@ class ActivationReceiver:
         if flags:
             raise RemoteProtocolError(
                 f"{self._label}: rank {from_rank} sent a slice with flags, which activations never have",
-                remedy=NEVER_SENT,
             )
         self._missing.discard(slot.slice)
         provenance = Provenance(from_rank, 1, self._world_size, roundings=0)

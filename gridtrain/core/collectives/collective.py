@@ -183,13 +183,9 @@ def check_expected(
         due: (sender's rank, slot) of the expected payload; None if no payload is expected.
         otherwise: text after "expected" in the error message if `due` is None.
     """
-    if not _is_expected(from_rank, slot, due):
+    if (from_rank, slot) != due:
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
             f"{core}: rank {from_rank} sent {slot}; expected {expected}",
             remedy="disconnect the peer; only a faulty or hostile peer sends a repeated or impossible slot",
         )
-
-
-def _is_expected(from_rank: int, slot: PayloadSlot, due: tuple[int, PayloadSlot] | None) -> bool:
-    return (from_rank, slot) == due

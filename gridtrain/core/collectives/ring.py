@@ -35,7 +35,7 @@ from gridtrain.core.collectives.collective import (
     StoreSlice,
 )
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
 """The values of a byte in RESUME: the rank lacks both messages of the slice, only GATHER, or neither."""
@@ -167,7 +167,6 @@ class RingAllReduce(CollectiveBase):
                 f"{self._label}: RESUME from rank {right} contains {len(lacks)} bytes with values up to "
                 f"{max(lacks, default=0)}; it must contain {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
-                remedy=NEVER_SENT,
             )
         self._right_lacks = lacks
         effects: list[CollectiveEffect] = []

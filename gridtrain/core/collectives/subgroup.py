@@ -23,7 +23,7 @@ from gridtrain.core.collectives.collective import (
     SendTo,
 )
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 
 class Subgroup:
@@ -45,7 +45,6 @@ class Subgroup:
         if sender is None:
             raise RemoteProtocolError(
                 f"rank {from_rank} sent {slot} to an exchange among only the ranks {self._ranks}",
-                remedy=NEVER_SENT,
             )
         return self._to_global_ranks(self._inner.handle(sender, slot, flags, payload))
 

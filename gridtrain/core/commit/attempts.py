@@ -53,7 +53,7 @@ from gridtrain.core.group.member_events import (
 )
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import SKIP, absent_flag, is_absent
-from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
@@ -67,7 +67,10 @@ The size covers a flow control window (32 MiB), one message beyond the window (6
 """
 
 MAX_STALE_MESSAGES = 20_000
-"""Maximum number of messages for past rounds that a correct peer can send between two commits."""
+"""Maximum number of messages for past rounds that a correct peer can send between two commits.
+
+Reading a message that is then dropped costs as much as reading any other.
+"""
 
 MAX_STEPS_AHEAD = 1
 """Maximum number of steps by which a member can be ahead of another member.
@@ -77,6 +80,8 @@ Step s + 1 begins only after step s is committed, which requires the votes of al
 
 
 AttemptMessage = m.Data | m.Vote | m.Decision
+PreparedVote = tuple[m.RoundId | None, bytes, int]
+NO_VOTE: PreparedVote = (None, b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +173,10 @@ class Attempts:
         return self.open_attempt if self.open_attempt is not None and self.open_attempt.is_prepared else None
 
     @property
-    def prepared_vote(self) -> tuple[m.RoundId, bytes, int] | None:
-        """The round, digest and flags of the prepared attempt; None if no attempt is prepared."""
+    def prepared_vote(self) -> PreparedVote:
+        """The round, digest and flags of the prepared attempt; `NO_VOTE` if no attempt is prepared."""
         prepared = self.prepared_attempt
-        return (prepared.round_id, prepared.digest, self.flags) if prepared is not None else None
+        return (prepared.round_id, prepared.digest, self.flags) if prepared is not None else NO_VOTE
 
     def early_bytes(self, peer: m.PeerId) -> int:
         """Return the size in bytes of the peer's deferred messages, which are not acknowledged yet."""
@@ -288,7 +293,7 @@ class Attempts:
             return []
         _check_role(message, rank, self.rank)
         _check_not_ahead(there, here, rank)
-        if _is_over(there, here):
+        if there < here:
             self._count_stale(peer, rank)
             return self._handle_late(peer, message)
         is_begun = isinstance(message, m.Data) and message.channel in self._collectives
@@ -394,9 +399,14 @@ class Attempts:
 
     def _store_early(self, peer: m.PeerId, message: AttemptMessage, nbytes: int) -> None:
         early = self._early.setdefault(peer, _EarlyMessages())
-        _check_early_limits(self._rank(peer), len(early.messages) + 1, early.nbytes + nbytes)
+        count, total_bytes = len(early.messages) + 1, early.nbytes + nbytes
+        if count > MAX_EARLY_MESSAGES or total_bytes > MAX_EARLY_BYTES:
+            raise RemoteProtocolError(
+                f"rank {self._rank(peer)} has sent {count} early messages, {total_bytes} bytes in all; at "
+                f"most {MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred"
+            )
         early.messages.append((message, nbytes))
-        early.nbytes += nbytes
+        early.nbytes = total_bytes
 
     def _add(self, collectives: Mapping[m.Channel, Collective]) -> list[AttemptEffect]:
         if not self._collectives:
@@ -427,11 +437,10 @@ class Attempts:
 
     def _count_stale(self, peer: m.PeerId, rank: int) -> None:
         self._stale_messages[peer] += 1
-        if exceeds_stale_limit(self._stale_messages[peer]):
+        if self._stale_messages[peer] > MAX_STALE_MESSAGES:
             raise RemoteProtocolError(
                 f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
                 f"{MAX_STALE_MESSAGES} could have been in flight",
-                remedy=NEVER_SENT,
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
@@ -459,7 +468,6 @@ class Attempts:
                 raise RemoteProtocolError(
                     f"rank {rank} sent data for {message.channel}, which is not a channel of round "
                     f"{self._current_round}",
-                    remedy=NEVER_SENT,
                 )
             return list(self._advance_collective(collective, rank, message))
         assert attempt is not None, "only data are delivered before the attempt opens"
@@ -472,7 +480,6 @@ class Attempts:
             raise RemoteProtocolError(
                 f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only "
                 f"{self._possible_flags:#x} can be set",
-                remedy=NEVER_SENT,
             )
         effects = collective.handle(rank, data.slot, data.flags, data.payload)
         translated = self._translate(data.channel, effects)
@@ -568,33 +575,11 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
             f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
             f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
             f"past attempt {ABORTS_BEFORE_FREEZE}",
-            remedy=NEVER_SENT,
-        )
-
-
-def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
-    if messages > MAX_EARLY_MESSAGES or nbytes > MAX_EARLY_BYTES:
-        raise RemoteProtocolError(
-            f"rank {from_rank} has sent {messages} early messages, {nbytes} bytes in all; at most "
-            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes from one member are deferred",
-            remedy=NEVER_SENT,
         )
 
 
 def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
     return (there.term, there.generation) != (here.term, here.generation)
-
-
-def exceeds_stale_limit(messages: int) -> bool:
-    """Return whether this number of messages for past rounds is larger than a correct peer could have sent.
-
-    Reading a message that is then dropped costs as much as reading any other.
-    """
-    return messages > MAX_STALE_MESSAGES
-
-
-def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
-    return there < here
 
 
 def _proves_commit(from_rank: int) -> bool:

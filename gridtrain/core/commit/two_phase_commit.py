@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.loop_stalls import extend_start
-from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ROOT = 0
 EMPTY_HISTORY = bytes(32)
@@ -136,9 +136,7 @@ class TwoPhaseCommit:
             return []  # already decided; the caller repeats the decision to late voters
         earlier = self._votes.get(rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
-            raise RemoteProtocolError(
-                f"rank {rank} changed its vote in round {self.round_id}", remedy=NEVER_SENT
-            )
+            raise RemoteProtocolError(f"rank {rank} changed its vote in round {self.round_id}")
         self._votes[rank] = vote
         if not vote.yes:
             return self._decide(m.Verdict.ABORT, f"rank {rank} voted NO: {vote.reason}", (rank,))
@@ -166,7 +164,6 @@ class TwoPhaseCommit:
         if decision.verdict is m.Verdict.COMMIT and self.vote is not True:
             raise RemoteProtocolError(
                 f"rank {rank} sent COMMIT of round {self.round_id} without a YES from rank {self.rank}",
-                remedy=NEVER_SENT,
             )
         self.verdict = decision.verdict
         return [Decided(decision.verdict, decision.reason)]
@@ -222,22 +219,16 @@ class TwoPhaseCommit:
 
 def check_vote(from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the vote was sent to a member that is not the root."""
-    if not _counts_votes(rank):
-        raise RemoteProtocolError(
-            f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}", remedy=NEVER_SENT
-        )
+    if rank != ROOT:
+        raise RemoteProtocolError(f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}")
 
 
 def check_decision(from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the decision was not sent by the root, or was sent to the root."""
     if not _decides(from_rank, rank):
         raise RemoteProtocolError(
-            f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides", remedy=NEVER_SENT
+            f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides"
         )
-
-
-def _counts_votes(rank: int) -> bool:
-    return rank == ROOT
 
 
 def _decides(from_rank: int, rank: int) -> bool:

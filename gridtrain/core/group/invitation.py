@@ -125,11 +125,6 @@ def checksum(body: bytes) -> bytes:
     return blake2b(body, digest_size=CHECKSUM_BYTES, person=b"gridtrain invite").digest()
 
 
-def is_intact(body: bytes, expected: bytes) -> bool:
-    """Return whether the checksum of `body` is `expected`."""
-    return checksum(body) == expected
-
-
 def _strip_decoration(text: str) -> str:
     compact = "".join(text[:MAX_PASTED_LENGTH].split())
     return "".join(letter for letter in compact if letter not in _INVISIBLE).strip(_QUOTES)
@@ -145,7 +140,7 @@ def _unpack(packed: str) -> Invitation | None:
         return None  # unused bits of the last character are not 0, or a character is invalid
     body, expected = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     fixed = 1 + 2 * KEY_BYTES
-    if not is_intact(body, expected) or len(body) <= fixed:
+    if checksum(body) != expected or len(body) <= fixed:
         return None
     run_end = fixed + 1 + body[fixed]
     try:

@@ -25,8 +25,20 @@ class MemberPhase(StrEnum):
 # -- events ------------------------------------------------------------------------------------
 
 
+class MemberEvent:
+    """The base of all events of a worker's core."""
+
+    __slots__ = ()
+
+
+class GenerationEvent(MemberEvent):
+    """The base of the events from the trainer and the I/O loop that concern a generation."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(MemberEvent):
     """A message arrived from `peer`.  Its size on the wire, `nbytes`, counts towards the peer's limits."""
 
     peer: m.PeerId
@@ -35,25 +47,25 @@ class MessageReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerConnected:
+class PeerConnected(MemberEvent):
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDisconnected:
+class PeerDisconnected(MemberEvent):
     peer: m.PeerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class AddressChanged:
+class AddressChanged(MemberEvent):
     """This worker now listens at another address, which its next Join announces."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerJoined:
+class TrainerJoined(MemberEvent):
     """The trainer has set up its model and data, and requests to take part in the run.
 
     Attributes:
@@ -79,7 +91,7 @@ class TrainerJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitRound:
+class SubmitRound(GenerationEvent):
     """The trainer submits its contribution to `round`, as collectives by channel.
 
     Attributes:
@@ -99,7 +111,7 @@ class SubmitRound:
 
 
 @dataclass(frozen=True, slots=True)
-class AddCollectives:
+class AddCollectives(GenerationEvent):
     """Additional collectives of a round that was submitted with `has_more`.
 
     Attributes:
@@ -114,7 +126,7 @@ class AddCollectives:
 
 
 @dataclass(frozen=True, slots=True)
-class StayPresent:
+class StayPresent(GenerationEvent):
     """The I/O loop will not make an empty contribution to `round`, because the trainer has begun to submit or
     an empty contribution is impossible; the group waits for the trainer."""
 
@@ -122,26 +134,26 @@ class StayPresent:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerReturned:
+class TrainerReturned(GenerationEvent):
     """The trainer has applied the steps from which it was absent, and can take part again."""
 
 
 @dataclass(frozen=True, slots=True)
-class DigestComputed:
+class DigestComputed(GenerationEvent):
     """The digest of all updates of the open round has been computed."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class RoundFailed:
+class RoundFailed(GenerationEvent):
     """The open round cannot be completed on this member, for example because a queue is full."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ProtocolViolation:
+class ProtocolViolation(MemberEvent):
     """`peer` sent a message that a correct peer of the same version never sends."""
 
     peer: m.PeerId
@@ -149,7 +161,7 @@ class ProtocolViolation:
 
 
 @dataclass(frozen=True, slots=True)
-class StateLoaded:
+class StateLoaded(GenerationEvent):
     """The trainer has loaded the state of this generation."""
 
     term: int
@@ -157,7 +169,7 @@ class StateLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCheckpointsChanged:
+class StageCheckpointsChanged(GenerationEvent):
     """The stage checkpoints on this worker's disk have changed.
 
     Attributes:
@@ -170,7 +182,7 @@ class StageCheckpointsChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class CompareReplicas:
+class CompareReplicas(GenerationEvent):
     """The trainer has computed the digest of its state after `step`, for comparison with other replicas."""
 
     step: int
@@ -178,12 +190,12 @@ class CompareReplicas:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotLoading:
+class SnapshotLoading(MemberEvent):
     """The trainer starts overwriting its model with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
+class CaughtUp(MemberEvent):
     """Catch-up has reached the state after step `applied`, which is close to the group's latest step, so that
     the worker can become a member."""
 
@@ -192,14 +204,14 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
-class CatchUpFailed:
+class CatchUpFailed(MemberEvent):
     """Catch-up cannot continue; the worker must receive the whole state while the other members wait."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatDue:
+class HeartbeatDue(MemberEvent):
     """A heartbeat is due.
 
     Attributes:
@@ -216,7 +228,7 @@ class HeartbeatDue:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMean:
+class RequestMean(GenerationEvent):
     """The trainer contributes `value` to the average with this step and index; `DeliverMean` follows."""
 
     step: int
@@ -225,7 +237,7 @@ class RequestMean:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveGroup:
+class LeaveGroup(MemberEvent):
     """The worker is leaving the run.
 
     Attributes:
@@ -237,31 +249,31 @@ class LeaveGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResults:
+class ProbeResults(MemberEvent):
     """Answer to `ProbePeers`: the measured round-trip times in seconds."""
 
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonRound:
+class AbandonRound(GenerationEvent):
     """The trainer is leaving during a round; the member votes NO unless it has already voted YES."""
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseResiduals:
+class RefuseResiduals(MemberEvent):
     """The trainer is about to leave, so the member must not accept any more residuals."""
 
 
 @dataclass(frozen=True, slots=True)
-class TransferResidual:
+class TransferResidual(GenerationEvent):
     """The trainer is leaving between two rounds; its residual, given as `blocks`, is to be transferred."""
 
     blocks: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ResidualReceived:
+class ResidualReceived(MemberEvent):
     """All blocks of this peer's residual have arrived and are valid.
 
     `AddResidual` or `DropResidual` follows.
@@ -271,46 +283,10 @@ class ResidualReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class StateDigestMismatch:
+class StateDigestMismatch(GenerationEvent):
     """The state that was forwarded to this member does not have the digest that the state source sent."""
 
     generation: int
-
-
-GenerationEvent = (
-    SubmitRound
-    | AddCollectives
-    | StayPresent
-    | TrainerReturned
-    | DigestComputed
-    | RoundFailed
-    | AbandonRound
-    | TransferResidual
-    | RequestMean
-    | CompareReplicas
-    | StateLoaded
-    | StateDigestMismatch
-    | StageCheckpointsChanged
-)
-"""Events from the trainer and the I/O loop that concern a generation."""
-
-MemberEvent = (
-    GenerationEvent
-    | AddressChanged
-    | MessageReceived
-    | PeerConnected
-    | PeerDisconnected
-    | TrainerJoined
-    | ProtocolViolation
-    | SnapshotLoading
-    | CaughtUp
-    | CatchUpFailed
-    | HeartbeatDue
-    | LeaveGroup
-    | ProbeResults
-    | RefuseResiduals
-    | ResidualReceived
-)
 
 
 # -- effects -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gridtrain.core.messages import Member, PeerId, Span
+from gridtrain.core.messages import GenerationMessage, Member, PeerId, RoundId, Span
 from gridtrain.errors import LocalProtocolError
 from gridtrain.quantities import format_count
 
@@ -130,6 +130,10 @@ class RankAssignment:
     def shares(self) -> tuple[tuple[PeerId, int], ...]:
         """(peer, share) pairs in rank order, for `data_ledger.assign`."""
         return tuple((member.peer, member.share) for member in self.members)
+
+    def is_generation_of(self, message: GenerationMessage | RoundId) -> bool:
+        """Return whether the message, or the round, belongs to this generation."""
+        return (message.term, message.generation) == (self.term, self.generation)
 
     def rank_of(self, peer: PeerId) -> int | None:
         return self._ranks.get(peer)

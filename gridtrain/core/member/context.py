@@ -37,7 +37,7 @@ class MemberContext:
         self.replica_state = ReplicaState()
         self.checkpoints = MemberCheckpoints(self.replica_state, self.coordinator_link)
         self.catch_up = WorkerCatchUp(self.peer_links, deadlines.route_s)
-        self.residual_transfer = ResidualTransfer()
+        self.residual_transfer = ResidualTransfer(self.replica_state, self.peer_links)
         self.step_pace = StepPace(deadlines)
         self.usual_delays = UsualDelays()
         self.trainer: TrainerJoined | None = None

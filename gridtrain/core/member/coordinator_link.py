@@ -39,7 +39,8 @@ class CoordinatorLink:
         join: the Join message that introduces this worker.
 
     Attributes:
-        term: the highest known term; 0 if none is known.
+        term: the highest known term; 0 if none is known.  The receiver of a MembershipView or StandbyNotice
+            updates it.
         is_welcomed: whether this connection has received a Welcome with a valid term.
         is_fenced: whether the coordinator's last Welcome has an outdated term; if so, the coordinator is
             ignored.
@@ -65,10 +66,6 @@ class CoordinatorLink:
     def set_address(self, address: str) -> None:
         """Record the address at which this worker now listens, for use in the next Join."""
         self._join = replace(self._join, address=address)
-
-    def set_term(self, term: int) -> None:
-        """Record the term of an accepted MembershipView or StandbyNotice."""
-        self.term = term
 
     # -- received --------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_REASON_LENGTH = 200
+_STATE_MESSAGES = (m.StateRequest, m.StateDigest, m.StateBlock, m.CheckpointRequest, m.CheckpointBlock)
 
 
 class Generation:
@@ -441,6 +442,8 @@ class Generation:
             RemoteProtocolError: the message violates the protocol.
         """
         context, assignment, state = self._context, self.rank_assignment, self._context.replica_state
+        if isinstance(message, _STATE_MESSAGES) and not assignment.is_generation_of(message):
+            return []
         match message:
             case m.Vote() | m.Decision():
                 # While FORMING, the message is deferred: the peer may have received StartGeneration first.
@@ -454,11 +457,7 @@ class Generation:
                 return self._process_effects(effects, now_s)
             case m.Waiting() | m.ProceedWithout():
                 rank = assignment.rank_of(peer)
-                is_current = (message.round.term, message.round.generation) == (
-                    assignment.term,
-                    assignment.generation,
-                )
-                if rank is None or not is_current or not self._is_running:
+                if rank is None or not assignment.is_generation_of(message.round) or not self._is_running:
                     return []
                 return self.stragglers.receive(rank, message, state.step, now_s)
             case m.RoundProgress():
@@ -467,46 +466,24 @@ class Generation:
             case m.MeanRequest() | m.MeanReply():
                 return self._means.receive(peer, message)
             case m.ResidualBlock():
-                transfer = context.residual_transfer
-                return transfer.receive_block(assignment, peer, message, state.applied, state.is_synced)
+                return context.residual_transfer.receive_block(assignment, peer, message)
             case m.ResidualReply():
-                connected = context.peer_links.connected
-                transfer = context.residual_transfer
-                return transfer.receive_reply(peer, message, assignment, connected, state.position)
-            case (
-                m.StateRequest()
-                | m.CheckpointRequest()
-                | m.StateBlock()
-                | m.StateDigest()
-                | m.CheckpointBlock()
-            ):
-                if (message.term, message.generation) != (assignment.term, assignment.generation):
-                    return []
-                return self._receive_state_message(peer, message, now_s)
-            case _:
-                name = type(message).__name__
-                raise RemoteProtocolError(f"a member sent {name}; only the coordinator may send it")
-
-    def _receive_state_message(
-        self,
-        peer: m.PeerId,
-        message: m.StateRequest | m.CheckpointRequest | m.StateBlock | m.StateDigest | m.CheckpointBlock,
-        now_s: float,
-    ) -> list[MemberEffect]:
-        assignment, checkpoints = self.rank_assignment, self._context.checkpoints
-        match message:
+                return context.residual_transfer.receive_reply(assignment, peer, message)
             case m.StateRequest():
                 # By StartGeneration, all members hold the state; a later request would only keep the
                 # trainer busy.
                 return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
-                return checkpoints.serve(assignment, peer, message)
+                return context.checkpoints.serve(assignment, peer, message)
             case m.StateBlock():
                 return self.incoming_state.receive_block(peer, message, now_s)
             case m.StateDigest():
                 return self.incoming_state.receive_digest(peer, message, now_s)
             case m.CheckpointBlock():
-                return checkpoints.receive_block(assignment, self._context.is_pipelined, peer, message)
+                return context.checkpoints.receive_block(assignment, context.is_pipelined, peer, message)
+            case _:
+                name = type(message).__name__
+                raise RemoteProtocolError(f"a member sent {name}; only the coordinator may send it")
 
     # -- the trainer and the loop --------------------------------------------------------------
 
@@ -543,6 +520,8 @@ class Generation:
                 return self._state_digest_mismatch(generation)
             case StageCheckpointsChanged():
                 return self._stage_checkpoints_changed(event)
+            case _:
+                raise LocalProtocolError(f"a generation cannot handle the event {event}")
 
     def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
         """Report progress to the root or, as the root, to all members, which extend their deadlines."""
@@ -664,11 +643,9 @@ class Generation:
 
         The transfer fails unless this member is RUNNING, and no round is open or it has voted NO on it.
         """
-        attempt, context = self.attempts.open_attempt, self._context
+        attempt = self.attempts.open_attempt
         is_free = self._is_running and (attempt is None or attempt.vote is False)
-        assignment = self.rank_assignment if is_free else None
-        connected, position = context.peer_links.connected, context.replica_state.position
-        return context.residual_transfer.begin(blocks, assignment, connected, *position)
+        return self._context.residual_transfer.begin(blocks, self.rank_assignment if is_free else None)
 
     def _send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
         """Send this replica's digest to the coordinator, which compares the digests of all replicas.
@@ -717,10 +694,10 @@ class Generation:
         state.commit_step(committed.round.step, committed.digest, ledger)
         proceeded = self.stragglers.committed(flags, now_s)
         means = self._means.complete() if self.stragglers.is_enabled else []  # answers late calls
-        self._means.set_absent(self.stragglers.absent)
+        self._means.absent = self.stragglers.absent
         self._is_stall_reported = False
         context.step_pace.step_committed(now_s)
-        dropped = context.residual_transfer.step_committed(state.applied)
+        dropped = context.residual_transfer.step_committed()
         resolved = ResolveRound(committed.round, True, flags, committed.reason)
         return [resolved, *proceeded, *means, *dropped, *context.report_finished()]
 

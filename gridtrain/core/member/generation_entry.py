@@ -118,7 +118,7 @@ def enter_generation(
         return None, [*effects, Stop(_stale_model_error())]
     missed_some = old is not None and old.generation + 1 < view.generation
     is_left_behind = missed_some and was_synced and not state.is_synced
-    link.set_term(view.term)
+    link.term = view.term
     context.step_pace.step_interrupted()
     # A member that is not `joining` holds the state that the run starts from.
     as_built = not own.joining and _starts_as_built(view, context)
@@ -128,9 +128,7 @@ def enter_generation(
     first_step = view.applied + 1
     generation = Generation(assignment, first_step, context, now_s, known_means=known_means, chained=chained)
     effects += context.checkpoints.begin_generation(assignment, context.is_pipelined, links.connected)
-    effects += context.residual_transfer.begin_generation(
-        assignment, view.applied, view.history, state.is_synced
-    )
+    effects += context.residual_transfer.begin_generation(assignment)
     rank, world_size = assignment.rank, assignment.world_size
     fields = {"generation": view.generation, "rank": rank, "of": world_size, "reason": view.reason}
     effects.append(LogEvent("view", fields))

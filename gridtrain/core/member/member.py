@@ -52,6 +52,7 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.generation import Generation, late_submission
 from gridtrain.core.member.view_changes import ViewChanges
+from gridtrain.errors import LocalProtocolError
 
 
 class MemberCore:
@@ -214,7 +215,7 @@ class MemberCore:
             case HeartbeatDue():
                 return self._send_heartbeat(event, now_s)
             case RefuseResiduals():
-                self.residual_transfer.refuse()
+                self.residual_transfer.is_refusing = True
                 return []
             case ResidualReceived(peer):
                 return self.residual_transfer.mark_complete(self.rank_assignment, peer)
@@ -222,11 +223,13 @@ class MemberCore:
                 return [Send(self.coordinator, m.LinkLatencies(rtt_s))]
             case LeaveGroup(reason, is_temporary):
                 return [Send(self.coordinator, m.TemporaryLeave(reason) if is_temporary else m.Leave(reason))]
-            case _:
+            case GenerationEvent():
                 generation = self._view_changes.generation
                 if generation is None:
                     return self._handle_outside_generation(event)
                 return generation.handle(event, now_s)
+            case _:
+                raise LocalProtocolError(f"a member cannot handle the event {event}")
 
     def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
         """Process a payload as `handle` does for a `MessageReceived` event, but faster.
@@ -244,8 +247,7 @@ class MemberCore:
             case SubmitRound():
                 return [late_submission(event)]
             case TransferResidual(blocks):
-                connected, position = context.peer_links.connected, context.replica_state.position
-                return context.residual_transfer.begin(blocks, None, connected, *position)
+                return context.residual_transfer.begin(blocks, None)
             case RequestMean(step, index):
                 return [DeliverMean(step, index, None)]
             case StateLoaded():

@@ -168,23 +168,16 @@ class ReplicaState:
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
     def make_report(
-        self, term: int, generation: int, vote: tuple[m.RoundId, bytes, int] | None
+        self, term: int, generation: int, vote: tuple[m.RoundId | None, bytes, int]
     ) -> m.FreezeReport:
         """Return the answer to a Freeze (commit rule 5).
 
         Args:
-            vote: the prepared round, its digest and its flags; None if no round is prepared.
+            vote: the prepared round, its digest and its flags, see `Attempts.prepared_vote`.
         """
-        prepared, digest, flags = vote if vote is not None else (None, b"", 0)
+        prepared, digest, flags = vote
+        has_state = self.is_synced or self.memory_layers is not None
+        layers = self.memory_layers or self._layers
         return m.FreezeReport(
-            term=term,
-            generation=generation,
-            is_synced=self.is_synced or self.memory_layers is not None,
-            applied=self.applied,
-            history=self.history,
-            ledger=self.ledger,
-            prepared=prepared,
-            digest=digest,
-            flags=flags,
-            layers=self.memory_layers or self._layers,
+            term, generation, has_state, *self.position, self.ledger, prepared, digest, flags, layers
         )

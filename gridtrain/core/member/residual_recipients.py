@@ -21,7 +21,7 @@ accepted are added to its own residual, which it then transfers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,9 @@ from gridtrain.core.group.member_events import (
     StoreResidualBlock,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.core.member.peer_links import PeerLinks
+from gridtrain.core.member.replica_state import ReplicaState
+from gridtrain.errors import RemoteProtocolError
 
 
 def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
@@ -63,12 +65,17 @@ class _ReceivedResidual:
 class ResidualTransfer:
     """Both sides of residual transfers, for one member.
 
+    Args:
+        replica_state: this member's state, whose position determines which residuals fit it.
+        peer_links: this member's connections.
+
     Attributes:
         is_leaving: whether this member is transferring its residual and takes part in no more steps.
         is_refusing: whether this member declines all residuals, because it is about to leave.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replica_state: ReplicaState, peer_links: PeerLinks) -> None:
+        self._replica_state, self._peer_links = replica_state, peer_links
         self.is_leaving = False
         self.is_refusing = False
         self._recipient: m.Member | None = None
@@ -78,29 +85,17 @@ class ResidualTransfer:
 
     # -- the leaving member ------------------------------------------------------------------------
 
-    def begin(
-        self,
-        blocks: Sequence[Any],
-        assignment: RankAssignment | None,
-        connected: Collection[m.PeerId],
-        applied: int,
-        history: bytes,
-    ) -> list[MemberEffect]:
+    def begin(self, blocks: Sequence[Any], assignment: RankAssignment | None) -> list[MemberEffect]:
         """Send the residual, given as `blocks`, to the first recipient; `ResidualTransferEnded` follows.
 
         This member must not have contributed to the open round.  If `assignment` is None, the transfer fails.
         """
         self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(blocks)
         reason = "no generation is running" if assignment is None else "no neighbour is connected"
-        return self._ask(assignment, connected, applied, history, reason)
+        return self._ask(assignment, reason)
 
     def receive_reply(
-        self,
-        peer: m.PeerId,
-        reply: m.ResidualReply,
-        assignment: RankAssignment,
-        connected: Collection[m.PeerId],
-        position: tuple[int, bytes],
+        self, assignment: RankAssignment, peer: m.PeerId, reply: m.ResidualReply
     ) -> list[MemberEffect]:
         """Handle the recipient's reply: end the transfer or, if it declined, ask the next recipient."""
         recipient = self._recipient
@@ -109,7 +104,7 @@ class ResidualTransfer:
         self._recipient = None
         if reply.is_accepted:
             return [ResidualTransferEnded(True, recipient.name)]
-        return self._ask(assignment, connected, *position, f"{recipient.name} declined: {reply.reason}")
+        return self._ask(assignment, f"{recipient.name} declined: {reply.reason}")
 
     def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
         """End the transfer if `peer` is the recipient, although it may have received the whole residual."""
@@ -119,14 +114,7 @@ class ResidualTransfer:
         self._recipient = None
         return [ResidualTransferEnded(None, f"{recipient.name} was disconnected before it replied")]
 
-    def _ask(
-        self,
-        assignment: RankAssignment | None,
-        connected: Collection[m.PeerId],
-        applied: int,
-        history: bytes,
-        reason: str,
-    ) -> list[MemberEffect]:
+    def _ask(self, assignment: RankAssignment | None, reason: str) -> list[MemberEffect]:
         """Send the residual to the next recipient that is connected; end the transfer if there is none.
 
         Args:
@@ -136,47 +124,39 @@ class ResidualTransfer:
             return [ResidualTransferEnded(False, reason)]
         ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
         members = [assignment.members[rank] for rank in ranks]
-        able = (x for x in members if x.peer in connected and x.peer not in self._asked_peers)
+        candidates = self._peer_links.connected - self._asked_peers
+        able = (member for member in members if member.peer in candidates)
         recipient = next(able, None)
         if recipient is None:
             return [ResidualTransferEnded(False, reason)]
         self._recipient = recipient
         self._asked_peers.add(recipient.peer)
-        term, generation, total = assignment.term, assignment.generation, len(self._blocks)
+        common = assignment.term, assignment.generation, *self._replica_state.position
+        total = len(self._blocks)
         return [
-            Send(recipient.peer, m.ResidualBlock(term, generation, applied, history, index, total, block))
+            Send(recipient.peer, m.ResidualBlock(*common, index, total, block))
             for index, block in enumerate(self._blocks)
         ]
 
     # -- the recipient -----------------------------------------------------------------------------
 
-    def refuse(self) -> None:
-        """Decline all residuals from now on."""
-        self.is_refusing = True
-
     def receive_block(
-        self,
-        assignment: RankAssignment,
-        peer: m.PeerId,
-        block: m.ResidualBlock,
-        applied: int,
-        is_synced: bool,
+        self, assignment: RankAssignment, peer: m.PeerId, block: m.ResidualBlock
     ) -> list[MemberEffect]:
         """Store a block or, if this member cannot use it, decline the residual when its last block arrives.
 
         Raises:
             RemoteProtocolError: the sender must not send its residual to this member, or has already sent it.
         """
-        if (block.term, block.generation) != (assignment.term, assignment.generation):
+        if not assignment.is_generation_of(block):
             return []
         sender = _check_recipient(assignment, peer)
         received = self._received.get(peer)
         if received is not None and received.is_complete:
             raise RemoteProtocolError(
                 f"peer {peer.hex()[:8]} sent its residual of generation {assignment.generation} twice",
-                remedy=NEVER_SENT,
             )
-        reason = self._rejection_reason(block, applied, is_synced)
+        reason = self._rejection_reason(block)
         if reason:
             is_last = block.index + 1 == block.total
             return [_make_reply(assignment, peer, False, reason)] if is_last else []
@@ -184,12 +164,13 @@ class ResidualTransfer:
             self._received[peer] = _ReceivedResidual(block.applied, block.history, sender.name)
         return [StoreResidualBlock(peer, block, assignment.world_size)]
 
-    def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
+    def _rejection_reason(self, block: m.ResidualBlock) -> str:
         """Return the reason why this member cannot use a valid block, or an empty string if it can."""
         if self.is_refusing:
             return "it is also leaving"
+        applied = self._replica_state.applied
         # This member may not yet have received the commit of the step after which the sender stopped.
-        if not is_synced or block.applied not in (applied, applied + 1):
+        if not self._replica_state.is_synced or block.applied not in (applied, applied + 1):
             return f"it is at step {applied + 1}; the residual is of step {block.applied + 1}"
         return ""
 
@@ -208,14 +189,12 @@ class ResidualTransfer:
         received.is_complete = True
         return [_make_reply(assignment, peer, True, "")]
 
-    def begin_generation(
-        self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
-    ) -> list[MemberEffect]:
+    def begin_generation(self, assignment: RankAssignment) -> list[MemberEffect]:
         """Add the complete residuals of members that have left; drop incomplete and outdated residuals."""
         effects: list[MemberEffect] = []
         for peer, received in list(self._received.items()):
-            fits = (received.applied, received.history) == (applied, history)
-            is_usable = received.is_complete and is_synced and fits
+            fits = (received.applied, received.history) == self._replica_state.position
+            is_usable = received.is_complete and self._replica_state.is_synced and fits
             if is_usable and assignment.rank_of(peer) is not None:
                 continue  # it has not left yet
             del self._received[peer]
@@ -225,9 +204,10 @@ class ResidualTransfer:
                 effects += _drop_residual(peer, "it is incomplete or outdated")
         return effects
 
-    def step_committed(self, applied: int) -> list[MemberEffect]:
-        """Drop residuals of steps before `applied`, because their senders have voted on that step."""
+    def step_committed(self) -> list[MemberEffect]:
+        """Drop residuals of steps before the committed one, because their senders have voted on that step."""
         effects: list[MemberEffect] = []
+        applied = self._replica_state.applied
         for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]
             effects += _drop_residual(peer, "its sender has taken part in another step")
@@ -250,6 +230,5 @@ def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> m.Member:
         raise RemoteProtocolError(
             f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only the "
             "sender's neighbours in the ring may receive a residual",
-            remedy=NEVER_SENT,
         )
     return assignment.members[rank]

@@ -33,7 +33,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import DeliverMean, MemberEffect, Send
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
@@ -54,13 +54,14 @@ class ScalarMeans:
 
     Attributes:
         known: the latest averages of `grid.mean` that this member has received, by key.
+        absent: the ranks whose trainers have stalled; averages do not wait for them.
         awaited_key: (step, index) of the average that the trainer is waiting for; None if there is none.
     """
 
     def __init__(self, assignment: RankAssignment, first_step: int, known: Mapping[MeanKey, float]) -> None:
         self._rank_assignment, self._first_step = assignment, first_step
         self.known = dict(known)
-        self._absent: frozenset[int] = frozenset()
+        self.absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # the average, ranks without a value
         self._submitted: dict[int, int] = {}  # by rank: the latest step for which it makes no more calls
@@ -71,10 +72,6 @@ class ScalarMeans:
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's value in the awaited average
-
-    def set_absent(self, ranks: frozenset[int]) -> None:
-        """Set the ranks whose trainers have stalled; averages do not wait for them."""
-        self._absent = ranks
 
     @property
     def awaited_ranks(self) -> frozenset[int]:
@@ -123,7 +120,7 @@ class ScalarMeans:
         at = self._rank_assignment
         effects: list[MemberEffect] = []
         for step, index in self._open_keys:
-            ranks = set(range(1, at.world_size)) - self._absent - self._values[step, index].keys()
+            ranks = set(range(1, at.world_size)) - self.absent - self._values[step, index].keys()
             for rank in sorted(ranks - self._asked_ranks) if index != WEIGHTS_INDEX else ():
                 self._asked_ranks.add(rank)
                 question = m.MeanReply(at.term, at.generation, step, SUBMITTED_INDEX, float(rank))
@@ -175,7 +172,7 @@ class ScalarMeans:
         """
         at = self._rank_assignment
         rank = at.rank_of(peer)
-        if rank is None or (message.term, message.generation) != (at.term, at.generation):
+        if rank is None or not at.is_generation_of(message):
             return []
         _check_role(message, rank, at.rank)
         key = (message.step, message.index)
@@ -229,11 +226,9 @@ class ScalarMeans:
         With `must_wait`, do nothing while a rank that can still contribute has not done so (`_has_passed`).
         """
         values = self._values[key]
-        awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
-        if key < (
-            self._first_step,
-            BEFORE_STEP_INDEX,
-        ):  # a call after the last step of the earlier generation
+        awaited = set(range(self._rank_assignment.world_size)) - self.absent - values.keys()
+        # A call after the last step of the earlier generation:
+        if key < (self._first_step, BEFORE_STEP_INDEX):
             awaited -= {rank for rank in awaited if self._rank_assignment.members[rank].joining}
         if must_wait and any(not self._has_passed(rank, key) for rank in awaited):
             return []
@@ -286,7 +281,6 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} to rank {rank}; only rank {ROOT} receives "
             "requests for averages and sends replies",
-            remedy=NEVER_SENT,
         )
 
 

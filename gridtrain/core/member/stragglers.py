@@ -35,7 +35,7 @@ from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
-from gridtrain.errors import NEVER_SENT, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 
 QUORUM = 0.5
 """The waiting members must have at least this fraction of the sum of all shares for the step to continue
@@ -385,5 +385,4 @@ def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWith
             f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
             f"only rank {ROOT} receives Waiting and sends ProceedWithout, and the settings must have at most "
             f"{MAX_SETTINGS_BYTES} bytes",
-            remedy=NEVER_SENT,
         )

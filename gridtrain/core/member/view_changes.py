@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import NO_VOTE
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, ProbePeers, Send, TakeSnapshot
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
@@ -122,8 +123,8 @@ class ViewChanges:
                 return self._enter_generation(message, now_s)
             case m.StandbyNotice():
                 return self._enter_standby(message)
-            case m.StartGeneration(term, generation):
-                return self._start_generation(term, generation, now_s)
+            case m.StartGeneration():
+                return self._start_generation(message, now_s)
             case m.HeartbeatReply():
                 return []
             case _:
@@ -175,10 +176,7 @@ class ViewChanges:
     def _replica_diverged(self, message: m.ReplicaDiverged) -> list[MemberEffect]:
         """Mark this worker's state as diverged from the run's, so that the next generation replaces it."""
         assignment = self.rank_assignment
-        if assignment is None or (message.term, message.generation) != (
-            assignment.term,
-            assignment.generation,
-        ):
+        if assignment is None or not assignment.is_generation_of(message):
             return []
         if not self._context.replica_state.is_synced:
             return []  # the notice is repeated until the state is replaced
@@ -195,11 +193,10 @@ class ViewChanges:
         disconnected = context.disconnect_strangers(self.rank_assignment)
         if generation is not None:
             generation.freeze()
-        vote = generation.attempts.prepared_vote if generation is not None else None
-        report = Send(
-            self._coordinator, context.replica_state.make_report(freeze.term, freeze.generation, vote)
-        )
-        return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected]
+        vote = generation.attempts.prepared_vote if generation is not None else NO_VOTE
+        report = context.replica_state.make_report(freeze.term, freeze.generation, vote)
+        event = LogEvent("frozen", {"reason": freeze.reason})
+        return [event, Send(self._coordinator, report), *disconnected]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
         """Build the next member list from the current one or, if that fails, rejoin to receive it."""
@@ -232,16 +229,11 @@ class ViewChanges:
             effects += self.receive(peer, request, 0, now_s)
         return effects + generation.incoming_state.request() + generation.check_ready()
 
-    def _start_generation(self, term: int, number: int, now_s: float) -> list[MemberEffect]:
-        assignment = self.rank_assignment
-        if (
-            self.generation is None
-            or assignment is None
-            or (term, number) != (assignment.term, assignment.generation)
-            or term < self._coordinator_link.term
-        ):
+    def _start_generation(self, message: m.StartGeneration, now_s: float) -> list[MemberEffect]:
+        generation = self.generation
+        if generation is None or not generation.rank_assignment.is_generation_of(message):
             return []
-        return self.generation.start(now_s)
+        return generation.start(now_s) if message.term >= self._coordinator_link.term else []
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
         """Handle a StandbyNotice: execute the verdict and leave the generation, because the next one has no
@@ -254,7 +246,7 @@ class ViewChanges:
         is_old = before is not None and notice.generation <= self.generation_number
         if notice.term < self._coordinator_link.term or is_old:
             return []
-        self._coordinator_link.set_term(notice.term)
+        self._coordinator_link.term = notice.term
         fields = {"generation": notice.generation, "reason": notice.reason}
         effects: list[MemberEffect] = [LogEvent("spare", fields)]
         if before is not None:

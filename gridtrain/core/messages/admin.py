@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from gridtrain.core.messages.declaration import (
@@ -22,7 +21,6 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 
 
 @message(84)
-@dataclass(frozen=True, slots=True)
 class DiagnosticRequest(Message):
     """Request from `gridtrain doctor` for the run's status, members to probe, and an attempt to dial it.
 
@@ -35,7 +33,6 @@ class DiagnosticRequest(Message):
 
 
 @message(6)
-@dataclass(frozen=True, slots=True)
 class Invite(Message):
     """Operator's command to accept a new invitation.
 
@@ -48,7 +45,6 @@ class Invite(Message):
 
 
 @message(7)
-@dataclass(frozen=True, slots=True)
 class RemoveWorker(Message):
     """Operator's command to remove a worker.
 
@@ -61,7 +57,6 @@ class RemoveWorker(Message):
 
 
 @message(8)
-@dataclass(frozen=True, slots=True)
 class Unban(Message):
     """Operator's command to lift a ban, so that the key may be invited again."""
 
@@ -69,19 +64,16 @@ class Unban(Message):
 
 
 @message(90)
-@dataclass(frozen=True, slots=True)
 class EndRun(Message):
     """Operator's command to end the run after its open step, even if the script would train for longer."""
 
 
 @message(19)
-@dataclass(frozen=True, slots=True)
 class StatusRequest(Message):
     """Request from `gridtrain status` for a StatusReply.  The sender need not be a member."""
 
 
 @message(87)
-@dataclass(frozen=True, slots=True)
 class BundleRequest(Message):
     """Request for one block of the run's bundle.
 
@@ -93,7 +85,6 @@ class BundleRequest(Message):
 
 
 @message(42)
-@dataclass(frozen=True, slots=True)
 class OperatorReply(Message):
     """Answer to an operator's command; `text` is displayed."""
 
@@ -101,7 +92,6 @@ class OperatorReply(Message):
 
 
 @message(85)
-@dataclass(frozen=True, slots=True)
 class DiagnosticReply(Message):
     """Answer to DiagnosticRequest.
 
@@ -118,7 +108,6 @@ MAX_BUNDLE_BYTES = 8 << 20
 
 
 @message(88)
-@dataclass(frozen=True, slots=True)
 class BundleBlock(Message):
     """Answer to BundleRequest: block `index` of `total`; all blocks except the last are 1 MiB long."""
 
@@ -133,7 +122,6 @@ class BundleBlock(Message):
 
 
 @message(39)
-@dataclass(frozen=True, slots=True)
 class StatusReply(Message):
     """Answer to StatusRequest; `payload` is one frame of UTF-8 JSON."""
 

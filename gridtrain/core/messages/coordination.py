@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from gridtrain.core.messages.declaration import (
     Count,
     Digest,
     Flops,
+    GenerationMessage,
     Message,
     Name,
     PeerId,
@@ -45,7 +46,6 @@ from gridtrain.core.messages.types import (
 
 
 @message(1)
-@dataclass(frozen=True, slots=True)
 class Hello(Message):
     """First message on every connection: the dialling peer's key, protocol version and software."""
 
@@ -55,7 +55,6 @@ class Hello(Message):
 
 
 @message(5)
-@dataclass(frozen=True, slots=True)
 class Enrol(Message):
     """Request to admit the sender's own key, `peer`, on a connection that uses an invitation's key."""
 
@@ -63,7 +62,6 @@ class Enrol(Message):
 
 
 @message(10)
-@dataclass(frozen=True, slots=True)
 class Join(Message):
     """Request to take part in `run`.
 
@@ -84,7 +82,6 @@ class Join(Message):
 
 
 @message(11)
-@dataclass(frozen=True, slots=True)
 class Setup(Message):
     """The model and the data with which this worker will train, and the worker's capabilities.
 
@@ -119,7 +116,6 @@ class Setup(Message):
 
 
 @message(77)
-@dataclass(frozen=True, slots=True)
 class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
@@ -131,7 +127,6 @@ class StageCheckpointList(Message):
 
 
 @message(12)
-@dataclass(frozen=True, slots=True)
 class LinkLatencies(Message):
     """Round-trip times in seconds between this worker and the peers that it was asked to probe."""
 
@@ -139,7 +134,6 @@ class LinkLatencies(Message):
 
 
 @message(26)
-@dataclass(frozen=True, slots=True)
 class LinkRates(Message):
     """Measured rates of bulk messages, as triples (peer, rate to the peer, rate from the peer).
 
@@ -151,7 +145,6 @@ class LinkRates(Message):
 
 
 @message(80)
-@dataclass(frozen=True, slots=True)
 class WorkerInfo(Message):
     """This worker's device and software versions, for display only."""
 
@@ -200,7 +193,6 @@ MAX_METRICS = 64
 
 
 @message(13)
-@dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
@@ -218,8 +210,7 @@ class Heartbeat(Message):
 
 
 @message(14)
-@dataclass(frozen=True, slots=True)
-class FreezeReport(Message):
+class FreezeReport(GenerationMessage):
     """Answer to Freeze: the worker's state (commit rule 5).
 
     Attributes:
@@ -231,8 +222,6 @@ class FreezeReport(Message):
         layers: layers of the model that the state covers.
     """
 
-    term: UInt
-    generation: UInt
     is_synced: bool
     applied: AppliedStep
     history: Digest
@@ -244,8 +233,7 @@ class FreezeReport(Message):
 
 
 @message(23)
-@dataclass(frozen=True, slots=True)
-class CurrentGeneration(Message):
+class CurrentGeneration(GenerationMessage):
     """The worker's generation: its members with their shares, in rank order, and the partition of its model.
 
     A member sends it after each Welcome, because a coordinator that was restored from a backup may not know
@@ -253,24 +241,18 @@ class CurrentGeneration(Message):
     the generation 0.
     """
 
-    term: UInt
-    generation: UInt
     members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(MAX_GENERATION_MEMBERS)]
     stage_bounds: StageBounds = ()
 
 
 @message(15)
-@dataclass(frozen=True, slots=True)
-class Ready(Message):
+class Ready(GenerationMessage):
     """Report that the sender has executed the verdict, is synced, and is connected (commit rule 8)."""
 
-    term: UInt
-    generation: UInt
     history: Digest
 
 
 @message(16)
-@dataclass(frozen=True, slots=True)
 class RoundStalled(Message):
     """Report that a round cannot end, because the suspects are silent, are not connected, or disagree.
 
@@ -286,7 +268,6 @@ class RoundStalled(Message):
 
 
 @message(20)
-@dataclass(frozen=True, slots=True)
 class ViolationReport(Message):
     """Report that `peer` violated the protocol and that the sender has disconnected it."""
 
@@ -295,32 +276,23 @@ class ViolationReport(Message):
 
 
 @message(22)
-@dataclass(frozen=True, slots=True)
-class ConnectionLost(Message):
+class ConnectionLost(GenerationMessage):
     """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
-    term: UInt
-    generation: UInt
     peer: PeerId
 
 
 @message(21)
-@dataclass(frozen=True, slots=True)
-class PeersUnreachable(Message):
+class PeersUnreachable(GenerationMessage):
     """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
-    term: UInt
-    generation: UInt
     peers: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
 
 
 @message(24)
-@dataclass(frozen=True, slots=True)
-class ReplicaDigest(Message):
+class ReplicaDigest(GenerationMessage):
     """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
-    term: UInt
-    generation: UInt
     step: UInt
     digest: Digest
 
@@ -331,7 +303,6 @@ part of it, but could not."""
 
 
 @message(17)
-@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """Notice that the worker is leaving the run."""
 
@@ -353,7 +324,6 @@ def ends_with_resume(reason: str) -> bool:
 
 
 @message(83)
-@dataclass(frozen=True, slots=True)
 class TemporaryLeave(Message):
     """Notice that the worker is leaving the run until its owner's rules allow it to rejoin."""
 
@@ -361,7 +331,6 @@ class TemporaryLeave(Message):
 
 
 @message(18)
-@dataclass(frozen=True, slots=True)
 class RunFinished(Message):
     """Notice that the sender has reached the end of the run, which may have been ended early."""
 
@@ -370,7 +339,6 @@ class RunFinished(Message):
 
 
 @message(30)
-@dataclass(frozen=True, slots=True)
 class Welcome(Message):
     """Answer to Join; the worker ignores a coordinator whose `term` is outdated (commit rule 11)."""
 
@@ -380,7 +348,6 @@ class Welcome(Message):
 
 
 @message(31)
-@dataclass(frozen=True, slots=True)
 class Refused(Message):
     """Notice that a Join or a Setup is refused, or that the worker is dismissed.
 
@@ -393,7 +360,6 @@ class Refused(Message):
 
 
 @message(41)
-@dataclass(frozen=True, slots=True)
 class Enrolled(Message):
     """Answer to Enrol: the key may now connect and join `run`."""
 
@@ -401,7 +367,6 @@ class Enrolled(Message):
 
 
 @message(43)
-@dataclass(frozen=True, slots=True)
 class Reachability(Message):
     """Result of the coordinator's attempt to dial this worker; `address` is empty if the attempt failed."""
 
@@ -409,20 +374,16 @@ class Reachability(Message):
 
 
 @message(47)
-@dataclass(frozen=True, slots=True)
-class ReplicaDiverged(Message):
+class ReplicaDiverged(GenerationMessage):
     """Notice that the receiver's replica digest after `step` differs from the majority's.
 
     The next generation replaces the receiver's state.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
 
 
 @message(44)
-@dataclass(frozen=True, slots=True)
 class ExpectProbes(Message):
     """Announcement of workers that will measure their links to the receiver.
 
@@ -433,7 +394,6 @@ class ExpectProbes(Message):
 
 
 @message(32)
-@dataclass(frozen=True, slots=True)
 class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
@@ -444,7 +404,6 @@ class Admitted(Message):
 
 
 @message(33)
-@dataclass(frozen=True, slots=True)
 class HeartbeatReply(Message):
     """Answer to Heartbeat."""
 
@@ -453,16 +412,13 @@ class HeartbeatReply(Message):
 
 
 @message(34)
-@dataclass(frozen=True, slots=True)
-class Freeze(Message):
+class Freeze(GenerationMessage):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  It disconnects the members in `removed`, which have left or were
     removed, immediately, and not only at the next MembershipView.
     """
 
-    term: UInt
-    generation: UInt
     reason: Reason
     removed: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
@@ -474,15 +430,12 @@ MAX_MEMBER_PAGES = 256
 
 
 @message(35)
-@dataclass(frozen=True, slots=True)
-class MemberListPage(Message):
+class MemberListPage(GenerationMessage):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
     The coordinator can send MemberListChanges instead if the receiver has the list of its generation.
     """
 
-    term: UInt
-    generation: UInt
     page: Count
     pages: Positive
     members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
@@ -515,8 +468,7 @@ def _member_line(x: Member) -> str:
 
 
 @message(81)
-@dataclass(frozen=True, slots=True)
-class MemberListChanges(Message):
+class MemberListChanges(GenerationMessage):
     """The next generation's members, as changes to the receiver's list; replaces all pages.
 
     Attributes:
@@ -526,8 +478,6 @@ class MemberListChanges(Message):
         digest: `member_list_digest` of the new list.
     """
 
-    term: UInt
-    generation: UInt
     base: UInt
     order: Spans
     members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
@@ -547,8 +497,7 @@ class MemberListChanges(Message):
 
 
 @message(36)
-@dataclass(frozen=True, slots=True)
-class MembershipView(Message):
+class MembershipView(GenerationMessage):
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
@@ -560,8 +509,6 @@ class MembershipView(Message):
             the number of layers.
     """
 
-    term: UInt
-    generation: UInt
     world_size: Positive
     verdict: Verdict
     decided_round: RoundId | None
@@ -574,16 +521,13 @@ class MembershipView(Message):
 
 
 @message(78)
-@dataclass(frozen=True, slots=True)
-class StandbyNotice(Message):
+class StandbyNotice(GenerationMessage):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
     `applied`, `history` and `ledger` are as in the MembershipView, so that a former member executes the same
     verdict.
     """
 
-    term: UInt
-    generation: UInt
     applied: AppliedStep
     history: Digest
     ledger: LedgerState
@@ -591,16 +535,11 @@ class StandbyNotice(Message):
 
 
 @message(37)
-@dataclass(frozen=True, slots=True)
-class StartGeneration(Message):
+class StartGeneration(GenerationMessage):
     """Order to begin training, sent when all members are ready (commit rule 8)."""
-
-    term: UInt
-    generation: UInt
 
 
 @message(38)
-@dataclass(frozen=True, slots=True)
 class RunStateUpdate(Message):
     """State of the run (`waiting`, `training`, `paused` or `finished`), and the reason for it."""
 
@@ -609,7 +548,6 @@ class RunStateUpdate(Message):
 
 
 @message(40)
-@dataclass(frozen=True, slots=True)
 class Rejoin(Message):
     """Order to send Join again, because the receiver is not registered."""
 

@@ -1,9 +1,10 @@
 """Defines the decorator that declares a message, and the types of message fields, with their bounds.
 
-A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
-are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
-end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The
-method `find_problem(self) -> str | None` checks rules that involve several fields.
+A message is a class with the base `Message`, decorated with `message(code)`, which makes it a frozen
+dataclass.  Its annotations are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of
+the annotated types at the end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...],
+AtMost(n)]` of these types.  The method `find_problem(self) -> str | None` checks rules that involve several
+fields.
 
 The encoding (`gridtrain.network.wire.field_encoding`) and the tables of PROTOCOL.md are derived from these
 annotations.
@@ -17,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from gridtrain.quantities import shorten
 
@@ -31,19 +32,31 @@ class Message:
     __slots__ = ()
 
 
-C = TypeVar("C", bound=type[Message])
+@dataclass(frozen=True, slots=True)
+class GenerationMessage(Message):
+    """The base of the messages that concern one generation, in one term."""
+
+    term: UInt
+    generation: UInt
 
 
-def message(code: int) -> Callable[[C], C]:
-    """Return a class decorator that declares a message with this code, which must be unique."""
+C = TypeVar("C", bound=Message)
 
-    def register(cls: C) -> C:
+
+@dataclass_transform(frozen_default=True)
+def message(code: int) -> Callable[[type[C]], type[C]]:
+    """Return a class decorator that makes a class a frozen dataclass and declares it as a message.
+
+    The code must be unique.
+    """
+
+    def declare(cls: type[C]) -> type[C]:
         if code in MESSAGE_TYPES:
             raise TypeError(f"{cls.__name__} has the code {code}, the code of {MESSAGE_TYPES[code].__name__}")
-        MESSAGE_TYPES[code] = cls
-        return cls
+        MESSAGE_TYPES[code] = declared = dataclass(frozen=True, slots=True)(cls)
+        return declared
 
-    return register
+    return declare
 
 
 class FieldError(Exception):
@@ -97,10 +110,14 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-class IntField(FieldType):
-    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
+class RangeField(FieldType):
+    """A type with a lower and an upper bound, which `bounds` describes."""
+
+    def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
+
+class IntField(RangeField):
     def pack(self, value: Any) -> int:
         if type(value) is not int or not self.low <= value <= self.high:
             raise FieldError(f"{describe(value)}; it must be {self.bounds}")
@@ -117,10 +134,7 @@ class BoolField(FieldType):
         return value
 
 
-class FloatField(FieldType):
-    def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
-        self.name, self.bounds, self.low, self.high = name, bounds, low, high
-
+class FloatField(RangeField):
     def pack(self, value: Any) -> float:
         if type(value) is int:  # as in Python, an int is accepted where a float is expected
             value = float(value)
@@ -147,10 +161,7 @@ class AnyFloatField(FieldType):
         return plain
 
 
-class BytesField(FieldType):
-    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
-        self.name, self.bounds, self.low, self.high = name, bounds, low, high
-
+class BytesField(RangeField):
     def pack(self, value: Any) -> bytes:
         if type(value) is not bytes or not self.low <= len(value) <= self.high:
             size = f"{len(value)} bytes" if type(value) is bytes else describe(value)

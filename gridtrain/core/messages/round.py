@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gridtrain.core.messages.declaration import (
     AnyFloat,
     Count,
     Digest,
+    GenerationMessage,
     Message,
     Payload,
     Reason,
@@ -19,7 +18,6 @@ from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
 @message(50)
-@dataclass(frozen=True, slots=True)
 class Data(Message):
     """One payload of a collective.
 
@@ -36,7 +34,6 @@ class Data(Message):
 
 
 @message(51)
-@dataclass(frozen=True, slots=True)
 class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
@@ -55,7 +52,6 @@ class Vote(Message):
 
 
 @message(52)
-@dataclass(frozen=True, slots=True)
 class Decision(Message):
     """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
@@ -65,7 +61,6 @@ class Decision(Message):
 
 
 @message(53)
-@dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
     """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
 
@@ -74,7 +69,6 @@ class RoundProgress(Message):
 
 
 @message(48)
-@dataclass(frozen=True, slots=True)
 class Waiting(Message):
     """Report to the root that the sender has submitted its contribution and is waiting for other members.
 
@@ -86,7 +80,6 @@ class Waiting(Message):
 
 
 @message(49)
-@dataclass(frozen=True, slots=True)
 class ProceedWithout(Message):
     """The root's request to a member that has not submitted to make an empty contribution to the step.
 
@@ -99,30 +92,24 @@ class ProceedWithout(Message):
 
 
 @message(58)
-@dataclass(frozen=True, slots=True)
-class MeanRequest(Message):
+class MeanRequest(GenerationMessage):
     """The sender's value for the average (`grid.mean`) with this step and index, sent to the root.
 
     `core.member.scalar_means` defines the indices, some of which have a special meaning.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
     index: Count
     value: AnyFloat
 
 
 @message(59)
-@dataclass(frozen=True, slots=True)
-class MeanReply(Message):
+class MeanReply(GenerationMessage):
     """The root's answer to MeanRequest: the average over the members that contributed a value.
 
     `core.member.scalar_means` defines the indices, some of which have a special meaning.
     """
 
-    term: UInt
-    generation: UInt
     step: UInt
     index: Count
     value: AnyFloat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from gridtrain.core.messages.declaration import (
@@ -11,6 +10,7 @@ from gridtrain.core.messages.declaration import (
     AtMost,
     Count,
     Digest,
+    GenerationMessage,
     Message,
     Payload,
     PeerId,
@@ -30,7 +30,6 @@ from gridtrain.core.messages.types import (
 
 
 @message(2)
-@dataclass(frozen=True, slots=True)
 class Credit(Message):
     """Number of bytes of bulk messages that the sender has received on this connection and processed.
 
@@ -41,7 +40,6 @@ class Credit(Message):
 
 
 @message(25)
-@dataclass(frozen=True, slots=True)
 class CatchUpReport(Message):
     """Answer to CatchUpFrom: the sender holds the state after step `applied`.
 
@@ -53,7 +51,6 @@ class CatchUpReport(Message):
 
 
 @message(45)
-@dataclass(frozen=True, slots=True)
 class CatchUpFrom(Message):
     """The coordinator's order to copy these members' state while they train, and to apply their updates.
 
@@ -65,7 +62,6 @@ class CatchUpFrom(Message):
 
 
 @message(46)
-@dataclass(frozen=True, slots=True)
 class ServeCatchUp(Message):
     """The coordinator's order to take a snapshot for `receivers` after step `step` or the first later step.
 
@@ -78,7 +74,6 @@ class ServeCatchUp(Message):
 
 
 @message(54)
-@dataclass(frozen=True, slots=True)
 class Ping(Message):
     """Request for a Pong with the same nonce, to measure the round-trip time."""
 
@@ -86,7 +81,6 @@ class Ping(Message):
 
 
 @message(55)
-@dataclass(frozen=True, slots=True)
 class Pong(Message):
     """Answer to Ping."""
 
@@ -107,7 +101,6 @@ BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 
 
 @message(65)
-@dataclass(frozen=True, slots=True)
 class Burst(Message):
     """Message `index` of a burst that measures a link; the last 8 bytes of the last message are random."""
 
@@ -122,7 +115,6 @@ class Burst(Message):
 
 
 @message(66)
-@dataclass(frozen=True, slots=True)
 class BurstReceived(Message):
     """Acknowledgement of a burst's last message; `proof` is the last 8 bytes of that message."""
 
@@ -131,7 +123,6 @@ class BurstReceived(Message):
 
 
 @message(86)
-@dataclass(frozen=True, slots=True)
 class BurstRequest(Message):
     """Request for a burst with this nonce, with which `gridtrain doctor` measures the reverse direction."""
 
@@ -139,8 +130,7 @@ class BurstRequest(Message):
 
 
 @message(56)
-@dataclass(frozen=True, slots=True)
-class StateRequest(Message):
+class StateRequest(GenerationMessage):
     """Request from a joining member for the state.
 
     Attributes:
@@ -151,30 +141,22 @@ class StateRequest(Message):
         digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 
-    term: UInt
-    generation: UInt
     is_whole: bool = True
     blocks_received: Count = 0
     digest_only: bool = False
 
 
 @message(68)
-@dataclass(frozen=True, slots=True)
-class StateDigest(Message):
+class StateDigest(GenerationMessage):
     """First answer of the state source to StateRequest: the BLAKE2b-256 digest of all blocks' payloads."""
 
-    term: UInt
-    generation: UInt
     digest: Digest
 
 
 @message(57)
-@dataclass(frozen=True, slots=True)
-class StateBlock(Message):
+class StateBlock(GenerationMessage):
     """Block `index` of `total` of the state, at most 1 MiB."""
 
-    term: UInt
-    generation: UInt
     index: Count
     total: Positive
     payload: Payload
@@ -184,16 +166,13 @@ class StateBlock(Message):
 
 
 @message(89)
-@dataclass(frozen=True, slots=True)
-class CheckpointRequest(Message):
+class CheckpointRequest(GenerationMessage):
     """Request for the receiver's checkpoint of these layers, taken after the MembershipView's step.
 
     The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
     answer the request.
     """
 
-    term: UInt
-    generation: UInt
     layers: Span
 
     def find_problem(self) -> str | None:
@@ -201,8 +180,7 @@ class CheckpointRequest(Message):
 
 
 @message(79)
-@dataclass(frozen=True, slots=True)
-class CheckpointBlock(Message):
+class CheckpointBlock(GenerationMessage):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
     The receiver stores the checkpoint on its own disk.  It is either a member that has sent a
@@ -210,8 +188,6 @@ class CheckpointBlock(Message):
     first stage, if the sender is in the last one).
     """
 
-    term: UInt
-    generation: UInt
     checkpoint: CheckpointInfo
     index: Count
     total: Positive
@@ -222,13 +198,11 @@ class CheckpointBlock(Message):
 
 
 @message(70)
-@dataclass(frozen=True, slots=True)
 class SnapshotRequest(Message):
     """Request for the block digests of the source's snapshot (catch-up)."""
 
 
 @message(71)
-@dataclass(frozen=True, slots=True)
 class SnapshotDigests(Message):
     """Block digests of the source's snapshot, taken after step `applied`.
 
@@ -243,7 +217,6 @@ class SnapshotDigests(Message):
 
 
 @message(72)
-@dataclass(frozen=True, slots=True)
 class SnapshotBlocksRequest(Message):
     """Request for these blocks of the snapshot taken after step `applied` (catch-up)."""
 
@@ -252,7 +225,6 @@ class SnapshotBlocksRequest(Message):
 
 
 @message(73)
-@dataclass(frozen=True, slots=True)
 class SnapshotBlock(Message):
     """Block `index` of the snapshot taken after step `applied`."""
 
@@ -265,7 +237,6 @@ class SnapshotBlock(Message):
 
 
 @message(74)
-@dataclass(frozen=True, slots=True)
 class UpdatesRequest(Message):
     """Request for the updates of all steps after `applied`, including future ones (catch-up)."""
 
@@ -273,7 +244,6 @@ class UpdatesRequest(Message):
 
 
 @message(75)
-@dataclass(frozen=True, slots=True)
 class UpdateLogEntry(Message):
     """The update for step `step`; `latest_step` is the source's last step.
 
@@ -286,7 +256,6 @@ class UpdateLogEntry(Message):
 
 
 @message(76)
-@dataclass(frozen=True, slots=True)
 class SnapshotUnavailable(Message):
     """Answer from a source that does not hold the requested snapshot or updates, or no longer does."""
 
@@ -294,15 +263,12 @@ class SnapshotUnavailable(Message):
 
 
 @message(63)
-@dataclass(frozen=True, slots=True)
-class ResidualBlock(Message):
+class ResidualBlock(GenerationMessage):
     """Block `index` of `total` of a leaving member's residual, as it was after step `applied`.
 
     The blocks together are one sparse payload of fp32 values; see `core.member.residual_recipients`.
     """
 
-    term: UInt
-    generation: UInt
     applied: AppliedStep
     history: Digest
     index: Count
@@ -314,18 +280,14 @@ class ResidualBlock(Message):
 
 
 @message(64)
-@dataclass(frozen=True, slots=True)
-class ResidualReply(Message):
+class ResidualReply(GenerationMessage):
     """Answer to the last ResidualBlock: the recipient accepts the complete residual, or declines it."""
 
-    term: UInt
-    generation: UInt
     is_accepted: bool
     reason: Reason
 
 
 @message(60)
-@dataclass(frozen=True, slots=True)
 class RelayRequest(Message):
     """Request to a relay to forward `payload` to the peer `to`.
 
@@ -337,7 +299,6 @@ class RelayRequest(Message):
 
 
 @message(61)
-@dataclass(frozen=True, slots=True)
 class RelayedMessage(Message):
     """A payload that the sender, a relay, forwards from `origin`."""
 
@@ -346,7 +307,6 @@ class RelayedMessage(Message):
 
 
 @message(62)
-@dataclass(frozen=True, slots=True)
 class RelayFailed(Message):
     """Report from a relay that it could not forward a payload to the peer `to`."""
 

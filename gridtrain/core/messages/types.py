@@ -338,11 +338,9 @@ class StagedModel:
         cuts, count = self.cuts, len(self.blocks)
         if cuts[:1] != (0,) or len(cuts) < 2 or not all(a < b for a, b in pairwise(cuts)):
             return f"cuts {cuts[:8]}; they must ascend from 0"
-        return (
-            None
-            if not count or count == cuts[-1]
-            else f"{count} blocks cut at {cuts[:8]}; the last cut must be the number of blocks"
-        )
+        if count and count != cuts[-1]:
+            return f"{count} blocks cut at {cuts[:8]}; the last cut must be the number of blocks"
+        return None
 
 
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:

@@ -263,11 +263,9 @@ def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence
         for name, count, limit in zip(names, counts, most, strict=True)
         if 0 < limit < count
     ]
-    return (
-        f"; too few workers, so max_batch_size is exceeded: {list_first(above, MAX_NAMED_WORKERS)}"
-        if above
-        else ""
-    )
+    if not above:
+        return ""
+    return f"; too few workers, so max_batch_size is exceeded: {list_first(above, MAX_NAMED_WORKERS)}"
 
 
 def _share_limits(total: int, most: Sequence[int]) -> list[int]:

@@ -100,15 +100,19 @@ def choose_entry_shares(
     roots = [peers.index(peer) for peer in firsts]
     least = with_entry_shares(network, peers, dict.fromkeys(thin, MIN_ENTRIES_SHARE))
     order = best_order(load, least, CpuCosts(), roots).order
+
+    def exchange_s(shares: Mapping[PeerId, int]) -> float:
+        return simulated_exchange_s(load, with_entry_shares(network, peers, shares), CpuCosts(), order)
+
     tried: list[tuple[float, dict[PeerId, int]]] = []
     for factor in RATIO_FACTORS:
         shares = {peer: _bounded_share(factor * ratio) for peer, ratio in thin.items()}
-        tried.append((_exchange_s(load, network, peers, shares, order), shares))
+        tried.append((exchange_s(shares), shares))
     fastest_s = min(took_s for took_s, _ in tried)
     wanted = next(shares for took_s, shares in tried if took_s <= ACCEPTED_SLOWDOWN * fastest_s)
     kept = {peer: _settled_share(share, current.get(peer, WHOLE_SHARE)) for peer, share in wanted.items()}
     chosen = {peer: share for peer, share in kept.items() if share < WHOLE_SHARE}
-    with_s = _exchange_s(load, network, peers, chosen, order)
+    with_s = exchange_s(chosen)
     without_s = best_order(load, network, CpuCosts(), roots).exchange_s
     if without_s < (KEPT_SPEEDUP if current.keys() & set(peers) else MIN_SPEEDUP) * with_s:
         return EntryShares()
@@ -189,13 +193,3 @@ def _bounded_share(share: float) -> int:
 def _settled_share(wanted: int, now: int) -> int:
     """Return `wanted` if it differs from `now` by at least the factor `MIN_CHANGE`, otherwise `now`."""
     return wanted if max(wanted, now) >= MIN_CHANGE * min(wanted, now) else now
-
-
-def _exchange_s(
-    load: Workload,
-    network: NetworkModel,
-    peers: Sequence[PeerId],
-    shares: Mapping[PeerId, int],
-    order: Sequence[int],
-) -> float:
-    return simulated_exchange_s(load, with_entry_shares(network, peers, shares), CpuCosts(), order)

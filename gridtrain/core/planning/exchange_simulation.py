@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
@@ -91,7 +90,6 @@ class MessageCost(NamedTuple):
     work_s: float
 
 
-@dataclass(slots=True)
 class ExchangeSimulation:
     """Simulates all messages of one exchange in chronological order, and then the vote.
 
@@ -100,33 +98,27 @@ class ExchangeSimulation:
         cpu_s: (P,) CPU time of each member in seconds, after `run`.
     """
 
-    messages: Sequence[PlannedMessage]
-    load: Workload
-    network: NetworkModel
-    cpu: CpuCosts
-    host_cores: int | None = None
-    sent_bytes: list[float] = field(init=False)
-    received_bytes: list[float] = field(init=False)
-    cpu_s: list[float] = field(init=False)
-    _events: list[tuple[float, int, int, float]] = field(default_factory=list)
-    _pending_needs: list[int] = field(init=False)  # for each message: the number of `needs` not handled yet
-    _pending_predecessors: list[int] = field(init=False)  # the same for `after_messages`
-    _dependents: list[list[int]] = field(init=False)
-    _successors: list[list[int]] = field(init=False)
-    _arrived_s: dict[int, float] = field(default_factory=dict)
-    _costs: dict[tuple[int, float, ReceiveWork], MessageCost] = field(default_factory=dict)
-    _ends_s: list[float] = field(init=False)
-    _cpus: CpuOccupancy = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.network.size
-        self._cpus = CpuOccupancy(size, self.host_cores)
-        self.sent_bytes, self.received_bytes = [0.0] * size, [0.0] * size
-        self.cpu_s = [start_work_s(self.load, self.cpu) + self.cpu.begin_s] * size
-        self._pending_needs = [len(message.needs) for message in self.messages]
-        self._pending_predecessors = [len(message.after_messages) for message in self.messages]
-        self._dependents = [[] for _ in self.messages]
-        self._successors = [[] for _ in self.messages]
+    def __init__(
+        self,
+        messages: Sequence[PlannedMessage],
+        load: Workload,
+        network: NetworkModel,
+        cpu: CpuCosts,
+        host_cores: int | None = None,
+    ) -> None:
+        self.messages, self.load, self.network, self.cpu = messages, load, network, cpu
+        self.host_cores = host_cores
+        self._cpus = CpuOccupancy(network.size, host_cores)
+        self.sent_bytes, self.received_bytes = [0.0] * network.size, [0.0] * network.size
+        self.cpu_s = [start_work_s(load, cpu) + cpu.begin_s] * network.size
+        self._events: list[tuple[float, int, int, float]] = []
+        # For each message: the number of `needs` not handled yet, and the same for `after_messages`.
+        self._pending_needs = [len(message.needs) for message in messages]
+        self._pending_predecessors = [len(message.after_messages) for message in messages]
+        self._dependents: list[list[int]] = [[] for _ in messages]
+        self._successors: list[list[int]] = [[] for _ in messages]
+        self._arrived_s: dict[int, float] = {}
+        self._costs: dict[tuple[int, float, ReceiveWork], MessageCost] = {}
         for index, message in enumerate(self.messages):
             for need in message.needs:
                 self._dependents[need].append(index)

@@ -117,9 +117,7 @@ def all_gather(world_size: int) -> list[PlannedMessage]:
     if world_size > BUNDLING_MIN_RANKS:
         return _bundled_all_gather(world_size)
     messages: list[PlannedMessage] = []
-    carriers: dict[
-        tuple[int, int], int
-    ] = {}  # (origin, distance below it) -> the message that carried it there
+    carriers: dict[tuple[int, int], int] = {}  # (origin, distance below it) -> the message that carried it
     for hop in range((world_size - 1).bit_length()):
         for origin in range(world_size):
             for far in range(min(1 << hop, world_size - (1 << hop))):

@@ -137,13 +137,12 @@ def propose_micro_batches(
             f"{list(numbers) or 'any number of'} micro-batches",
             remedy="use at least 1 micro-batch, and at least as many samples as micro-batches",
         )
+    search = _Search(layers, devices, network, running, batch, cuts, slack, ahead)
     tried: list[StepEstimate] = []
     refused: list[ConfigError] = []
     for number in sorted(set(numbers)) or micro_batch_candidates(batch):
         try:
-            tried.append(
-                _best_for_count(layers, devices, network, running, batch, number, cuts, slack, ahead)
-            )
+            tried.append(search.best_step(number))
         except ConfigError as error:
             refused.append(error)
     if not tried:
@@ -163,50 +162,56 @@ def micro_batch_candidates(batch: int) -> list[int]:
     return sorted(number for number in {math.ceil(batch / size) for size in sizes} if number <= most)
 
 
-def _best_for_count(
-    layers: Sequence[Layer],
-    devices: Sequence[Device],
-    network: NetworkModel,
-    running: ExecutionSettings,
-    batch: int,
-    number: int,
-    cuts: Sequence[int] | None,
-    slack: float,
-    fixed: float | None,
-) -> StepEstimate:
-    """Return the best step with `number` micro-batches.
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The arguments of `propose_micro_batches`, with which each number of micro-batches is tried."""
 
-    For 1F1B without a fixed `ahead`, use the smallest `ahead` with which the step is nearly as fast as with
-    the best one.
-    """
-    running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
-    cut = _partition_for(layers, devices, network, running, cuts, slack)
-    found = [estimate_step(layers, devices, network, running, batch, cut)]
-    if fixed is None and running.order is ScheduleKind.ONE_F_ONE_B and len(devices) > 2:
-        for ahead in sorted({_ahead_for_slowest_hop(cut, network), *_AHEAD}):
-            further = replace(running, ahead=ahead)
-            if further.schedule(len(devices)).actions == found[-1].settings.schedule(len(devices)).actions:
-                continue  # with so few micro-batches the schedule is the same
-            try:
-                cut = _partition_for(layers, devices, network, further, cuts, slack)
-            except ConfigError:
-                break  # each larger `ahead` needs more memory
-            found.append(estimate_step(layers, devices, network, further, batch, cut))
-    fastest_s = min(each.step_s for each in found)
-    return next(each for each in found if each.step_s <= fastest_s * (1 + STEP_TIME_TOLERANCE))
+    layers: Sequence[Layer]
+    devices: Sequence[Device]
+    network: NetworkModel
+    running: ExecutionSettings
+    batch: int
+    cuts: Sequence[int] | None
+    slack: float
+    ahead: float | None
+
+    def best_step(self, number: int) -> StepEstimate:
+        """Return the best step with `number` micro-batches.
+
+        For 1F1B without a fixed `ahead`, use the smallest `ahead` with which the step is nearly as fast as
+        with the best one.
+        """
+        samples, stages = math.ceil(self.batch / number), len(self.devices)
+        running = replace(self.running, samples=samples, micro_batches=number, ahead=self.ahead or 0.0)
+        found = [self._estimate(running)]
+        if self.ahead is None and running.order is ScheduleKind.ONE_F_ONE_B and stages > 2:
+            for ahead in sorted({_ahead_for_slowest_hop(found[0].cut, self.network), *_AHEAD}):
+                further = replace(running, ahead=ahead)
+                if further.schedule(stages).actions == found[-1].settings.schedule(stages).actions:
+                    continue  # with so few micro-batches the schedule is the same
+                try:
+                    found.append(self._estimate(further))
+                except ConfigError:
+                    break  # each larger `ahead` needs more memory
+        fastest_s = min(each.step_s for each in found)
+        return next(each for each in found if each.step_s <= fastest_s * (1 + STEP_TIME_TOLERANCE))
+
+    def _estimate(self, running: ExecutionSettings) -> StepEstimate:
+        """Predict a step with the fixed partition, or with the best one for these settings.
+
+        Raises:
+            ConfigError: no partition, or not the fixed one, fits into the devices' memory.
+        """
+        layers, devices, network = self.layers, self.devices, self.network
+        if self.cuts is None:
+            cut = partition.best_partition(layers, devices, network, running, slack=self.slack)
+        else:
+            cut = partition.partition_at(StageCostModel(layers, devices, network, running), self.cuts)
+            _check_memory(cut)
+        return estimate_step(layers, devices, network, running, self.batch, cut)
 
 
-def _partition_for(
-    layers: Sequence[Layer],
-    devices: Sequence[Device],
-    network: NetworkModel,
-    running: ExecutionSettings,
-    cuts: Sequence[int] | None,
-    slack: float,
-) -> PartitionCost:
-    if cuts is None:
-        return partition.best_partition(layers, devices, network, running, slack=slack)
-    cut = partition.partition_at(StageCostModel(layers, devices, network, running), cuts)
+def _check_memory(cut: PartitionCost) -> None:
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.device.memory_bytes:
             raise ConfigError(
@@ -214,7 +219,6 @@ def _partition_for(
                 f"{format_bytes(stage.device.memory_bytes)}",
                 remedy="use a different partition or more micro-batches",
             )
-    return cut
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:

@@ -9,7 +9,7 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.butterfly import ButterflyExchange
 from gridtrain.core.commit import attempts as module
-from gridtrain.core.commit.attempts import Attempts, StepCommitted
+from gridtrain.core.commit.attempts import NO_VOTE, Attempts, StepCommitted
 from gridtrain.core.group.member_events import Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import SKIP, absent_flag
@@ -117,9 +117,9 @@ def test_impossible_flags_are_refused_on_arrival(may_be_absent: bool, flags: int
 
 def test_a_vote_is_repeated_only_to_a_root_that_reconnects() -> None:
     mine = member(2)
-    assert mine.prepared_vote is None and mine.peer_connected(PEERS[0]) == []
+    assert mine.prepared_vote == NO_VOTE and mine.peer_connected(PEERS[0]) == []
     mine.submit(at(0), {}, 10.0, 0.0)
-    assert mine.prepared_vote is None and mine.peer_connected(PEERS[0]) == []
+    assert mine.prepared_vote == NO_VOTE and mine.peer_connected(PEERS[0]) == []
     assert sent(mine.prepare(DIGEST, 0.0)) == [(PEERS[0], yes(at(0)))]
     assert mine.prepared_vote == (at(0), DIGEST, False)
     assert sent(mine.peer_connected(PEERS[0])) == [(PEERS[0], m.Vote(at(0), True, DIGEST, "repeated"))]

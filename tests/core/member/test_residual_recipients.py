@@ -14,6 +14,8 @@ from gridtrain.core.group.member_events import (
     StoreResidualBlock,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.member.peer_links import PeerLinks
+from gridtrain.core.member.replica_state import ReplicaState
 from gridtrain.core.member.residual_recipients import ResidualTransfer, residual_recipients
 from gridtrain.errors import RemoteProtocolError
 
@@ -36,12 +38,23 @@ def piece(
     return m.ResidualBlock(1, generation, applied, history, index, total, b"x")
 
 
-def recipient_of_all() -> ResidualTransfer:
+class Transfer(ResidualTransfer):
+    """The transfers of a member that is connected to all others, and holds the state after step 5."""
+
+    def __init__(self, applied: int = 5, history: bytes = H5, *, is_synced: bool = True) -> None:
+        self.state, self.links = ReplicaState(), PeerLinks(b"own" + bytes(29), b"boss" + bytes(28))
+        self.set_state(applied, history, is_synced=is_synced)
+        self.links.connected |= set(PEERS)
+        super().__init__(self.state, self.links)
+
+    def set_state(self, applied: int, history: bytes, *, is_synced: bool = True) -> None:
+        self.state.applied, self.state.history, self.state.is_synced = applied, history, is_synced
+
+
+def recipient_of_all() -> Transfer:
     """Member C, which has received B's residual after step 5."""
-    recipient = ResidualTransfer()
-    assert recipient.receive_block(assignment_of(C), B, piece(), 5, True) == [
-        StoreResidualBlock(B, piece(), 4)
-    ]
+    recipient = Transfer()
+    assert recipient.receive_block(assignment_of(C), B, piece()) == [StoreResidualBlock(B, piece(), 4)]
     assert recipient.mark_complete(assignment_of(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
     return recipient
 
@@ -49,7 +62,7 @@ def recipient_of_all() -> ResidualTransfer:
 def test_a_confirmed_residual_has_the_name_of_its_worker() -> None:
     recipient = recipient_of_all()
     after = assignment_of(C, 3, (A, C, D))
-    assert recipient.begin_generation(after, 5, H5, True) == [AddResidual(B, "worker b")]
+    assert recipient.begin_generation(after) == [AddResidual(B, "worker b")]
 
 
 def kinds(effects: list[MemberEffect]) -> list[type]:
@@ -70,55 +83,48 @@ def test_recipients_are_the_neighbours_in_the_ring(
 
 
 def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
-    leaving = ResidualTransfer()
-    sent = leaving.begin(("p", "q"), assignment_of(B), {A, C, D}, 5, H5)
+    leaving = Transfer()
+    sent = leaving.begin(("p", "q"), assignment_of(B))
     assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
     assert leaving.is_leaving
-    again = leaving.receive_reply(
-        C, m.ResidualReply(1, 2, False, "it is also leaving"), assignment_of(B), {A, C, D}, (5, H5)
-    )
+    again = leaving.receive_reply(assignment_of(B), C, m.ResidualReply(1, 2, False, "it is also leaving"))
     assert [effect.peer for effect in again if isinstance(effect, Send)] == [A, A]
-    assert leaving.receive_reply(D, m.ResidualReply(1, 2, True, ""), assignment_of(B), {A}, (5, H5)) == [], (
+    assert leaving.receive_reply(assignment_of(B), D, m.ResidualReply(1, 2, True, "")) == [], (
         "D was not asked"
     )
-    ended = leaving.receive_reply(
-        A, m.ResidualReply(1, 2, False, "so do I"), assignment_of(B), {A, C, D}, (5, H5)
-    )
+    ended = leaving.receive_reply(assignment_of(B), A, m.ResidualReply(1, 2, False, "so do I"))
     assert ended == [ResidualTransferEnded(False, "worker a declined: so do I")]
 
 
 def test_no_second_recipient_is_asked_if_the_first_is_lost() -> None:
-    leaving = ResidualTransfer()
-    leaving.begin(("p",), assignment_of(B), {A, C, D}, 5, H5)
+    leaving = Transfer()
+    leaving.begin(("p",), assignment_of(B))
     assert leaving.recipient_lost(A) == []
     assert leaving.recipient_lost(C) == [
         ResidualTransferEnded(None, "worker c was disconnected before it replied")
     ]
-    assert (
-        leaving.receive_reply(C, m.ResidualReply(1, 2, False, "late"), assignment_of(B), {A, C}, (5, H5))
-        == []
-    )
+    assert leaving.receive_reply(assignment_of(B), C, m.ResidualReply(1, 2, False, "late")) == []
 
 
 def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
-    assert ResidualTransfer().begin(("p",), assignment_of(B), set(), 5, H5) == [
+    leaving = Transfer()
+    leaving.links.connected.clear()
+    assert leaving.begin(("p",), assignment_of(B)) == [
         ResidualTransferEnded(False, "no neighbour is connected")
     ]
-    assert ResidualTransfer().begin(("p",), None, {A}, 5, H5) == [
-        ResidualTransferEnded(False, "no generation is running")
-    ]
+    assert Transfer().begin(("p",), None) == [ResidualTransferEnded(False, "no generation is running")]
 
 
 def test_a_member_about_to_leave_accepts_no_residual() -> None:
-    recipient = ResidualTransfer()
-    recipient.receive_block(assignment_of(C), B, piece(), 5, True)
-    recipient.refuse()
+    recipient = Transfer()
+    recipient.receive_block(assignment_of(C), B, piece())
+    recipient.is_refusing = True
     why = "it is also leaving"
     assert recipient.mark_complete(assignment_of(C), B) == [
         DropResidual(B),
         Send(B, m.ResidualReply(1, 2, False, why)),
     ]
-    assert recipient.receive_block(assignment_of(C), D, piece(), 5, True) == [
+    assert recipient.receive_block(assignment_of(C), D, piece()) == [
         Send(D, m.ResidualReply(1, 2, False, why))
     ]
 
@@ -129,24 +135,26 @@ def test_a_member_about_to_leave_accepts_no_residual() -> None:
 def test_the_residual_is_added_once_and_not_while_the_sender_is_a_member() -> None:
     """The next generation may have been made because another worker joined."""
     recipient = recipient_of_all()
-    assert recipient.begin_generation(assignment_of(C, 3), 5, H5, True) == []
-    assert kinds(recipient.begin_generation(assignment_of(C, 4, (A, C, D)), 5, H5, True)) == [AddResidual]
-    assert recipient.begin_generation(assignment_of(C, 5, (A, C, D)), 5, H5, True) == [], "once"
+    assert recipient.begin_generation(assignment_of(C, 3)) == []
+    assert kinds(recipient.begin_generation(assignment_of(C, 4, (A, C, D)))) == [AddResidual]
+    assert recipient.begin_generation(assignment_of(C, 5, (A, C, D))) == [], "once"
 
 
 def test_the_residual_is_dropped_when_the_sender_votes_again() -> None:
     recipient = recipient_of_all()
-    assert kinds(recipient.step_committed(6)) == [DropResidual]
-    assert recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 6, H6, True) == []
+    recipient.set_state(6, H6)
+    assert kinds(recipient.step_committed()) == [DropResidual]
+    assert recipient.begin_generation(assignment_of(C, 3, (A, C, D))) == []
 
 
 def test_the_commit_of_the_senders_last_step_changes_nothing() -> None:
     """The recipient receives the commit of step 5 after the sender."""
-    recipient = ResidualTransfer()
-    recipient.receive_block(assignment_of(C), B, piece(), 4, True)
+    recipient = Transfer(4)
+    recipient.receive_block(assignment_of(C), B, piece())
     recipient.mark_complete(assignment_of(C), B)
-    assert recipient.step_committed(5) == []
-    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
+    recipient.set_state(5, H5)
+    assert recipient.step_committed() == []
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)))) == [AddResidual]
 
 
 @pytest.mark.parametrize(
@@ -156,39 +164,36 @@ def test_the_residual_is_dropped_when_the_group_continues_from_another_state(
     applied: int, history: bytes, synced: bool
 ) -> None:
     recipient = recipient_of_all()
-    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), applied, history, synced)) == [
-        DropResidual
-    ]
+    recipient.set_state(applied, history, is_synced=synced)
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)))) == [DropResidual]
 
 
 def test_an_incomplete_residual_is_dropped() -> None:
-    recipient = ResidualTransfer()
-    recipient.receive_block(assignment_of(C), B, piece(0, 2), 5, True)
-    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [DropResidual]
-    late = recipient.receive_block(assignment_of(C, 3, (A, C, D)), B, piece(1, 2), 5, True)
+    recipient = Transfer()
+    recipient.receive_block(assignment_of(C), B, piece(0, 2))
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)))) == [DropResidual]
+    late = recipient.receive_block(assignment_of(C, 3, (A, C, D)), B, piece(1, 2))
     assert late == [], "of an earlier generation"
     assert recipient.mark_complete(assignment_of(C, 3, (A, C, D)), B) == [DropResidual(B)]
 
 
 def test_a_leaving_member_and_one_at_another_step_decline() -> None:
-    recipient = ResidualTransfer()
-    recipient.begin((), assignment_of(C), set(), 5, H5)
-    (answer,) = recipient.receive_block(assignment_of(C), B, piece(), 5, True)
+    recipient = Transfer()
+    recipient.begin((), None)
+    (answer,) = recipient.receive_block(assignment_of(C), B, piece())
     assert answer == Send(B, m.ResidualReply(1, 2, False, "it is also leaving"))
     for applied, synced in ((3, True), (6, True), (5, False)):
-        (answer,) = ResidualTransfer().receive_block(assignment_of(C), B, piece(), applied, synced)
+        (answer,) = Transfer(applied, is_synced=synced).receive_block(assignment_of(C), B, piece())
         assert isinstance(answer, Send) and answer.message.is_accepted is False
-    assert ResidualTransfer().receive_block(assignment_of(C), B, piece(0, 2), 3, True) == [], (
-        "one answer, to the last piece"
-    )
+    assert Transfer(3).receive_block(assignment_of(C), B, piece(0, 2)) == [], "one answer, to the last piece"
 
 
 def test_only_a_neighbour_may_send_its_residual_and_only_once() -> None:
     with pytest.raises(RemoteProtocolError, match="rank 0 sent its residual to rank 2 of 4"):
-        ResidualTransfer().receive_block(assignment_of(C), A, piece(), 5, True)
+        Transfer().receive_block(assignment_of(C), A, piece())
     recipient = recipient_of_all()
     with pytest.raises(RemoteProtocolError, match="of generation 2 twice"):
-        recipient.receive_block(assignment_of(C), B, piece(), 5, True)
-    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual], (
+        recipient.receive_block(assignment_of(C), B, piece())
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)))) == [AddResidual], (
         "the first one still counts"
     )

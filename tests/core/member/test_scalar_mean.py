@@ -258,7 +258,7 @@ def test_a_number_that_is_not_finite_makes_the_average_so(values: tuple[float, .
 
 def test_an_average_does_not_wait_for_absent_ranks() -> None:
     root = means(A)
-    root.set_absent(frozenset({2}))
+    root.absent = frozenset({2})
     assert root.request((7, 0), 1.0) == [] and root.awaited_ranks == {1, 2}
     assert root.receive(B, ask(3.0)) == [DeliverMean(7, 0, 2.0), Send(B, m.MeanReply(1, 5, 7, 0, 2.0))]
     assert root.awaited_ranks == frozenset()
