@@ -591,7 +591,9 @@ class Membership:
             case m.ReplicaDigest():
                 return self._complaints.compare_digest(peer, message)
             case m.ConnectionLost():
-                return self._complaints.handle_broken_link(worker, message, now_s)
+                effects = self._complaints.handle_broken_link(worker, message, now_s)
+                self._readiness.end_futile_wait(now_s)
+                return effects
             case m.ViolationReport():
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():

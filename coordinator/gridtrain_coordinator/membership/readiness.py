@@ -2,7 +2,7 @@
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation
-                                                                     or late members are dismissed
+                   connections break, and no state arrives             or late members are dismissed
                    a member is lost, or its history differs -------> another generation
                    members cannot connect, and no state arrives ---> another generation
 """
@@ -43,6 +43,19 @@ Without this limit, a member that sends or receives very slowly could delay the 
 
 LOADING_PERIODS = 6
 """How long a member may take to load a state once it has arrived, in multiples of `Deadlines.ready_s`."""
+
+
+FAILURES_BEFORE_FUTILE = 2
+"""How often a newcomer's connections may break before any of the state has arrived.
+
+TCP gives up a connection after 6 s without an acknowledgement.  If that happens repeatedly, although the
+connections can be opened, small packets arrive and large ones do not, so waiting any longer is futile.
+"""
+
+MTU_REMEDY = (
+    "large packets seem to get lost on the way: on this machine, lower the MTU of the network interface (for "
+    "example to 1280), or let the router pass ICMP; check with `gridtrain doctor`, then restart this worker"
+)
 
 
 class Readiness:
@@ -124,8 +137,12 @@ class Readiness:
         sent them are dismissed.  If another source is needed, the generation is abandoned.
         """
         run, ready_s = self._run, self._run.limits.ready_s
+        futile = self._futile(late, now_s)
+        late = futile or late
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
-        if progressed_s + ready_s > now_s < self._forming_limit_s:  # a large state is being received
+        if (
+            not futile and progressed_s + ready_s > now_s < self._forming_limit_s
+        ):  # a large state is being received
             run.view_change.wait_until(progressed_s + ready_s)
             return []
         run.view_change.wait_until(now_s + ready_s)
@@ -148,11 +165,33 @@ class Readiness:
         effects: list[Effect] = []
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
-            if source is not None and source.progressed_s < run.view_change.last_installed_s:
+            if peer in futile:
+                text = "received nothing of the state, because its connections to other members break"
+                effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
+            elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))
             else:
                 effects += self._departures.dismiss(peer, reason)
         return effects
+
+    def end_futile_wait(self, now_s: float) -> None:
+        """When a connection has broken, let `advance` handle newcomers to which no state can be sent."""
+        run = self._run
+        if run.view_change.is_forming and self._futile(run.present_members, now_s):
+            run.view_change.shorten_deadline(now_s)
+
+    def _futile(self, late: Collection[m.PeerId], now_s: float) -> list[m.PeerId]:
+        """Return the newcomers whose connections broke repeatedly before any of the state arrived."""
+        run, failures = self._run, self._planner.link_failures
+        root, size, ready = run.member_order[0], len(run.member_order), run.view_change.ready_histories
+        waiting = self._joining().intersection(late).difference(ready)
+        return [
+            peer
+            for peer in sorted(waiting)
+            if not run.workers[peer].state_progress.has_received
+            and failures.failure_count(peer, now_s) >= FAILURES_BEFORE_FUTILE
+            and peer in failures.suspected_ends(peer, root, size, now_s)
+        ]
 
     def _dismiss_waiting(self, peer: m.PeerId, holder: str) -> list[Effect]:
         """Dismiss a member that waits for the state of another one, whose training loop does not run."""

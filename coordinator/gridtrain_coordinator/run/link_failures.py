@@ -55,6 +55,11 @@ class LinkFailures:
         times_s = self._times_s.get((one, other), ()), self._times_s.get((other, one), ())
         return any(each and each[-1] >= now_s - WINDOW_S for each in times_s)
 
+    def failure_count(self, peer: PeerId, now_s: float) -> int:
+        """Return how often this member's connections broke within `WINDOW_S`, as it or the others report."""
+        recent = {pair: sum(at_s >= now_s - WINDOW_S for at_s in at) for pair, at in self._times_s.items()}
+        return max(sum(n for pair, n in recent.items() if pair[end] == peer) for end in (0, 1))
+
     def suspected_ends(self, peer: PeerId, root: PeerId, members: int, now_s: float) -> frozenset[PeerId]:
         """Return who may be at fault for this member's failures within `WINDOW_S`; empty if there are none.
 
