@@ -149,7 +149,7 @@ class Readiness:
         holders = [member.peer for member in run.member_list if not member.joining]
         if self._is_source_computing(holders, late, now_s):
             return []
-        staying = self._record_failure(holders, late, now_s)
+        staying = self._record_failure(holders, late, futile, now_s)
         if staying:
             return self._replace_source(late, staying)
         if self._is_checkpoint_unsent(holders, late, now_s):
@@ -274,7 +274,11 @@ class Readiness:
     # -- sources that do not send ------------------------------------------------------------------
 
     def _record_failure(
-        self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
+        self,
+        holders: Collection[m.PeerId],
+        late: Collection[m.PeerId],
+        futile: Collection[m.PeerId],
+        now_s: float,
     ) -> list[m.PeerId]:
         """Record that the source has not served the late members that still wait for the state.
 
@@ -286,7 +290,7 @@ class Readiness:
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
-        waiting = [peer for peer in late if not self._is_busy(run.workers[peer], now_s)]
+        waiting = [peer for peer in late if peer in futile or not self._is_busy(run.workers[peer], now_s)]
         if not waiting:
             return []
         self._sources.record_failure(source, waiting)

@@ -349,7 +349,7 @@ def test_a_newcomer_that_receives_the_state_is_waited_for_although_connections_b
 def test_newcomers_are_not_dismissed_for_the_connections_of_their_source() -> None:
     run = Trained("abe", "cd")
     run.seconds(3)
-    lose(run, "ac", "ad", "ac", "ad")
+    lose(run, "ac", "ad", "ac")
     run.form("abe")
     assert run.present == "abcde" and run.source != "a"
     run.ready(*run.peers("cd"))
