@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import seconds_per_sample
+from gridtrain.errors import MTU_REMEDY
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.state_sources import StateSources
@@ -51,11 +52,6 @@ FAILURES_BEFORE_FUTILE = 2
 TCP gives up a connection after 6 s without an acknowledgement.  If that happens repeatedly, although the
 connections can be opened, small packets arrive and large ones do not, so waiting any longer is futile.
 """
-
-MTU_REMEDY = (
-    "large packets seem to get lost on the way: on this machine, lower the MTU of the network interface (for "
-    "example to 1280), or let the router pass ICMP; check with `gridtrain doctor`, then restart this worker"
-)
 
 
 class Readiness:
@@ -166,7 +162,7 @@ class Readiness:
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
             if peer in futile:
-                text = "received nothing of the state, because its connections to other members break"
+                text = "received nothing of the state, because its connections to the members break"
                 effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
             elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))

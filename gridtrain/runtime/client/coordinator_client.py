@@ -28,6 +28,7 @@ from gridtrain.core.messages import (
     StatusRequest,
 )
 from gridtrain.errors import (
+    MTU_REMEDY,
     VERSION,
     ConfigError,
     CoordinatorUnreachable,
@@ -157,8 +158,10 @@ class CoordinatorClient:
                     case TransportViolation(_, reason):
                         raise _refused_error(self.address, reason)
         if is_connected:
-            raise _unreachable_error(
-                self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
+            raise CoordinatorUnreachable(
+                f"the coordinator at {self.address} accepted the connection, but did not answer within "
+                f"{timeout_s:g} s",
+                remedy=f"check whether it is overloaded; {MTU_REMEDY}",
             )
         reason = f"it did not answer within {timeout_s:g} s"
         if self._is_tcp:

@@ -335,7 +335,7 @@ def test_a_newcomer_whose_large_packets_vanish_does_not_delay_the_others() -> No
     lose(run, "bc")
     assert run.present == "ab" and run.now_s < 30
     (refused,) = sent(run.seen, m.Refused, C)
-    assert "its connections to other members break" in refused.reason and "MTU" in refused.remedy
+    assert "its connections to the members break" in refused.reason and "MTU" in refused.remedy
 
 
 def test_a_newcomer_that_receives_the_state_is_waited_for_although_connections_break() -> None:
