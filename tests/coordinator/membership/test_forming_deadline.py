@@ -324,6 +324,7 @@ def test_a_newcomer_whose_large_packets_vanish_does_not_delay_the_others() -> No
     run = Trained("ab", "c")
     run.left[C] = 121e3
     run.seconds(6)
+    assert run.core.run.reason == "2 workers since step 0; waiting for the state to reach c"
     lose(run, "ac")
     assert run.core.run.view_change.is_forming, "one failure may be chance"
     run.seconds(6)
