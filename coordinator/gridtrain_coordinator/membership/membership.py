@@ -127,7 +127,8 @@ class Membership:
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
         departures = self._departures = Departures(run, planner, addresses, divergence)
-        self._complaints = Complaints(run, planner, departures, addresses, divergence, StalledStep(run))
+        stalled_step = StalledStep(run, planner.link_failures)
+        self._complaints = Complaints(run, planner, departures, addresses, divergence, stalled_step)
         checkpoints = self._checkpoints = CheckpointCatalog(run, quorum)
         self._admission = WorkerAdmission(
             run, planner, departures, checkpoints, addresses, self._worker_names
@@ -590,7 +591,9 @@ class Membership:
             case m.ReplicaDigest():
                 return self._complaints.compare_digest(peer, message)
             case m.ConnectionLost():
-                return self._complaints.handle_broken_link(worker, message, now_s)
+                effects = self._complaints.handle_broken_link(worker, message, now_s)
+                self._readiness.end_futile_wait(now_s)
+                return effects
             case m.ViolationReport():
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():

@@ -2,7 +2,7 @@
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation
-                                                                     or late members are dismissed
+                   connections break, and no state arrives             or late members are dismissed
                    a member is lost, or its history differs -------> another generation
                    members cannot connect, and no state arrives ---> another generation
 """
@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import seconds_per_sample
+from gridtrain.errors import MTU_REMEDY
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.state_sources import StateSources
@@ -43,6 +44,14 @@ Without this limit, a member that sends or receives very slowly could delay the 
 
 LOADING_PERIODS = 6
 """How long a member may take to load a state once it has arrived, in multiples of `Deadlines.ready_s`."""
+
+
+FAILURES_BEFORE_FUTILE = 2
+"""How often a newcomer's connections may break before any of the state has arrived.
+
+TCP gives up a connection after 6 s without an acknowledgement.  If that happens repeatedly, although the
+connections can be opened, small packets arrive and large ones do not, so waiting any longer is futile.
+"""
 
 
 class Readiness:
@@ -124,15 +133,19 @@ class Readiness:
         sent them are dismissed.  If another source is needed, the generation is abandoned.
         """
         run, ready_s = self._run, self._run.limits.ready_s
+        futile = self._futile(late, now_s)
+        late = futile or late
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
-        if progressed_s + ready_s > now_s < self._forming_limit_s:  # a large state is being received
+        if (
+            not futile and progressed_s + ready_s > now_s < self._forming_limit_s
+        ):  # a large state is being received
             run.view_change.wait_until(progressed_s + ready_s)
             return []
         run.view_change.wait_until(now_s + ready_s)
         holders = [member.peer for member in run.member_list if not member.joining]
         if self._is_source_computing(holders, late, now_s):
             return []
-        staying = self._record_failure(holders, late, now_s)
+        staying = self._record_failure(holders, late, futile, now_s)
         if staying:
             return self._replace_source(late, staying)
         if self._is_checkpoint_unsent(holders, late, now_s):
@@ -148,11 +161,33 @@ class Readiness:
         effects: list[Effect] = []
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
-            if source is not None and source.progressed_s < run.view_change.last_installed_s:
+            if peer in futile:
+                text = "received nothing of the state, because its connections to the members break"
+                effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
+            elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))
             else:
                 effects += self._departures.dismiss(peer, reason)
         return effects
+
+    def end_futile_wait(self, now_s: float) -> None:
+        """When a connection has broken, let `advance` handle newcomers to which no state can be sent."""
+        run = self._run
+        if run.view_change.is_forming and self._futile(run.present_members, now_s):
+            run.view_change.shorten_deadline(now_s)
+
+    def _futile(self, late: Collection[m.PeerId], now_s: float) -> list[m.PeerId]:
+        """Return the newcomers whose connections broke repeatedly before any of the state arrived."""
+        run, failures = self._run, self._planner.link_failures
+        root, size, ready = run.member_order[0], len(run.member_order), run.view_change.ready_histories
+        waiting = self._joining().intersection(late).difference(ready)
+        return [
+            peer
+            for peer in sorted(waiting)
+            if not run.workers[peer].state_progress.has_received
+            and failures.failure_count(peer, now_s) >= FAILURES_BEFORE_FUTILE
+            and peer in failures.suspected_ends(peer, root, size, now_s)
+        ]
 
     def _dismiss_waiting(self, peer: m.PeerId, holder: str) -> list[Effect]:
         """Dismiss a member that waits for the state of another one, whose training loop does not run."""
@@ -235,7 +270,11 @@ class Readiness:
     # -- sources that do not send ------------------------------------------------------------------
 
     def _record_failure(
-        self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
+        self,
+        holders: Collection[m.PeerId],
+        late: Collection[m.PeerId],
+        futile: Collection[m.PeerId],
+        now_s: float,
     ) -> list[m.PeerId]:
         """Record that the source has not served the late members that still wait for the state.
 
@@ -247,7 +286,7 @@ class Readiness:
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
-        waiting = [peer for peer in late if not self._is_busy(run.workers[peer], now_s)]
+        waiting = [peer for peer in late if peer in futile or not self._is_busy(run.workers[peer], now_s)]
         if not waiting:
             return []
         self._sources.record_failure(source, waiting)

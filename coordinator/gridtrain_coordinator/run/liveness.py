@@ -173,16 +173,27 @@ class StateTransferProgress:
         missing bytes in successive heartbeats
         102e6, 87e6, 71e6, ... 0                  in progress until the last byte arrives
         102e6, 101e6, 101e6, ... for patience_s   stalled
+
+    Attributes:
+        has_received: whether any bytes have arrived.
     """
 
-    __slots__ = ("_mark_bytes", "_max_bytes", "_restarts_left", "_step_bytes", "left_bytes", "progressed_s")
+    __slots__ = (
+        "_mark_bytes",
+        "_max_bytes",
+        "_restarts_left",
+        "_step_bytes",
+        "has_received",
+        "left_bytes",
+        "progressed_s",
+    )
 
     def __init__(self) -> None:
         self.begin(1.0, math.inf, 0.0)
 
     def begin(self, step_bytes: float, max_bytes: float, now_s: float) -> None:
         """Start over for a new generation, in which the worker receives a state of at most `max_bytes`."""
-        self.left_bytes, self.progressed_s = 0.0, now_s
+        self.left_bytes, self.progressed_s, self.has_received = 0.0, now_s, False
         self._mark_bytes, self._step_bytes, self._max_bytes = math.inf, step_bytes, max_bytes
         self._restarts_left = MAX_RESTARTS
 
@@ -194,6 +205,7 @@ class StateTransferProgress:
     def update(self, left_bytes: float, now_s: float) -> None:
         """Record the number of missing bytes that a heartbeat reports."""
         self.left_bytes = left_bytes = min(left_bytes, self._max_bytes)
+        self.has_received = self.has_received or left_bytes < self._mark_bytes < math.inf
         if left_bytes > self._mark_bytes + self._step_bytes and self._restarts_left > 0:
             self._restarts_left -= 1
         elif left_bytes <= 0:

@@ -242,8 +242,13 @@ class RunState:
 
     @property
     def reason(self) -> str:
-        """The reason for the phase; while the run waits for workers, it says how many have joined."""
+        """The reason for the phase, with what is awaited: workers, or newcomers that receive the state."""
         here = len(self.workers)
+        if self.phase is RunPhase.TRAINING and self.view_change.is_forming:
+            ready = self.view_change.ready_histories
+            late = [member.peer for member in self.member_list if member.joining and member.peer not in ready]
+            names = list_first([self.workers.display_name(peer) for peer in late], MAX_CAUSES_SHOWN)
+            return f"{self._reason}; waiting for the state to reach {names}" if late else self._reason
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"

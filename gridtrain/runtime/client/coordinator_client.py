@@ -27,6 +27,7 @@ from gridtrain.core.messages import (
     StatusRequest,
 )
 from gridtrain.errors import (
+    MTU_REMEDY,
     VERSION,
     ConfigError,
     CoordinatorUnreachable,
@@ -155,8 +156,10 @@ class CoordinatorClient:
                     case TransportViolation(_, reason):
                         raise _refused_error(self.address, reason)
         if is_connected:
-            raise _unreachable_error(
-                self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
+            raise CoordinatorUnreachable(
+                f"the coordinator at {self.address} accepted the connection, but did not answer within "
+                f"{timeout_s:g} s",
+                remedy=f"check whether it is overloaded; {MTU_REMEDY}",
             )
         if (unresolved := name_error(self.address)) is not None:
             raise unresolved

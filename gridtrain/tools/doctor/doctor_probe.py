@@ -51,11 +51,13 @@ class LinkMeasurement:
         rtt_s: the shortest round-trip time of several pings, in seconds.
         up_Bps, down_Bps: the rates at which 256 KiB were sent and received; they are too low for a fast link
             with high latency.
+        is_silent: whether pings were answered, but no message of 16 KiB was, and none arrived.
     """
 
     rtt_s: float | None = None
     up_Bps: float | None = None
     down_Bps: float | None = None
+    is_silent: bool = False
 
 
 @dataclass(slots=True)
@@ -196,19 +198,21 @@ class DoctorProbe:
             took_s = self.responses.pongs[nonce] - sent_s
             found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
         half_s = time.monotonic() + (until_s - time.monotonic()) / 2
+        # First, because the request would otherwise wait behind the burst to the peer.
+        asked, sent_s = secrets.randbits(62), time.monotonic()
+        self._send(transport, peer, m.BurstRequest(asked))
+        if self._poll_until(
+            lambda: len(self.responses.bursts.get(asked, ())) == m.BURST_MESSAGES, half_s, transport
+        ):
+            found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[asked], found.rtt_s or 0.0)
         nonce, sent_s = secrets.randbits(62), time.monotonic()
         end = secrets.token_bytes(8)
         for index in range(m.BURST_MESSAGES):
             tail = end if index == m.BURST_MESSAGES - 1 else bytes(8)
             self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail))
-        if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s, transport):
+        if self._poll_until(lambda: nonce in self.responses.burst_acks, until_s, transport):
             found.up_Bps = estimate_rate_Bps(self.responses.burst_acks[nonce] - sent_s, found.rtt_s or 0.0)
-        nonce, sent_s = secrets.randbits(62), time.monotonic()
-        self._send(transport, peer, m.BurstRequest(nonce))
-        if self._poll_until(
-            lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s, transport
-        ):
-            found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[nonce], found.rtt_s or 0.0)
+        found.is_silent = found.up_Bps is None and not self.responses.bursts.get(asked)
         return found
 
     def _send(self, transport: FlowControlTransport, peer: m.PeerId, message: m.Message) -> bool:

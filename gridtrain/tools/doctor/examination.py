@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import MTU_REMEDY, ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.quantities import format_count, format_number, format_seconds, make_printable
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
@@ -337,6 +337,10 @@ def _line(
     if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_S:
         fix = "use a link with less latency, such as a cable, which makes every exchange faster"
         return warning(name, text, fix, **figures)
+    if measured.is_silent and not any(other.up_Bps or other.down_Bps for other in others):
+        text = f"round trip {measured.rtt_s * 1e3:.1f} ms, but no message of 16 KiB arrived in time"
+        finding = failure if name == "coordinator" else warning
+        return finding(name, text, f"{MTU_REMEDY}; or the link is slower than 0.1 Mbit/s", **figures)
     if measured.up_Bps is None or measured.down_Bps is None:
         if any(other.up_Bps is not None and other.down_Bps is not None for other in others):
             slow = "download" if measured.up_Bps is None else "upload"

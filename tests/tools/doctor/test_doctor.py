@@ -708,6 +708,16 @@ def test_a_machine_that_cannot_be_dialled_is_reported(far: Any, far_coordinator:
     assert code in (1, 2) and took_s < MAX_S
 
 
+def test_a_link_that_loses_large_packets_is_a_failure(far: Any, far_coordinator: str, tmp_path: Path) -> None:
+    """As behind a tunnel with a smaller MTU whose ICMP messages are dropped."""
+    drop = ("iptables", "-A", "INPUT", "-p", "tcp", "-m", "length", "--length", "1281:65535", "-j", "DROP")
+    for letter in "ab":
+        assert far(letter, *drop).returncode == 0
+    found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
+    assert found["coordinator"]["level"] == "failure" and "MTU" in found["coordinator"]["fix"]
+    assert "round trip" in found["coordinator"]["text"] and code == 2 and took_s < MAX_S
+
+
 @pytest.mark.parametrize(("rate", "least_Bps", "most_Bps"), [("10mbit", 0.1e6, 1.6e6), ("64kbit", 0, 20e3)])
 def test_a_slow_link_is_reported(
     far: Any, far_coordinator: str, tmp_path: Path, rate: str, least_Bps: float, most_Bps: float
