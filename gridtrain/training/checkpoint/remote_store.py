@@ -34,6 +34,7 @@ from gridtrain.core.messages import Facts
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command, require
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
@@ -417,7 +418,7 @@ class RemoteStore:
                 return  # a copy would not have its residual
         copy = checkpoint_store.partial_folder(path)
         shutil.rmtree(copy, ignore_errors=True)
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(parent)
         copy.mkdir()
         try:
             for file in manifest.files:
