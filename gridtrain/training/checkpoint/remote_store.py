@@ -38,6 +38,7 @@ from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
+from gridtrain.training.data.shard_fetch import describe
 
 log = logging.getLogger("gridtrain")
 
@@ -169,7 +170,7 @@ def open_url(url: str) -> tuple[Any, str]:
 
 
 def _unusable_error(url: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{shown_url(url)} cannot be used: {type(error).__name__}: {error}", remedy=_REMEDY)
+    return ConfigError(f"{shown_url(url)} cannot be used: {describe(error)}", remedy=_REMEDY)
 
 
 def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
@@ -451,9 +452,7 @@ class RemoteStore:
             except ConfigError:
                 raise
             except Exception as error:
-                log.warning(
-                    "%s: reading failed (%s: %s); trying again", self.shown, type(error).__name__, error
-                )
+                log.warning("%s: reading failed (%s); trying again", self.shown, describe(error))
                 time.sleep(wait_s)
         return work()
 
