@@ -547,7 +547,9 @@ def test_rules_apply_and_are_saved_later_if_they_cannot_be_saved(
             disk.setattr(saved_settings, "replace_private_json", fill_disk)
             ask_agent(folder / SOCKET, {"ask": "set", "settings": {"upload": "1Mbit"}})
         assert enforcer.rules.upload == "1Mbit"
-        unsaved = f"{folder / file} cannot be written: No space left on device; therefore this command will not"
+        unsaved = (
+            f"{folder / file} cannot be written: No space left on device; therefore this command will not"
+        )
         assert said[-2].startswith(unsaved) and said[-1] == "this worker's rules are now upload=1Mbit"
         ask_agent(folder / SOCKET, {"ask": "set", "settings": {"download": "8Mbit"}})
     later = SavedSettings(folder).effective_rules({"upload": "20Mbit"})

@@ -262,7 +262,7 @@ class _Redirections(HTTPRedirectHandler):
         if not newurl.startswith(("http://", "https://")):
             msg = f"redirects to {newurl:.100}, which is not an http(s) URL"
         elif host != first and not _is_public(host):
-            msg = f"redirects to {host:.100}, which is in a private network; only {first} itself may be in one"
+            msg = f"redirects to the private address of {host:.100}; only {first} itself may have one"
         else:
             return super().redirect_request(req, fp, code, msg, headers, newurl)
         raise HTTPError(newurl, code, msg, headers, fp)
