@@ -35,10 +35,10 @@ from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command, require
 from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.quantities import make_printable
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
-from gridtrain.training.data.shard_fetch import describe
 
 log = logging.getLogger("gridtrain")
 
@@ -170,7 +170,11 @@ def open_url(url: str) -> tuple[Any, str]:
 
 
 def _unusable_error(url: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{shown_url(url)} cannot be used: {describe(error)}", remedy=_REMEDY)
+    return ConfigError(f"{shown_url(url)} cannot be used: {_describe(error)}", remedy=_REMEDY)
+
+
+def _describe(error: Exception) -> str:
+    return make_printable(f"{type(error).__name__}: {error}")
 
 
 def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
@@ -452,7 +456,7 @@ class RemoteStore:
             except ConfigError:
                 raise
             except Exception as error:
-                log.warning("%s: reading failed (%s); trying again", self.shown, describe(error))
+                log.warning("%s: reading failed (%s); trying again", self.shown, _describe(error))
                 time.sleep(wait_s)
         return work()
 
