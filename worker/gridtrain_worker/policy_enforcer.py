@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import BudgetSpent, ConfigError
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_duration_s
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, DAY_BYTES
@@ -92,7 +93,7 @@ class PolicyEnforcer:
         self.is_stopping = False
         self.has_ended_script = False
         self._last_pushed: Body = {}
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
         self._budget = Budget(folder)
         self._start_settings, self._saved_settings = given, SavedSettings(folder)
         self._policy = TrainingPolicy(Rules().with_settings(self._saved_settings.effective_rules(given)))
@@ -273,8 +274,8 @@ class PolicyEnforcer:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
         self._readings = self._read_sensors(changed.rules.sensors)
         self._check_readable(changed)
-        self._saved_settings.save_rules(settings, self._start_settings)
         self._policy.rules = changed.rules
+        self._save(lambda: self._saved_settings.save_rules(settings, self._start_settings))
         self._tell("this worker's rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
