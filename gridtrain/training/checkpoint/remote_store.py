@@ -419,16 +419,8 @@ class RemoteStore:
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
                 return  # a copy would not have its residual
-<<<<<<< HEAD
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with checkpoint_store.replaced_folder(path) as copy:
-=======
-        copy = checkpoint_store.partial_folder(path)
-        shutil.rmtree(copy, ignore_errors=True)
         make_private_folder(parent)
-        copy.mkdir()
-        try:
->>>>>>> fix-vol
+        with checkpoint_store.replaced_folder(path) as copy:
             for file in manifest.files:
                 source = f"{self._folder(manifest.step)}/{file.stored_name}"
                 self._retried(partial(self._get, source, copy / file.name, file), retry_after_s)
