@@ -31,8 +31,8 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.agent_link import AgentControl
 from gridtrain.sdk.grid import Grid
 from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import connection_gate
-from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
+from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import Log, silent
 
@@ -86,13 +86,16 @@ class LocalGroup:
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys` and keeps workers from joining during `__exit__`
-        self.coordinator = Coordinator.for_run(
+        store = JournalStore.open(":memory:")
+        membership = recover_membership(
+            store, self.key, "local", self._deadlines, min_workers=min_workers, log=log
+        )
+        self.coordinator = Coordinator(
             self._transport,
-            JournalStore.open(":memory:"),
-            authorization,
-            run="local",
-            min_workers=min_workers,
-            deadlines=self._deadlines,
+            store,
+            membership,
+            AccessHandler(authorization, membership),
+            reach_s=self._deadlines.reach_s,
             log=log,
         )
         self._thread = threading.Thread(

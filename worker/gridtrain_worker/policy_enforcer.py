@@ -26,12 +26,7 @@ from gridtrain_worker.budget import Budget
 from gridtrain_worker.control_socket import Body, ControlSocket
 from gridtrain_worker.saved_settings import SavedSettings
 from gridtrain_worker.sensors import MachineSensors, Sensors
-from gridtrain_worker.training_policy import (
-    SENSORS,
-    PolicyDecision,
-    Rules,
-    TrainingPolicy,
-)
+from gridtrain_worker.training_policy import SENSORS, PolicyDecision, Rules, TrainingPolicy
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
@@ -217,12 +212,16 @@ class PolicyEnforcer:
     def is_overdue(self) -> bool:
         """Whether the script has not obeyed a request to pause or stop within `OBEY_TIMEOUT_S`."""
         with self._lock:
-            has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
-            if has_paused and not self.is_stopping:
+            if self._is_obeyed and not self.is_stopping:
                 self._disobeyed_since_s = None
                 return False
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
+
+    @property
+    def _is_obeyed(self) -> bool:
+        """Whether the script may train or has paused."""
+        return self.decision.may_train or self._script_status.get("state") == "paused"
 
     @property
     def untrained_text(self) -> str:
@@ -246,9 +245,8 @@ class PolicyEnforcer:
                 case "show":
                     self._readings = self._read_sensors(SENSORS)
                 case "set":
-                    self._change_rules(
-                        {str(key): str(value) for key, value in dict(question["settings"]).items()}
-                    )
+                    settings = dict(question["settings"])
+                    self._change_rules({str(key): str(value) for key, value in settings.items()})
                 case "pause":
                     self._policy.pause(until := self._until(str(question.get("for", ""))))
                     self._save(lambda: self._saved_settings.pause(until))
@@ -290,10 +288,7 @@ class PolicyEnforcer:
         missing = policy.unreadable(self._readings)
         if missing:
             said = "; ".join(f'the "{name}" sensor cannot be read: {why}' for name, why in missing.items())
-            raise ConfigError(
-                said,
-                remedy="remove the rule, or make its sensor readable",
-            )
+            raise ConfigError(said, remedy="remove the rule, or make its sensor readable")
 
     def _until(self, text: str) -> datetime | None:
         if not text:
@@ -313,9 +308,7 @@ class PolicyEnforcer:
             "key": self._key,
             "state": (state := self._state()),
             "reason": self._reason(state),
-            "obeyed": self.decision.may_train
-            or self._script_status.get("state") == "paused"
-            or not self._pids,
+            "obeyed": self._is_obeyed or not self._pids,
             "stopping": self.is_stopping,
             "clock": f"{self._now():%H:%M} {time.strftime('%Z')}".rstrip(),
             "rules": self._policy.rules.texts(),
@@ -403,18 +396,14 @@ class PolicyEnforcer:
             moved_bytes = max(moved_bytes, budget_bytes)
         self.decision = self._policy.decide(self._readings, moved_bytes, now)
         if self._budget_error:
-            self._retry_budget()
+            with contextlib.suppress(ConfigError):  # another attempt to write the counts
+                self._budget.keep()
+                self._budget_error = ""
         if self._budget_error and self._policy.rules.budget_bytes:
             self.decision = PolicyDecision(False, (*self.decision.reasons, self._budget_error))
         if self.decision.text() != before.text():
             paused = f"paused: {self.decision.text()}"
             self._tell("training is allowed again" if self.decision.may_train else paused)
-
-    def _retry_budget(self) -> None:
-        """Retry writing the traffic counts that could not be saved."""
-        with contextlib.suppress(ConfigError):
-            self._budget.keep()
-            self._budget_error = ""
 
     def _push(self) -> None:
         directive = self._wanted_state()

@@ -115,12 +115,12 @@ class CatchUp:
                 effects += self._send_fetch(worker.peer, sources, now_s)
         new = [worker.name for worker in catching_up if worker.peer not in self._announced]
         if new:
-            announced: dict[str, object] = {
+            following: dict[str, object] = {
                 "names": ", ".join(new),
                 "donors": len(sources),
                 "after_step": step,
             }
-            effects.append(LogEvent("info", "following", announced))
+            effects.append(LogEvent("info", "following", following))
         self._state_sources, self._announced = sources, peers
         self._fetch_sent_s = {peer: sent_s for peer, sent_s in self._fetch_sent_s.items() if peer in peers}
         self._snapshot_step = (step, now_s) if sources and step > latest else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
@@ -40,10 +40,7 @@ class Complaints:
     _departures: Departures
     _addresses: AddressBook
     _divergence: DivergenceDetector
-    _stalled_step: StalledStep = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._stalled_step = StalledStep(self._run)
+    _stalled_step: StalledStep
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.
@@ -102,24 +99,20 @@ class Complaints:
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
         """Handle a round that makes no progress: dismiss members at fault and request another generation."""
-        run = self._run
+        run, view = self._run, self._run.view
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
-        if (
-            not is_current
-            or not run.view_change.is_idle
-            or worker.peer not in run.members
-            or run.view is None
-        ):
+        if not (is_current and run.view_change.is_idle) or worker.peer not in run.members or view is None:
             return []
         stalled = replace(stalled, reason=_with_names(stalled.reason, run))
         # The generation's first step identifies the stall, because no reporter can choose it.
-        step, reason = run.view.applied + 2, stalled.reason
+        step, reason = view.applied + 2, stalled.reason
         times = self._stalled_step.record(step, stalled, worker.peer)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
         for peer, (code, why) in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
             if code == STALLED:
-                self._planner.record_unfinished_share(peer, now_s - run.workers[peer].progressed_s)
+                waited_s = now_s - run.workers[peer].progressed_s
+                self._planner.worker_speeds.observe_unfinished(peer, run.share_of(peer), waited_s)
             effects += self._departures.dismiss(peer, why, code=code)
         run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
@@ -139,14 +132,10 @@ class Complaints:
             run.view_change.request(f"the state of {worker.name} differs from the state of most members")
             if self._divergence.has_notified(diverged, run.generation):
                 continue
-            notice = self._divergence.notify(
-                diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
-            )
-            fields = {
-                "name": worker.name,
-                "step": message.step + 1,
-                "so_far": self._divergence.divergence_count,
-            }
+            diverged_message = m.ReplicaDiverged(run.term, run.generation, message.step)
+            notice = self._divergence.notify(diverged, diverged_message)
+            so_far = self._divergence.divergence_count
+            fields = {"name": worker.name, "step": message.step + 1, "so_far": so_far}
             effects += [LogEvent("warning", "drifted", fields), notice]
         return effects
 
@@ -163,14 +152,13 @@ def _with_names(reason: str, run: RunState) -> str:
     """Return a member's text with the names of members instead of their ranks and the beginnings of their
     keys."""
     order = run.member_order
-    peers = {f"rank {rank}": peer for rank, peer in enumerate(order)} | {
-        peer.hex()[:8]: peer for peer in order
-    }
-    named = re.sub(
-        r"\b(rank \d{1,5}|[0-9a-f]{8})\b",
-        lambda found: run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0],
-        reason,
-    )
+    peers = {f"rank {rank}": peer for rank, peer in enumerate(order)}
+    peers |= {peer.hex()[:8]: peer for peer in order}
+
+    def name(found: re.Match[str]) -> str:
+        return run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0]
+
+    named = re.sub(r"\b(rank \d{1,5}|[0-9a-f]{8})\b", name, reason)
     return shorten(named, MAX_NAMED_REASON_BYTES)
 
 

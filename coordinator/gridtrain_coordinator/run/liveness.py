@@ -8,6 +8,7 @@ bytes of a state arrive  --> StateTransferProgress: awaited while they keep arri
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from gridtrain.config import Deadlines
 from gridtrain.core.group.loop_stalls import extend_start
@@ -63,6 +64,7 @@ class HeartbeatIntervals:
         return min(most_s, max(MIN_SILENCE_S, INTERVALS * self._longest_s))
 
 
+@dataclass(slots=True, eq=False)
 class Liveness:
     """When a worker was last heard from and whether it is connected, and hence when it counts as lost.
 
@@ -75,21 +77,12 @@ class Liveness:
             load a state at the same time on few cores, they miss heartbeats, so the timeout is longer.
     """
 
-    __slots__ = (
-        "connected_s",
-        "disconnected_s",
-        "heartbeats",
-        "is_loading_state",
-        "last_heard_s",
-        "link_broken_s",
-    )
-
-    def __init__(self, last_heard_s: float, heartbeats: HeartbeatIntervals | None = None) -> None:
-        self.last_heard_s, self.heartbeats = last_heard_s, heartbeats or HeartbeatIntervals()
-        self.is_loading_state = False
-        self.connected_s: float | None = -math.inf
-        self.disconnected_s: float | None = None
-        self.link_broken_s = -math.inf
+    last_heard_s: float
+    heartbeats: HeartbeatIntervals = field(default_factory=HeartbeatIntervals)
+    is_loading_state: bool = False
+    connected_s: float | None = -math.inf
+    disconnected_s: float | None = None
+    link_broken_s: float = -math.inf
 
     def record_connected(self, now_s: float) -> None:
         """Record a connection with the worker's key.

@@ -25,12 +25,7 @@ from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.run.worker_problems import (
-    EXPORT_REMEDY,
-    MAX_CAUSES_SHOWN,
-    SkipAlert,
-    SkippedSteps,
-)
+from gridtrain_coordinator.run.worker_problems import EXPORT_REMEDY, MAX_CAUSES_SHOWN, SkipAlert, SkippedSteps
 
 END_REASON = "the run's owner has ended the run"
 
@@ -175,6 +170,12 @@ class RunState:
     def is_finished(self) -> bool:
         return self.phase is RunPhase.FINISHED
 
+    @property
+    def defined_setup(self) -> m.Setup:
+        """The definition of a run that a worker has already defined."""
+        assert self.definition is not None
+        return self.definition
+
     def is_current(self, term: int, generation: int) -> bool:
         """Return whether a message with this term and generation belongs to the current generation."""
         return (term, generation) == (self.term, self.generation)
@@ -266,8 +267,7 @@ class RunState:
 
     def replace_facts(self, facts: m.Facts) -> None:
         """Replace the facts of a definition; an earlier version may have recorded fewer facts."""
-        assert self.definition is not None
-        self.definition = replace(self.definition, facts=facts)
+        self.definition = replace(self.defined_setup, facts=facts)
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""
