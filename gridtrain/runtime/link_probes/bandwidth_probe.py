@@ -1,13 +1,13 @@
-"""Measures the bandwidth to and from peers with bursts; limits their number and the lifetime of a rate.
+"""Measures the bandwidth to peers with short bursts; limits the number of bursts and the lifetime of a rate.
 
-A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers,
-and then requests theirs, because a peer that joined earlier sends none by itself.  It does this one after the
-other, so that the bursts do not share the worker's link.
+A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
+one after the other, so that the bursts do not share the worker's link.  It then requests a burst from the
+peer, because peers that were admitted before this worker have not measured their links to it.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver
                                <------ BurstReceived
-              BurstRequest ---------------------->
-              <---------------- Burst 0, 1, 2 .. 15
+                      BurstRequest -------------->
+                               <------ Burst 0, 1, 2 .. 15
 
     receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15,
                              or of the last 8 messages, if that rate is higher, but at most 4 times as high
@@ -15,14 +15,14 @@ other, so that the bursts do not share the worker's link.
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
-measurement of the other peers by at most its own share of the time; the rate of a requested burst that
-arrives later is still reported.
+measurement of the other peers by at most its own share of the time; the rate to it is then less than that of
+a burst in this time, which is reported.  A requested burst that arrives later still counts.
 
 A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
-too slow.  A burst that took only a few round trips is therefore repeated, on the connection that is now
-faster; the burst of a slow link, for which this matters little, is not repeated.  A receiver whose loop was
-busy reads many buffered messages at once and measures a rate that is much too high: the second half does not
-count if it is far faster than the whole, and the coordinator uses the smaller of the two ends' rates.
+too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
+now faster; the burst of a slow link, for which this matters little, is not repeated.  A receiver whose loop
+was busy reads many buffered messages at once and measures a rate that is much too high: the second half does
+not count if it is far faster than the whole, and the coordinator uses the smaller of the two ends' rates.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
-MAX_TARGETS = 8  # 2 MiB in total in each direction, and 4 MiB if all bursts are repeated
+MAX_TARGETS = 8  # 2 MiB in each direction; 4 MiB are sent if all bursts are repeated
 SLOW_START_ROUND_TRIPS = 8.0
 """A burst that took less than this number of round trips is repeated once.  With TCP's usual initial window
 of 15 kB, a new connection needs 5 round trips for a burst."""
@@ -69,21 +69,20 @@ MIN_BURST_FRACTION = 0.25
 """Smallest fraction of the measured time that is attributed to the burst itself; see `estimate_rate_Bps`."""
 
 
-_Direction = tuple[PeerId, bool]
-"""A peer, and whether the burst comes from this peer."""
+@dataclass(slots=True)
+class _OutgoingBurst:
+    """A burst that was sent, and its expected answer.
 
+    Attributes:
+        until_s: the time until which the answer, and then the peer's burst, are awaited.
+        is_acknowledged: whether the answer has arrived, and the peer's burst is requested.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _AwaitedBurst:
-    """A burst that was sent, or requested with the answer's nonce, and the time until which it is awaited."""
-
-    direction: _Direction
+    peer: PeerId
     expected_answer: BurstReceived
     sent_at_s: float
     until_s: float
-
-    def requests(self, peer: PeerId, nonce: int) -> bool:
-        return self.direction == (peer, True) and self.expected_answer.nonce == nonce
+    is_acknowledged: bool = False
 
 
 @dataclass(slots=True)
@@ -106,22 +105,25 @@ class BandwidthProbe:
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._pending: list[_Direction] = []
+        self._pending_targets: list[PeerId] = []
         self._rtt_s: dict[PeerId, float] = {}
-        self._current_burst: _AwaitedBurst | None = None
+        self._current_burst: _OutgoingBurst | None = None
         self._until_s = math.inf
-        self._measured_rates: dict[_Direction, tuple[float, float]] = {}  # rate, time of measurement
-        self._repeated: set[_Direction] = set()
-        self._new_Bps: dict[_Direction, float] = {}
+        self._measured_sent: dict[PeerId, tuple[float, float]] = {}  # rate, time of measurement
+        self._measured_received: dict[PeerId, tuple[float, float]] = {}
+        self._repeated: set[PeerId] = set()  # peers to which a burst has been repeated
+        self._sent_Bps: dict[PeerId, float] = {}
+        self._received_Bps: dict[PeerId, float] = {}
         self._incoming: dict[PeerId, _IncomingBurst] = {}
         self._burst_times: dict[PeerId, deque[float]] = {}
         self._request_times: dict[PeerId, deque[float]] = {}
+        self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Start measuring the rates to the peers in `rtt_s` and then those from them, each in this order.
+        """Start measuring the rates to the peers in `rtt_s`, one peer after the other, in this order.
 
-        A rate whose latest measurement is still valid is not measured, but reported again.  If more than
-        `MAX_TARGETS` peers remain, that many of them are selected at random.
+        A peer whose latest rate is still valid is not measured, and this rate is reported again.  If more
+        than `MAX_TARGETS` peers remain, that many of them are selected at random.
 
         Args:
             rtt_s: the round-trip time to each peer in seconds.
@@ -129,41 +131,44 @@ class BandwidthProbe:
             now_s: the current time.
         """
         self._rtt_s = dict(rtt_s)
-        fresh = {
-            direction: rate
-            for direction, (rate, at_s) in self._measured_rates.items()
-            if direction[0] in rtt_s and now_s < at_s + RATE_LIFETIME_S
-        }
-        self._new_Bps |= fresh
-        targets = [peer for peer in rtt_s if not {(peer, False), (peer, True)} <= fresh.keys()]
+        fresh, received = (
+            {p: rate for p, (rate, at_s) in rates.items() if p in rtt_s and now_s < at_s + RATE_LIFETIME_S}
+            for rates in (self._measured_sent, self._measured_received)
+        )
+        self._sent_Bps |= fresh
+        self._received_Bps |= received
+        self._has_new_rates = self._has_new_rates or bool(fresh or received)
+        targets = [peer for peer in rtt_s if peer not in fresh]
         drawn = set(self._rng.sample(targets, min(MAX_TARGETS, len(targets))))
-        self._pending = [
-            (peer, incoming)
-            for incoming in (True, False)
-            for peer in reversed(targets)
-            if peer in drawn and (peer, incoming) not in fresh
-        ]
+        self._pending_targets = [peer for peer in reversed(targets) if peer in drawn]
         self._until_s, self._current_burst = until_s, None
         self._repeated.clear()
 
     def advance(self, transport: Transport, now_s: float) -> bool:
-        """Send or request the next burst if none is in progress; return whether one is still awaited."""
-        if now_s >= self._until_s:
-            self._pending, self._current_burst = [], None
-        if self._current_burst is not None and now_s >= self._current_burst.until_s:
+        """Send the next burst if none is in progress; return whether a burst is still awaited."""
+        current = self._current_burst
+        if current is not None and now_s >= current.until_s:
+            if not current.is_acknowledged:
+                bound_Bps = estimate_rate_Bps(now_s - current.sent_at_s, self._rtt_s[current.peer])
+                self._sent_Bps.setdefault(current.peer, bound_Bps)
+                self._has_new_rates = True
             self._current_burst = None  # waiting longer would take time from the remaining peers
-        while self._pending and self._current_burst is None:
-            # Divide the remaining time equally among the remaining bursts.
-            until_s = now_s + (self._until_s - now_s) / len(self._pending)
-            direction = peer, incoming = self._pending.pop()
+        if now_s >= self._until_s:
+            self._pending_targets = []
+        while self._pending_targets and self._current_burst is None:
+            # Divide the remaining time equally among the remaining peers.
+            until_s = now_s + (self._until_s - now_s) / len(self._pending_targets)
+            peer = self._pending_targets.pop()
             answer = BurstReceived(self._rng.getrandbits(63), self._rng.randbytes(PROOF_BYTES))
-            messages = [BurstRequest(answer.nonce)] if incoming else _make_burst(answer.nonce, answer.proof)
             try:
-                for message in messages:
-                    transport.send(peer, message)
+                for index in range(BURST_MESSAGES):
+                    end = answer.proof if index == BURST_MESSAGES - 1 else bytes(PROOF_BYTES)
+                    transport.send(
+                        peer, Burst(answer.nonce, index, bytes(BURST_MESSAGE_BYTES - PROOF_BYTES) + end)
+                    )
             except TransportError:
                 continue  # the connection broke, so this peer is not measured
-            self._current_burst = _AwaitedBurst(direction, answer, now_s, until_s)
+            self._current_burst = _OutgoingBurst(peer, answer, now_s, until_s)
         return self._current_burst is not None
 
     def handle_burst_request(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
@@ -173,30 +178,32 @@ class BandwidthProbe:
         if len(times) == times.maxlen and now_s - times[0] < BURST_WINDOW_S:
             return []
         times.append(now_s)
-        return _make_burst(nonce, self._rng.randbytes(PROOF_BYTES))
+        return [Burst(nonce, index, bytes(BURST_MESSAGE_BYTES)) for index in range(BURST_MESSAGES)]
 
-    def handle_acknowledgement(self, peer: PeerId, answer: BurstReceived, now_s: float) -> None:
-        """Compute the rate to a peer that has acknowledged the whole burst."""
+    def handle_acknowledgement(
+        self, peer: PeerId, answer: BurstReceived, now_s: float
+    ) -> BurstRequest | None:
+        """Compute the rate to a peer that has acknowledged the whole burst.
+
+        Returns the request for a burst of the peer; None if this worker's burst is repeated first, or if
+        the acknowledgement is not expected.
+        """
         sent = self._current_burst
-        if sent is None or (sent.direction, sent.expected_answer) != ((peer, False), answer):
-            return
-        rate_Bps = estimate_rate_Bps(now_s - sent.sent_at_s, self._rtt_s[peer])
-        self._record(sent.direction, rate_Bps, now_s)
-        self._finish(sent, now_s)
-
-    def _record(self, direction: _Direction, rate_Bps: float, now_s: float) -> None:
+        if sent is None or sent.is_acknowledged or (sent.peer, sent.expected_answer) != (peer, answer):
+            return None
+        whole_s, rtt_s = now_s - sent.sent_at_s, self._rtt_s[peer]
         # The higher rate, because the rate of the first burst is too low, and the second may be disturbed.
-        first_Bps = self._new_Bps.get(direction, 0.0) if direction in self._repeated else 0.0
-        self._new_Bps[direction] = max(first_Bps, rate_Bps)
-        self._measured_rates[direction] = self._new_Bps[direction], now_s
-
-    def _finish(self, burst: _AwaitedBurst, now_s: float) -> None:
-        """End the current burst; it is repeated next if it was too short for slow start."""
-        self._current_burst = None
-        is_short = now_s - burst.sent_at_s < SLOW_START_ROUND_TRIPS * self._rtt_s[burst.direction[0]]
-        if is_short and burst.direction not in self._repeated:
-            self._repeated.add(burst.direction)
-            self._pending.append(burst.direction)
+        first_Bps = self._sent_Bps.get(peer, 0.0) if peer in self._repeated else 0.0
+        self._sent_Bps[peer] = max(first_Bps, estimate_rate_Bps(whole_s, rtt_s))
+        self._measured_sent[peer] = self._sent_Bps[peer], now_s
+        self._has_new_rates = True
+        if peer not in self._repeated and whole_s < SLOW_START_ROUND_TRIPS * rtt_s:
+            self._repeated.add(peer)
+            self._pending_targets.append(peer)  # the next to be measured
+            self._current_burst = None
+            return None
+        sent.is_acknowledged = True
+        return BurstRequest(answer.nonce)
 
     def handle_burst(self, peer: PeerId, burst: Burst, now_s: float) -> BurstReceived | str | None:
         """Handle a message of a peer's burst.
@@ -231,10 +238,12 @@ class BandwidthProbe:
             )
         )
         is_plausible = whole_Bps < half_Bps <= MAX_HALF_FACTOR * whole_Bps
-        self._record((peer, True), half_Bps if is_plausible else whole_Bps, now_s)
-        awaited = self._current_burst
-        if awaited is not None and awaited.requests(peer, burst.nonce):
-            self._finish(awaited, now_s)
+        self._received_Bps[peer] = half_Bps if is_plausible else whole_Bps
+        self._measured_received[peer] = self._received_Bps[peer], now_s
+        self._has_new_rates = True
+        current = self._current_burst
+        if current is not None and (current.peer, current.expected_answer.nonce) == (peer, burst.nonce):
+            self._current_burst = None
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -242,7 +251,7 @@ class BandwidthProbe:
         if len(self._request_times) > MAX_TARGETS * MAX_BURSTS:
             self._request_times.clear()
         self._incoming.pop(peer, None)
-        if self._current_burst is not None and self._current_burst.direction[0] == peer:
+        if self._current_burst is not None and self._current_burst.peer == peer:
             self._current_burst = None
 
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
@@ -250,20 +259,16 @@ class BandwidthProbe:
 
         At most 256 peers are reported; the rates of others are discarded.  The rates are in bytes per second;
         a rate that is not new is 0.  Returns None if there have been no new rates since the last call, or
-        while this worker awaits a burst or its answer.
+        while a burst is awaited.
         """
-        if not self._new_Bps or self._current_burst is not None:
+        if not self._has_new_rates or self._current_burst is not None:
             return None
-        peers = sorted({peer for peer, _ in self._new_Bps})[:256]
-        new_Bps, self._new_Bps = self._new_Bps, {}
-        return tuple((p, new_Bps.get((p, False), 0.0), new_Bps.get((p, True), 0.0)) for p in peers)
-
-
-def _make_burst(nonce: int, proof: bytes) -> list[Burst]:
-    """Return the messages of a burst; the last one ends with `proof`."""
-    zeros = bytes(BURST_MESSAGE_BYTES)
-    last = Burst(nonce, BURST_MESSAGES - 1, zeros[len(proof) :] + proof)
-    return [*(Burst(nonce, index, zeros) for index in range(BURST_MESSAGES - 1)), last]
+        self._has_new_rates = False
+        peers = sorted({*self._sent_Bps, *self._received_Bps})[:256]
+        rates = tuple((p, self._sent_Bps.get(p, 0.0), self._received_Bps.get(p, 0.0)) for p in peers)
+        self._sent_Bps.clear()
+        self._received_Bps.clear()
+        return rates
 
 
 def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
