@@ -15,6 +15,7 @@ durable before it changes anything, so that a command that cannot be recorded ca
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +24,7 @@ from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization_limits
-from gridtrain_coordinator.access.authorization import (
-    AccessRole,
-    Authorization,
-    ViolationOutcome,
-)
+from gridtrain_coordinator.access.authorization import AccessRole, Authorization, ViolationOutcome
 from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
@@ -49,7 +46,7 @@ class AccessHandler:
 
     _authorization: Authorization
     _membership: Membership
-    _wall: Callable[[], float]
+    _wall: Callable[[], float] = time.time
     # pending member -> the invitation's key, host
     _pending_members: dict[m.PeerId, tuple[m.PeerId, str]] = field(default_factory=dict)
 
@@ -72,10 +69,8 @@ class AccessHandler:
         Call it for each message just before handling the message, because an earlier message may have changed
         the result.
         """
-        return (
-            peer in self._pending_members
-            or self._authorization.access_role(peer, self._wall()) is AccessRole.PEER
-        )
+        role = self._authorization.access_role(peer, self._wall())
+        return role is AccessRole.PEER or peer in self._pending_members
 
     def is_pending(self, peer: m.PeerId) -> bool:
         return peer in self._pending_members
@@ -111,10 +106,7 @@ class AccessHandler:
         return None
 
     def execute_order(
-        self,
-        order: Order,
-        now_s: float,
-        record: Callable[[Sequence[io.Effect]], None],
+        self, order: Order, now_s: float, record: Callable[[Sequence[io.Effect]], None]
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
         """Carry out a command from the operator or the dashboard; return the further effects and the reply.
 
@@ -187,10 +179,8 @@ class AccessHandler:
         if not isinstance(message, m.Enrol):
             del self._pending_members[peer]
             reason = f"a pending member sent {type(message).__name__}"
-            return [
-                io.LogEvent("warning", "violation", {"peer": "a pending member", "reason": reason}),
-                io.Disconnect(peer),
-            ]
+            note = io.LogEvent("warning", "violation", {"peer": "a pending member", "reason": reason})
+            return [note, io.Disconnect(peer)]
         answer = self._authorization.enrol(invitation, message.peer, address_range(host), self._wall())
         name = message.peer.hex()[:12]
         if isinstance(answer.reply, m.Refused):
@@ -200,12 +190,9 @@ class AccessHandler:
         return [*answer.entries, note, io.Send(peer, answer.reply)]
 
     def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[io.Effect]:
+        reason = "its accuser made false accusations"
         notes = [
-            io.LogEvent(
-                "info",
-                "readmitted",
-                {"peer": peer.hex()[:12], "reason": "its accuser made false accusations"},
-            )
+            io.LogEvent("info", "readmitted", {"peer": peer.hex()[:12], "reason": reason})
             for peer in outcome.restored
         ]
         return [*outcome.entries, *notes, *self._remove_all(outcome.removed, now_s)]

@@ -32,12 +32,8 @@ class BundleServer:
     def answer(self, peer: m.PeerId, request: m.BundleRequest, now_s: float) -> list[io.Effect]:
         """Return the effect that sends the requested block or a refusal."""
         if self._bundle is None:
-            return [
-                io.Send(
-                    peer,
-                    m.Refused("no-bundle", "this run has no bundle", "ask the run's owner for the script"),
-                )
-            ]
+            remedy = "ask the run's owner for the script"
+            return [io.Send(peer, m.Refused("no-bundle", "this run has no bundle", remedy))]
         digest = bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
         if digest != request.digest or request.index >= len(self._blocks):
             text = f"the requested block does not belong to the run's bundle, {self._bundle.digest}"

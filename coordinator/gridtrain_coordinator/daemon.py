@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from gridtrain._version import __version__
@@ -44,7 +45,6 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
-from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access_handler import AccessHandler, Order
 from gridtrain_coordinator.bundle_server import BundleServer
@@ -94,9 +94,7 @@ class DashboardPort(Protocol):
     """The dashboard's methods that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
-    def take_orders(
-        self,
-    ) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
+    def take_orders(self) -> Iterable[tuple[Order, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None = None) -> RecoveredRun:
@@ -159,6 +157,34 @@ def invalid_entry(error: Exception) -> JournalError:
     )
 
 
+def recover_membership(
+    store: JournalStore,
+    me: PeerId,
+    run: str,
+    deadlines: Deadlines,
+    *,
+    min_workers: int = 1,
+    plans: bool = True,
+    log: Log = silent,
+) -> Membership:
+    """Return a coordinator's core that continues the journal's run with the next term.
+
+    Raises `JournalError` if the journal belongs to another run or to a finished one, if an entry is invalid,
+    or if the next term cannot be written.
+    """
+    recovered = _recover_and_compact(store, run, log)
+    return Membership(
+        me=me,
+        run=run,
+        term=store.next_term(),
+        deadlines=deadlines,
+        software=SOFTWARE,
+        min_workers=min_workers,
+        recovered=recovered,
+        plans=plans,
+    )
+
+
 class Coordinator:
     """Owns a transport, a core and a store; closes the transport and the store when `run` returns.
 
@@ -207,7 +233,7 @@ class Coordinator:
         self._real_clock = clock
         self._core_clock_lag_s = 0.0  # total time for which the core's clock was stopped
         self._disk_full: DiskFullMode | None = None
-        self._checkups = Checkups(lambda pending, most: membership.introduce_pending_member(pending, most))
+        self._checkups = Checkups(membership.introduce_pending_member)
         self._status_requests = RequestRate(STATUS_WINDOW_S, MAX_STATUS_ASKERS)
         self._connected: set[PeerId] = set()  # workers, excluding pending members and the operator
         self._backups = backups
@@ -217,55 +243,6 @@ class Coordinator:
         self._started_s = self._clock()
         self._finished_s = math.inf  # when housekeeping first found that the run is finished
         self._exit_deadline_s = math.inf
-
-    @classmethod
-    def for_run(
-        cls,
-        transport: Transport,
-        store: JournalStore,
-        authorization: Authorization,
-        *,
-        run: str = "default",
-        min_workers: int = 1,
-        deadlines: Deadlines | None = None,
-        log: Log = silent,
-        exit_when_finished: bool = False,
-        address: str = "",
-        backups: Backups | None = None,
-        bundle_server: BundleServer | None = None,
-        plans: bool = True,
-        dashboard: DashboardPort | None = None,
-    ) -> Coordinator:
-        """Create a coordinator with a `Membership` for the journal's next term.
-
-        Raises `JournalError` if the journal belongs to another run or to a finished one, if an entry is
-        invalid, or if the next term cannot be written.
-        """
-        recovered = _recover_and_compact(store, run, log)
-        deadlines = deadlines or Deadlines()
-        membership = Membership(
-            me=transport.me,
-            run=run,
-            term=store.next_term(),
-            min_workers=min_workers,
-            deadlines=deadlines,
-            software=SOFTWARE,
-            recovered=recovered,
-            plans=plans,
-        )
-        return cls(
-            transport,
-            store,
-            membership,
-            AccessHandler(authorization, membership, time.time),
-            reach_s=deadlines.reach_s,
-            log=log,
-            exit_when_finished=exit_when_finished,
-            address=address,
-            backups=backups,
-            dashboard=dashboard,
-            bundle_server=bundle_server,
-        )
 
     def run(self, stop: StopFlag) -> None:
         """Serve until `stop` is set or, with `exit_when_finished`, until the run has finished.
@@ -304,7 +281,7 @@ class Coordinator:
         if now_s >= self._membership.deadline_s and self._disk_full is None:
             effects += self._membership.tick(now_s)
         self._perform(effects, now_s)
-        if now_s >= self._rates.due_s():
+        if now_s >= self._rates.due_s:
             self._run_housekeeping(now_s)
         if self._backups is not None:
             self._poll_backup(self._backups, now_s)
@@ -340,10 +317,7 @@ class Coordinator:
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
                 return self._answer_status(peer, now_s)
             case Received(peer, message) if self._checkups.accepts(peer, message):
-                requester: PeerId = peer
-                return self._checkups.handle(
-                    requester, message, lambda: self._encoded_status(requester, now_s), now_s
-                )
+                return self._checkups.handle(peer, message, partial(self._encoded_status, peer, now_s), now_s)
             case Received(peer, BundleRequest() as request) if not self._access.is_pending(peer):
                 return self._bundle_server.answer(peer, request, now_s)
             case Received(peer, message):
@@ -387,7 +361,7 @@ class Coordinator:
         """
         failed: set[PeerId] = set()
         while effects:
-            effects = [further for effect in effects for further in self._record_violation(effect, now_s)]
+            effects = self._record_violations(effects, now_s)
             try:
                 self._make_durable(effects)
             except JournalFull as full:
@@ -429,28 +403,25 @@ class Coordinator:
                     self._log(level, event, fields)
         return losses
 
-    def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
-        """Return the effects of recording a violation, or `effect` itself if it is no `RecordViolation`."""
-        return (
-            self._access.record_violation(effect, now_s)
-            if isinstance(effect, io.RecordViolation)
-            else [effect]
-        )
+    def _record_violations(self, effects: Iterable[io.Effect], now_s: float) -> list[io.Effect]:
+        """Record each `RecordViolation`, and replace it by the effects of that."""
+        replaced: list[io.Effect] = []
+        for effect in effects:
+            if isinstance(effect, io.RecordViolation):
+                replaced += self._access.record_violation(effect, now_s)
+            else:
+                replaced.append(effect)
+        return replaced
 
     # -- full disk, and backups ----------------------------------------------------------------
 
     def _track_connection(self, event: TransportEvent) -> None:
         if isinstance(event, PeerUp):
             self._checkups.on_connected(event)
+            if event.pending_key is None and not self._access.is_operator(event.peer):
+                self._connected.add(event.peer)
         elif isinstance(event, PeerDown):
             self._checkups.on_disconnected(event.peer)
-        if (
-            isinstance(event, PeerUp)
-            and event.pending_key is None
-            and not self._access.is_operator(event.peer)
-        ):
-            self._connected.add(event.peer)
-        elif isinstance(event, PeerDown):
             self._connected.discard(event.peer)
 
     def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
@@ -551,11 +522,9 @@ class Coordinator:
         return [io.Send(requester, StatusReply(self._encoded_status(requester, now_s)))] if is_allowed else []
 
     def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
-        return encode_status(
-            self._build_status(
-                self._membership.snapshot(now_s), now_s, with_addresses=self._access.is_operator(requester)
-            )
-        )
+        is_operator = self._access.is_operator(requester)
+        snapshot = self._membership.snapshot(now_s)
+        return encode_status(self._build_status(snapshot, now_s, with_addresses=is_operator))
 
     def _update_dashboard(self, snapshot: dict[str, Any], now_s: float) -> None:
         if self._dashboard is not None:

@@ -31,10 +31,10 @@ from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
 from gridtrain.tools.log_output import LineWriter, put
-from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
-from gridtrain_coordinator.access_handler import connection_gate
+from gridtrain_coordinator.access.authorization import AccessRole, Authorization
+from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
-from gridtrain_coordinator.daemon import SOFTWARE, Coordinator, invalid_entry
+from gridtrain_coordinator.daemon import SOFTWARE, Coordinator, invalid_entry, recover_membership
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashboard
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
@@ -192,14 +192,20 @@ def _open(
         endpoint = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
         )
-        coordinator = Coordinator.for_run(
-            transport,
+        membership = recover_membership(
             store,
-            authorization,
-            run=settings.run,
+            identity.public,
+            settings.run,
+            Deadlines(recut_s=settings.recut_s),
             min_workers=settings.min_workers,
             plans=settings.plans,
-            deadlines=Deadlines(recut_s=settings.recut_s),
+            log=log,
+        )
+        coordinator = Coordinator(
+            transport,
+            store,
+            membership,
+            AccessHandler(authorization, membership),
             log=log,
             exit_when_finished=settings.exit_when_finished,
             address=endpoint.address,
@@ -234,7 +240,7 @@ def load_authorization(store: JournalStore, run: str, operator: PeerId, coordina
     """Return the access control that the journal records.  Raises `JournalError` if an entry is invalid."""
     try:
         entries = ((entry.kind, entry.body) for entry in store.entries(without="generation"))
-        return recover_authorization(entries, run=run, operator=operator, coordinator=coordinator)
+        return Authorization(run=run, operator=operator, coordinator=coordinator, entries=entries)
     except (KeyError, TypeError, ValueError) as error:
         raise invalid_entry(error) from None
 

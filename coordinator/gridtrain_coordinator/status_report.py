@@ -14,50 +14,42 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gridtrain_coordinator.run.slow_member import busy_s, find_slow_member
 
 WINDOW_S, LONG_WINDOW_S = 10.0, 300.0
 SAMPLE_S = 1.0
-RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    at_s: float
-    figures: dict[str, dict[str, float]]  # by peer
 
 
 class RateMeter:
-    """Measures how fast counters increase over the last `WINDOW_S` seconds."""
+    """Measures how fast counters increase over the last `WINDOW_S` seconds.
+
+    Attributes:
+        due_s: when to call `observe` next.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque()
+        self._samples: deque[tuple[float, dict[str, dict[str, float]]]] = deque()  # figures by peer
         self._steps: deque[tuple[float, int | None]] = deque()  # None while the run is not training
-        self._due_s = -math.inf
+        self.due_s = -math.inf
 
     def restart(self, now_s: float) -> None:
         """Forget the counters; the next `observe` is due when workers have reported later ones."""
         self._samples.clear()
         self._steps.clear()
-        self._due_s = now_s + SAMPLE_S
+        self.due_s = now_s + SAMPLE_S
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
         step = snapshot["step"] if snapshot["phase"] == "training" else None
-        self._samples.append(_Sample(now_s, figures))
+        self._samples.append((now_s, figures))
         self._steps.append((now_s, step))
-        self._due_s = now_s + SAMPLE_S
-        while now_s - self._samples[0].at_s > WINDOW_S:
+        self.due_s = now_s + SAMPLE_S
+        while now_s - self._samples[0][0] > WINDOW_S:
             self._samples.popleft()
         while now_s - self._steps[0][0] > LONG_WINDOW_S:
             self._steps.popleft()
-
-    def due_s(self) -> float:
-        """Return the time at which to call `observe` next."""
-        return self._due_s
 
     def steps_per_s(self, window_s: float = WINDOW_S) -> float | None:
         """Return the steps per second, measured since training last resumed but at most over the window.
@@ -74,7 +66,9 @@ class RateMeter:
     def figure_per_s(self, peer: str, figure: str) -> float | None:
         """Return a metric's increase per second; None if not yet known or if the worker was restarted."""
         known = [
-            (s.at_s, s.figures[peer][figure]) for s in self._samples if figure in s.figures.get(peer, {})
+            (at_s, figures[peer][figure])
+            for at_s, figures in self._samples
+            if figure in figures.get(peer, {})
         ]
         return _slope(*known[0], *known[-1]) if len(known) > 1 else None
 
@@ -138,13 +132,7 @@ def encode_status(status: dict[str, Any]) -> bytes:
 
 
 def build_status(
-    snapshot: dict[str, Any],
-    rates: RateMeter,
-    *,
-    software: str,
-    address: str,
-    now_s: float,
-    uptime_s: float,
+    snapshot: dict[str, Any], rates: RateMeter, *, software: str, address: str, now_s: float, uptime_s: float
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard also shows.
 
@@ -160,10 +148,8 @@ def build_status(
         {
             **member,
             "figures": _separate_wait(member["figures"], slowest_s),
-            **{
-                figure.replace("_bytes", "_Bps"): rates.figure_per_s(member["peer"], figure)
-                for figure in RATE_METRICS
-            },
+            "sent_Bps": rates.figure_per_s(member["peer"], "sent_bytes"),
+            "received_Bps": rates.figure_per_s(member["peer"], "received_bytes"),
         }
         for member in snapshot["members"]
     ]

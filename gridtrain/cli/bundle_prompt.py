@@ -185,7 +185,7 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
     cache = f"kept in a cache of at most {settings['cache_limit'].shown}"
     if offer.index is None:
         return [
-            f"{format_bytes(data.bytes)} will be fetched, and {cache}",
+            f"{data.file}: {format_bytes(data.bytes)} will be fetched, and {cache}",
             f"from {data.url}, {data.digest}",
             *where,
         ]

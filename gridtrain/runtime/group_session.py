@@ -364,6 +364,17 @@ class GroupSession:
                 raise
             self.end_reason = refused.reason
 
+    def serve_state(self) -> None:
+        """Within a turn, perform the tasks that copy the state after the last step, without waiting.  Call
+        this method only if the function that captures the state leaves out what the turn has changed."""
+        while True:
+            snapshot = self.snapshot
+            tasks = [task for task in snapshot.tasks if not isinstance(task, AddResiduals)]
+            is_latest = snapshot.applied == self.tasks.applied  # otherwise an update is not applied yet
+            if not (tasks and is_latest and isinstance(tasks[0], CaptureState | CopySnapshot)):
+                return
+            self._run_task(tasks[0], snapshot)
+
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         has_begun = self._has_begun(snapshot) or self._submitted is not None
         return self.tasks.next_task(snapshot, is_round_begun=has_begun, between_batches=between_batches)

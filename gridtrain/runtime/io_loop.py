@@ -56,6 +56,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain.network.transport.zmq import tcp_options
+from gridtrain.runtime.client.coordinator_client import name_error
 from gridtrain.runtime.client.worker_defaults import default_listen_address, interface_address
 from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.heartbeat import HeartbeatSource
@@ -185,7 +186,7 @@ class IoLoop:
         timeout_s = config.deadlines.connect_s if timeout_s is None else timeout_s
         if not self.mailbox.wait(lambda here: here.is_welcomed, timeout_s):
             self.stop()
-            raise CoordinatorUnreachable(
+            raise name_error(config.coordinator) or CoordinatorUnreachable(
                 f"no coordinator answered at {self._config.coordinator} within {timeout_s:g} s",
                 remedy="check the address and the port, and that `gridtrain coordinator` is running there",
             )

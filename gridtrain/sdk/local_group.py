@@ -31,8 +31,8 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.agent_link import AgentControl
 from gridtrain.sdk.grid import Grid
 from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import connection_gate
-from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
+from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import Log, silent
 
@@ -86,13 +86,16 @@ class LocalGroup:
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys` and keeps workers from joining during `__exit__`
-        self.coordinator = Coordinator.for_run(
+        store = JournalStore.open(":memory:")
+        membership = recover_membership(
+            store, self.key, "local", self._deadlines, min_workers=min_workers, log=log
+        )
+        self.coordinator = Coordinator(
             self._transport,
-            JournalStore.open(":memory:"),
-            authorization,
-            run="local",
-            min_workers=min_workers,
-            deadlines=self._deadlines,
+            store,
+            membership,
+            AccessHandler(authorization, membership),
+            reach_s=self._deadlines.reach_s,
             log=log,
         )
         self._thread = threading.Thread(
@@ -190,6 +193,8 @@ def local(
 
     The workers are called "worker-0", "worker-1", ...  They are threads of this process: call functions that
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
+    Accelerate, and therefore Trainer, counts the accumulated batches of all threads together: with gradient
+    accumulation, start a process for each worker (`gridtrain worker`).
 
     If a worker raises an exception, or a planned fault kills it, this function ends the other workers and
     raises the first such exception.  In the other workers, the call to the grid that is waiting, or else the

@@ -18,9 +18,9 @@ Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse e
 equal on all workers; their digests are compared, and newcomers receive them.  The moments of the inner
 optimizer differ from worker to worker and are not sent.
 
-The parameters are reset to the anchor *before* the round begins, so that a state that a newcomer requests
-while this worker waits never contains local changes.  The settings and trackers in this state are those from
-the start of the turn (`turn_start_state`).
+A state that a newcomer requests during a turn is captured after the next local step, with the anchor as its
+parameters, and with the settings and trackers from the start of the turn (`turn_start_state`).  The
+parameters are reset to the anchor *before* the round begins.
 """
 
 from __future__ import annotations
@@ -298,6 +298,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
         self._session.report_figures({})  # shows progress; the other workers may already wait in the round
+        if self._turn_start is not None and not self._has_changed_frozen:
+            self._session.serve_state()
 
     def _finish_local_steps(self) -> None:
         """Wait for the local steps on a GPU, so that the measured speed includes them."""
@@ -361,6 +363,10 @@ class LocalSGDOptimizer(GridOptimizer):
         self.replicated.update = update
 
     # -- the state that is sent --------------------------------------------------------------------------
+
+    @property
+    def _anchors(self) -> Mapping[Tensor, Tensor]:
+        return dict(zip(self._flat.parameters, self._anchor, strict=True)) if self.local_calls else {}
 
     def _save_turn_start(self) -> None:
         """Save the optimizer settings and the trackers at the start of a turn.  Weight averages are copied,

@@ -590,11 +590,16 @@ class GridOptimizer(WrappingOptimizer):
         if whole:
             self.base.check_unchanged()
         state, start = (self.model, self.replicated, self._trackers), self._start_of_turn
-        return serialization.capture_state(*state, whole=whole, start=start)
+        return serialization.capture_state(*state, whole=whole, start=start, anchors=self._anchors)
 
     def initial_digest(self) -> bytes:
         """Return a digest of the state before the first step; see `serialization.initial_digest`."""
         return serialization.initial_digest(self.model, self.replicated, self._trackers)
+
+    @property
+    def _anchors(self) -> Mapping[Tensor, Tensor]:
+        """By parameter, its value after the last step, if this turn has changed it; empty if it has not."""
+        return {}
 
     @property
     def _start_of_turn(self) -> serialization.TurnStartState | None:

@@ -29,6 +29,7 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
+from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.runtime.client.coordinator_client import (
     CoordinatorClient,
     allow_only,
@@ -168,6 +169,20 @@ def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> 
         client.status(0.05)
 
 
+def test_a_name_that_cannot_be_resolved_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", getaddrinfo)
+    with (
+        CoordinatorClient("tcp://coordinator.invalid:7700", COORDINATOR, ME) as client,
+        pytest.raises(
+            CoordinatorUnreachable, match=r"'coordinator.invalid' cannot be resolved .* name server \(DNS\)"
+        ),
+    ):
+        client.status(0.05)
+
+
 @pytest.mark.parametrize(("host", "needs_ipv6"), [("[2001:db8::1]", True), ("192.0.2.1", False)])
 def test_a_machine_without_a_route_to_the_coordinator_is_told_so(
     host: str, needs_ipv6: bool, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +208,10 @@ def test_a_stopped_coordinator_is_not_blamed_on_an_address_without_a_route(
         refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         raise ExceptionGroup("", [refused, OSError(errno.ENETUNREACH, "Network is unreachable")])
 
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
     monkeypatch.setattr(socket, "create_connection", create_connection)
+    assert name_lookup.names.resolve("lab") == "127.0.0.1"
     with (
         CoordinatorClient("tcp://lab:7700", COORDINATOR, ME) as client,
         pytest.raises(CoordinatorUnreachable, match=r"within 0\.05 s -> ") as raised,
@@ -203,7 +221,7 @@ def test_a_stopped_coordinator_is_not_blamed_on_an_address_without_a_route(
 
 
 def test_a_coordinator_that_connects_and_does_not_answer_times_out() -> None:
-    with pytest.raises(CoordinatorUnreachable, match="it accepted the connection, but did not answer"):
+    with pytest.raises(CoordinatorUnreachable, match=r"accepted the connection, but did not answer .*MTU"):
         request_status([PeerUp(COORDINATOR)])
 
 

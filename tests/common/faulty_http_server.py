@@ -14,6 +14,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import unquote
 
 PIECE = 100
 
@@ -28,9 +29,10 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range", "")
         print(self.path, asked or "-", flush=True)
         number = self.served[self.path] = self.served.get(self.path, -1) + 1
-        if fault in ("moved", "loop"):
-            self.send_response(302)
-            self.send_header("Location", f"/plain/{name}" if fault == "moved" else self.path)
+        targets = {"moved": f"/plain/{name}", "loop": self.path, "moved-to": unquote(name)}
+        if fault in (*targets, "unprintable"):
+            self.send_response(*((302,) if fault in targets else (410, f"\x1b[2J{1000 * '-'}")))
+            self.send_header("Location", targets.get(fault, ""))
             self.send_header("Content-Length", "0")
             self.end_headers()
             return

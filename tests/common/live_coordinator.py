@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gridtrain.config import Deadlines
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
@@ -19,8 +20,8 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import connection_gate
-from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
+from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import log_to
 
@@ -43,14 +44,13 @@ class LiveCoordinator:
             ZeroMQTransport(self.keys, SOFTWARE, gate=connection_gate(authorization, time.time)), self.keys
         )
         self.address = transport.listen("tcp://127.0.0.1:0")
-        self.daemon = daemon = Coordinator.for_run(
-            transport,
-            JournalStore.open(":memory:"),
-            authorization,
-            min_workers=self.min_workers,
-            log=log_to(self.log),
-            address=self.address,
+        store, log = JournalStore.open(":memory:"), log_to(self.log)
+        membership = recover_membership(
+            store, self.keys.public, "default", Deadlines(), min_workers=self.min_workers, log=log
         )
+        access = AccessHandler(authorization, membership)
+        daemon = Coordinator(transport, store, membership, access, log=log, address=self.address)
+        self.daemon = daemon
         self._stop = threading.Event()
         self._thread = threading.Thread(target=daemon.run, args=(self._stop,))
         self._thread.start()

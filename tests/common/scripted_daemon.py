@@ -57,6 +57,9 @@ class FakeCore:
         self.deadline_s = math.inf
         return self.at_tick
 
+    def introduce_pending_member(self, pending: m.PeerId, most: int) -> tuple[list[Effect], tuple[()]]:
+        return [], ()
+
     def ending_entries(self) -> list[JournalEntry]:
         return self.at_end
 

@@ -41,7 +41,7 @@ from gridtrain_coordinator import daemon
 from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
-from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator, _recover
+from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator, _recover, recover_membership
 from gridtrain_coordinator.diagnostics import Checkups
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.run.events import (
@@ -489,8 +489,9 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     anna.dial(COORDINATOR, "memory://coordinator")
     anna.send(COORDINATOR, JOIN)
     access = Authorization(open_to_all=True, coordinator=COORDINATOR)
-    coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), access, deadlines=Deadlines())
-    coordinator.run(Iterations(1))
+    store = JournalStore.open(":memory:")
+    core = recover_membership(store, COORDINATOR, "default", Deadlines())
+    Coordinator(mine, store, core, AccessHandler(access, core)).run(Iterations(1))
     received = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in received] == ["Welcome", "RunStateUpdate"]
     assert received[0].term == 1  # type: ignore[union-attr]

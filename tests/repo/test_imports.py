@@ -77,13 +77,14 @@ TABLE: dict[str, str] = {
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":         f"{NETWORK} {OPTIONS} gridtrain.tools.log_output "
                                      "gridtrain.runtime.client.endpoint_file "
+                                     "gridtrain.runtime.client.private_file "
                                      "gridtrain.runtime.client.worker_defaults",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
     "gridtrain_coordinator.access":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.access",
     "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain.event_text gridtrain_coordinator starlette "
-                                     "uvicorn prometheus_client",
+                                     "uvicorn prometheus_client gridtrain.runtime.client.private_file",
     "gridtrain_worker":              f"{LIBRARY} gridtrain.tools.log_output "
                                      "gridtrain.testing.fake_sensors psutil pynvml",
 }

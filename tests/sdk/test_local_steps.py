@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import gridtrain
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.mailbox.worker_task import CaptureState
 from gridtrain.testing import Faults
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
@@ -238,6 +240,38 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
     assert overlap or ("caught_up" in events) == exchange.sparse
     steps = sorted(results[0][0])
     assert all(b == a + 1 for a, b in itertools.pairwise(steps)), "a member lost a step"
+
+
+def test_a_newcomer_receives_the_state_during_a_turn(new_group: Any) -> None:
+    """The member makes the rest of its local steps only when the newcomer computes, too."""
+    warm, entered = threading.Event(), threading.Event()
+
+    def is_asked(here: WorkerSnapshot) -> bool:
+        return any(isinstance(task, CaptureState) for task in here.tasks)
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
+        calls = []
+
+        def each(loop: Loop) -> None:
+            calls.append((grid.step, loop.optimizer.local_calls))
+            if number == 1:
+                entered.set()
+            elif calls[-1] == (1, 1):
+                warm.set()
+                assert grid._session.connection.wait(is_asked, WITHIN_S) is not None
+            elif calls[-1] == (1, 2):
+                assert entered.wait(WITHIN_S)
+
+        loop = Loop(grid, gridtrain.Dense(), **OUTER)
+        loop.run(grid.batches(Numbered(100), batch_size=2, steps=4), each)
+        return calls[0][0], loop.last
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert warm.wait(WITHIN_S)
+        group.start(train)
+        (first, model), (step, same) = group.finish()
+    assert (first, step) == (0, 1) and model == same
 
 
 @every_exchange

@@ -274,6 +274,15 @@ def test_a_coordinator_that_does_not_run_is_reported() -> None:
     )
 
 
+def test_a_coordinators_name_that_cannot_be_resolved_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(CoordinatorUnreachable, match=r"'owner.invalid' cannot be resolved .* server \(DNS\)"):
+        join("tcp://owner.invalid:7700")
+
+
 def test_another_program_at_the_address_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"

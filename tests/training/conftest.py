@@ -135,6 +135,9 @@ class _Session:
         self.plans.append(plan)
         return replace(plan)
 
+    def serve_state(self):
+        pass
+
     def predict_plan(self):
         return None
 

@@ -437,6 +437,22 @@ def test_a_newcomer_receives_parameters_and_velocity_but_no_moments(network):
         assert replica_digest(one, wrapped.replicated) == replica_digest(model, optimizer.replicated)
 
 
+def test_a_state_that_is_captured_during_local_steps_is_that_of_the_last_exchange(network):
+    model, optimizer = trained(network)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.track(scheduler=scheduler)
+    session, local, captured = optimizer._session, [], []
+    before, shared = optimizer.capture_state(), flat(model)
+    session.is_in_turn = True
+    session.serve_state = lambda: captured.append(optimizer.capture_state()) or local.append(flat(model))
+    optimizer.begin_turn(EVERY)
+    for step in range(EVERY):
+        train_step(model, optimizer, step)
+        scheduler.step()
+    assert captured == [before] * (EVERY - 1)
+    assert not any(torch.equal(shared, each) for each in local)
+
+
 def test_replayed_updates_give_the_same_bits(network):
     """A newcomer has a snapshot of step 1 and the updates of steps 2 to 4; it does not train."""
     model, newcomer = small_model(), small_model()

@@ -772,29 +772,37 @@ def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: Start
     assert process.returncode == 128 + signal.SIGTERM
 
 
+STOPS = pytest.mark.parametrize("stop", [signal.SIGTSTP, signal.SIGSTOP], ids=lambda number: number.name)
+
+
 @needs_proc
-def test_ctrl_z_stops_the_script_too(agent: StartAgent) -> None:
-    """The script is in its own process group, which the terminal does not stop."""
+@STOPS
+def test_a_stopped_agent_stops_the_script_too(agent: StartAgent, stop: signal.Signals) -> None:
+    """The script is in its own process group, which the terminal does not stop after Ctrl-Z."""
     process = agent(SAYS_WHO_IT_IS)
     assert process.stdout is not None
-    stop_and_continue(process, [process.stdout.readline() for _ in range(2)][1].strip())
+    stop_and_continue(process, [process.stdout.readline() for _ in range(2)][1].strip(), stop)
 
 
 @in_sessions
-def test_ctrl_z_stops_what_the_script_has_started_in_another_session(agent: StartAgent, script: str) -> None:
+@STOPS
+def test_a_stopped_agent_stops_what_the_script_has_started_in_another_session(
+    agent: StartAgent, script: str, stop: signal.Signals
+) -> None:
     process = agent(script + SAYS_WHAT_IT_STARTED + "time.sleep(600)")
     assert process.stdout is not None
-    stop_and_continue(process, process.stdout.readline().strip())
+    stop_and_continue(process, process.stdout.readline().strip(), stop)
 
 
-def stop_and_continue(process: subprocess.Popen[str], script: str) -> None:
-    def state(pid: object) -> str:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+def state_of(pid: object) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
+
+def stop_and_continue(process: subprocess.Popen[str], script: str, stop: signal.Signals) -> None:
     def both(wanted: str) -> bool:
-        return state(process.pid) in wanted and state(script) in wanted
+        return state_of(process.pid) in wanted and state_of(script) in wanted
 
-    process.send_signal(signal.SIGTSTP)
+    process.send_signal(stop)
     until(lambda: both("T"))
     process.send_signal(signal.SIGCONT)
     until(lambda: both("RS"))
@@ -944,9 +952,15 @@ def test_a_killed_agent_leaves_no_orphan(agent: StartAgent, code: str) -> None:
 
 
 @needs_proc
-def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent, is_stopped: bool) -> None:
     script = STARTS_A_SESSION.replace("ORPHAN", "False")
     process = agent(f"{IGNORES}{script}{SAYS_WHAT_IT_STARTED}time.sleep(600)", grace_s=1)
+    if is_stopped:
+        assert process.stdout is not None
+        started = process.stdout.readline().strip()
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: state_of(started) == "T")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == -signal.SIGKILL

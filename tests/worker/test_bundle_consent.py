@@ -415,7 +415,7 @@ def test_data_is_fetched_once_it_is_accepted(
 
     def ask(offer: BundleOffer) -> bool:
         text, facts = shown(offer, job)
-        assert "720 B will be fetched, and kept in a cache of at most 5GB" in text
+        assert "sets/corpus.txt: 720 B will be fetched, and kept in a cache of at most 5GB" in text
         assert f"from {server.url}/breaks/corpus.txt, {digest_of(CORPUS)}\n" in text
         assert "the owner says: words, CC-0" in text and facts["bytes"] == 720
         assert not (tmp_path / "cache").exists(), "nothing is fetched before the answer"

@@ -32,7 +32,7 @@ from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
 from gridtrain.training.pause import PauseController
-from gridtrain_worker import control_socket, policy_enforcer, script_processes
+from gridtrain_worker import control_socket, policy_enforcer, saved_settings, script_processes
 from gridtrain_worker.budget import FILE
 from gridtrain_worker.control_socket import (
     MAX_PATH_BYTES,
@@ -43,7 +43,7 @@ from gridtrain_worker.control_socket import (
     running_workers,
 )
 from gridtrain_worker.policy_enforcer import AgentMeter, PolicyEnforcer
-from gridtrain_worker.saved_settings import RULES_FILE
+from gridtrain_worker.saved_settings import OWNER_FILE, RULES_FILE, SavedSettings
 from gridtrain_worker.script_processes import is_from_script
 
 WITHIN_S = 60.0
@@ -527,6 +527,33 @@ def test_a_broken_link_is_restored_and_nothing_is_counted_twice(
     ask_agent(folder / SOCKET, {"ask": "pause"})
     wait_until(lambda: not link.directive.run)
     assert link.directive.most_bytes == 1000 and enforcer._budget.today_bytes(Clock().now.date()) == 300
+
+
+@pytest.mark.parametrize("file", [RULES_FILE, OWNER_FILE])
+def test_rules_apply_and_are_saved_later_if_they_cannot_be_saved(
+    file: str, folder: Path, sensors: FakeSensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk does not keep the owner from setting a stricter rule."""
+    said: list[str] = []
+    write = saved_settings.replace_private_json
+
+    def fill_disk(path: Path, body: object, remedy: str) -> None:
+        if path.name == file:
+            raise ConfigError(f"{path} cannot be written: No space left on device", remedy=remedy)
+        write(path, body, remedy)
+
+    with PolicyEnforcer(folder, "anna", {"upload": "20Mbit"}, said.append, sensors=sensors) as enforcer:
+        with monkeypatch.context() as disk:
+            disk.setattr(saved_settings, "replace_private_json", fill_disk)
+            ask_agent(folder / SOCKET, {"ask": "set", "settings": {"upload": "1Mbit"}})
+        assert enforcer.rules.upload == "1Mbit"
+        unsaved = (
+            f"{folder / file} cannot be written: No space left on device; therefore this command will not"
+        )
+        assert said[-2].startswith(unsaved) and said[-1] == "this worker's rules are now upload=1Mbit"
+        ask_agent(folder / SOCKET, {"ask": "set", "settings": {"download": "8Mbit"}})
+    later = SavedSettings(folder).effective_rules({"upload": "20Mbit"})
+    assert later == {"upload": "1Mbit", "download": "8Mbit"}
 
 
 def test_a_restart_uses_the_owners_latest_settings(

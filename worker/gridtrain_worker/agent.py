@@ -63,13 +63,7 @@ from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
 from gridtrain_worker import script_processes
-from gridtrain_worker.bundle_consent import (
-    Ask,
-    BundleOffer,
-    fetch_data_file,
-    fetch_offer,
-    require_consent,
-)
+from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_data_file, fetch_offer, require_consent
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors
@@ -536,7 +530,8 @@ def _run_once(
     ):
         enforcer.set_script(script.pid)
         kill_at_s = terminate_at_s = math.inf
-        while (code := _poll(script)) is None:
+        while (code := script.poll()) is None:
+            time.sleep(TICK_S)
             signals.suspend_if_requested(processes)
             processes.reap()
             stats.update(time.monotonic(), enforcer.untrained_text)
@@ -559,26 +554,6 @@ def _run_once(
                 processes.signal(signal.SIGKILL)
     enforcer.set_script(0)
     return 128 - code if code < 0 else code
-
-
-def _poll(script: subprocess.Popen[bytes]) -> int | None:
-    """Wait at most `TICK_S` for the script; return its exit code, or None if it is still running.
-
-    `Popen.wait(timeout)` would poll 140 times a second.
-    """
-    try:
-        handle = os.pidfd_open(script.pid)
-    except (AttributeError, OSError):  # not Linux, or the script has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return script.wait(TICK_S)
-        return None
-    try:
-        ends = select.poll()
-        ends.register(handle, select.POLLIN)
-        ends.poll(1000 * TICK_S)
-    finally:
-        os.close(handle)
-    return script.poll()
 
 
 @contextlib.contextmanager
@@ -649,15 +624,11 @@ def _running_script(
         ) from None
     _write(watchdog, str(script.pid))
     processes.begin(script.pid)
-    copiers = [
-        threading.Thread(
-            target=_copy, args=(pipe, stream, job.name if job.prefix else "", console), daemon=True
-        )
-        for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr))
-        if pipe is not None
-    ]
-    for copier in copiers:
-        copier.start()
+    label, copiers = job.name if job.prefix else "", []
+    for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr)):
+        if pipe is not None:
+            copiers.append(threading.Thread(target=_copy, args=(pipe, stream, label, console), daemon=True))
+            copiers[-1].start()
     try:
         yield script, processes
     finally:

@@ -82,10 +82,8 @@ class Budget:
         try:
             with open(self._path, "rb") as file:
                 body = json.loads(file.read(MAX_FILE_BYTES))
-            found = [
-                *body.get("others", {}).items(),
-                (body["day"], body["bytes"]),
-            ]  # older files have no "others"
+            # Older files have no "others".
+            found = [*body.get("others", {}).items(), (body["day"], body["bytes"])]
             for day, nbytes in found:
                 if date.fromisoformat(day).isoformat() != day or type(nbytes) is not int or nbytes < 0:
                     raise ValueError(f"{nbytes!r} bytes on {day!r}")

@@ -236,7 +236,7 @@ def fetch_data_file(
             copy = partial(copy_rest, say=say)
             stack.enter_context(cache.open(described.url, shard, as_stored=True, copy=copy))
             link = offer.folder / described.file
-            link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(link.parent)
             partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
             partial_link.symlink_to((cache.folder / digest).absolute())
             partial_link.replace(link)
@@ -262,7 +262,7 @@ def _put(path: Path, content: bytes) -> None:
     """Write a file that only its owner can read, unless it already has the given content."""
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(path.parent)
     replace_private_file(path, content)
 
 

@@ -20,13 +20,13 @@ class ContributionStats:
 
     Args:
         identity: the file that contains the worker's key; the total is stored beside it.
-        voice: shows the figures to the volunteer.
+        console: shows the figures to the volunteer.
     """
 
-    def __init__(self, identity: Path, voice: Console) -> None:
+    def __init__(self, identity: Path, console: Console) -> None:
         self.path = identity.with_suffix(".now.json")
         self._total_file = identity.with_suffix(".given.json")
-        self._console = voice
+        self._console = console
         self._next_read_s = float("-inf")
         self._before = Contribution.read(self._total_file) or Contribution()  # that of earlier starts
         self._finished = Contribution()  # that of earlier scripts since the agent started

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import BudgetSpent, ConfigError
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_duration_s
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, DAY_BYTES
@@ -26,12 +27,7 @@ from gridtrain_worker.budget import Budget
 from gridtrain_worker.control_socket import Body, ControlSocket
 from gridtrain_worker.saved_settings import SavedSettings
 from gridtrain_worker.sensors import MachineSensors, Sensors
-from gridtrain_worker.training_policy import (
-    SENSORS,
-    PolicyDecision,
-    Rules,
-    TrainingPolicy,
-)
+from gridtrain_worker.training_policy import SENSORS, PolicyDecision, Rules, TrainingPolicy
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
@@ -97,7 +93,7 @@ class PolicyEnforcer:
         self.is_stopping = False
         self.has_ended_script = False
         self._last_pushed: Body = {}
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
         self._budget = Budget(folder)
         self._start_settings, self._saved_settings = given, SavedSettings(folder)
         self._policy = TrainingPolicy(Rules().with_settings(self._saved_settings.effective_rules(given)))
@@ -217,12 +213,16 @@ class PolicyEnforcer:
     def is_overdue(self) -> bool:
         """Whether the script has not obeyed a request to pause or stop within `OBEY_TIMEOUT_S`."""
         with self._lock:
-            has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
-            if has_paused and not self.is_stopping:
+            if self._is_obeyed and not self.is_stopping:
                 self._disobeyed_since_s = None
                 return False
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
+
+    @property
+    def _is_obeyed(self) -> bool:
+        """Whether the script may train or has paused."""
+        return self.decision.may_train or self._script_status.get("state") == "paused"
 
     @property
     def untrained_text(self) -> str:
@@ -246,9 +246,8 @@ class PolicyEnforcer:
                 case "show":
                     self._readings = self._read_sensors(SENSORS)
                 case "set":
-                    self._change_rules(
-                        {str(key): str(value) for key, value in dict(question["settings"]).items()}
-                    )
+                    settings = dict(question["settings"])
+                    self._change_rules({str(key): str(value) for key, value in settings.items()})
                 case "pause":
                     self._policy.pause(until := self._until(str(question.get("for", ""))))
                     self._save(lambda: self._saved_settings.pause(until))
@@ -275,8 +274,8 @@ class PolicyEnforcer:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
         self._readings = self._read_sensors(changed.rules.sensors)
         self._check_readable(changed)
-        self._saved_settings.save_rules(settings, self._start_settings)
         self._policy.rules = changed.rules
+        self._save(lambda: self._saved_settings.save_rules(settings, self._start_settings))
         self._tell("this worker's rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
@@ -290,10 +289,7 @@ class PolicyEnforcer:
         missing = policy.unreadable(self._readings)
         if missing:
             said = "; ".join(f'the "{name}" sensor cannot be read: {why}' for name, why in missing.items())
-            raise ConfigError(
-                said,
-                remedy="remove the rule, or make its sensor readable",
-            )
+            raise ConfigError(said, remedy="remove the rule, or make its sensor readable")
 
     def _until(self, text: str) -> datetime | None:
         if not text:
@@ -313,9 +309,7 @@ class PolicyEnforcer:
             "key": self._key,
             "state": (state := self._state()),
             "reason": self._reason(state),
-            "obeyed": self.decision.may_train
-            or self._script_status.get("state") == "paused"
-            or not self._pids,
+            "obeyed": self._is_obeyed or not self._pids,
             "stopping": self.is_stopping,
             "clock": f"{self._now():%H:%M} {time.strftime('%Z')}".rstrip(),
             "rules": self._policy.rules.texts(),
@@ -403,18 +397,14 @@ class PolicyEnforcer:
             moved_bytes = max(moved_bytes, budget_bytes)
         self.decision = self._policy.decide(self._readings, moved_bytes, now)
         if self._budget_error:
-            self._retry_budget()
+            with contextlib.suppress(ConfigError):  # another attempt to write the counts
+                self._budget.keep()
+                self._budget_error = ""
         if self._budget_error and self._policy.rules.budget_bytes:
             self.decision = PolicyDecision(False, (*self.decision.reasons, self._budget_error))
         if self.decision.text() != before.text():
             paused = f"paused: {self.decision.text()}"
             self._tell("training is allowed again" if self.decision.may_train else paused)
-
-    def _retry_budget(self) -> None:
-        """Retry writing the traffic counts that could not be saved."""
-        with contextlib.suppress(ConfigError):
-            self._budget.keep()
-            self._budget_error = ""
 
     def _push(self) -> None:
         directive = self._wanted_state()

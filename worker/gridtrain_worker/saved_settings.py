@@ -70,11 +70,10 @@ class SavedSettings:
             settings: the new rules, by key; other saved rules are kept.
             given: the rules from the command line of this start.
         """
-        rules = {**self._rules, **settings}
+        self._rules |= settings
         over = {key: text for key, text in self._overridden.items() if key not in settings}
-        over |= {key: given[key] for key in settings if key in given}
-        replace_private_json(self._rules_file, rules, _UNWRITABLE)
-        self._rules, self._overridden = rules, over
+        self._overridden = over | {key: given[key] for key in settings if key in given}
+        replace_private_json(self._rules_file, self._rules, _UNWRITABLE)
         self._write_owner_file()
 
     def pause(self, until: datetime | None) -> None:

@@ -1,4 +1,5 @@
-"""Signals all processes of a script, also those in sessions of their own; ends them once the agent is gone.
+"""Signals all processes of a script, also those in sessions of their own; ends them once the agent is gone,
+and stops them while it is stopped.
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
 reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import math
 import os
+import select
 import signal
 import sys
 import time
@@ -228,16 +230,35 @@ def _find_started(mark: str) -> int:
     """Return the process id of the script that the agent had started, or was starting, when it was killed; 0
     if it had not begun to."""
     for _ in range(START_SEARCHES):
-        started = [one for one in read_processes() if mark.encode() in _environment(one[0])]
-        if started:
+        if started := _marked(read_processes(), mark):
             return min(started, key=lambda one: one[1])[0]  # the oldest; others are its descendants
         time.sleep(WATCH_S)  # it has the agent's environment until its program begins
     return 0
 
 
+def _marked(found: Iterable[Process], mark: str) -> set[Process]:
+    """Return the processes that were started with the environment variable `mark`, NAME=VALUE."""
+    return {one for one in found if mark.encode() in _environment(one[0])}
+
+
+def _follow_agent(script: set[Process], mark: str) -> None:
+    """Stop the script's processes while the agent is stopped, which then enforces no rule, until stdin is
+    readable.
+
+    After Ctrl-Z the agent has stopped them itself; SIGSTOP gives it no time to.
+    """
+    agent, is_stopped = os.getppid(), False
+    while not select.select([sys.stdin], [], [], WATCH_S)[0]:
+        was_stopped, is_stopped = is_stopped, is_suspended(agent)
+        if is_stopped or was_stopped:  # in each look: a process may have started another one meanwhile
+            found = read_processes()
+            everyone = with_descendants(script | _marked(found, mark), found)
+            send(everyone, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+
+
 def watch(grace_s: float, mark: str) -> None:
     """Read the script's process id from stdin, then "done" once all its processes have ended; if stdin ends
-    before, the agent was killed: end them.
+    before, the agent was killed: end them.  Until then, stop them while the agent is stopped.
 
     Args:
         mark: the environment variable, NAME=VALUE, that only this script was started with.
@@ -245,10 +266,16 @@ def watch(grace_s: float, mark: str) -> None:
     line = sys.stdin.readline()
     script = int(line) if line else _find_started(mark)
     first = _read_process(script) if script else None
-    if not script or sys.stdin.readline():
+    if not script:
+        return
+    roots = {first[0]} if first else set()
+    _follow_agent(roots, mark)
+    if sys.stdin.readline():
         return
     # Descendants are recorded while their parents live, because this process does not adopt them.
-    known = with_descendants([first[0]] if first else [], read_processes())
+    # If they were stopped, the agent's end has sent SIGHUP to the script, which may have ended.
+    found = read_processes()
+    known = with_descendants(roots | _marked(found, mark), found)
     has_group = signal_group(script, signal.SIGTERM)
     until_s = time.monotonic() + grace_s
     for _ in range(math.ceil(grace_s / WATCH_S) + MAX_SEARCHES):

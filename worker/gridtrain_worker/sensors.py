@@ -127,7 +127,7 @@ class MachineSensors:
             if running & known:  # even while our script is paused, because it remains on the GPU
                 if self._is_drawn_by_others(gpu, known):
                     return True
-            elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
+            elif self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu > GPU_BUSY_PERCENT:
                 return True
         return False
 
@@ -139,9 +139,6 @@ class MachineSensors:
             return False
         return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
 
-    def _busy_percent(self, gpu: Any) -> float:
-        return float(self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-
     def _temperature_C(self) -> float:
         found: list[float] = []
         if self._nvml is not None:
@@ -151,9 +148,8 @@ class MachineSensors:
         if read is not None:
             found += [part.current for parts in read().values() for part in parts if part.current]
         if not found:
-            raise _SensorUnavailable(
-                NO_PSUTIL if self._psutil is None else "this machine reports no temperature"
-            )
+            why = "this machine reports no temperature"
+            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else why)
         return max(found)
 
     # -- idle time -------------------------------------------------------------------------------
@@ -164,11 +160,8 @@ class MachineSensors:
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
         if not found:
-            raise _SensorUnavailable(
-                NO_PSUTIL
-                if self._psutil is None
-                else "neither a desktop session nor a terminal reports idle time"
-            )
+            why = "neither a desktop session nor a terminal reports idle time"
+            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else why)
         return min(found)
 
     def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:

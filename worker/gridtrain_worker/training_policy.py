@@ -312,11 +312,8 @@ class TrainingPolicy:
             blocking.append(("the day's traffic budget is used up", _midnight(now)))
         for name in self.rules.sensors:
             why = readings.why_absent(name)
-            said = (
-                f'the "{name}" sensor cannot be read ({why})'
-                if why
-                else self._sensor_reason(name, readings, now)
-            )
+            unreadable = f'the "{name}" sensor cannot be read ({why})'
+            said = unreadable if why else self._sensor_reason(name, readings, now)
             if said:
                 blocking.append((said, None))
         known = [until for _, until in blocking]

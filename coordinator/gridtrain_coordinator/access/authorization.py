@@ -13,7 +13,7 @@ receives no reply.
 
 `wall_s` is wall-clock time, because invitations remain valid when the coordinator restarts; `now_s` may come
 from any clock.  Durable changes are returned as journal entries, which the caller writes before sending any
-reply; `recover_authorization` reads these entries.
+reply; the next start passes these entries to `Authorization`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
@@ -30,6 +30,7 @@ from gridtrain_coordinator.access import authorization_limits as limits
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.run.events import JournalEntry
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_LISTED = 1000
 """The maximum number of rows of each kind that `status` returns, and of keys from `removed_members`."""
@@ -101,6 +102,11 @@ class _Removal:
     reason: str
 
 
+class _Ban(NamedTuple):
+    reason: str
+    name: str  # that of the worker; "" if it is not known
+
+
 # -- access control ----------------------------------------------------------------------------------
 
 
@@ -113,6 +119,10 @@ class Authorization:
         coordinator: the coordinator's own key, which no worker may use.
         open_to_all: whether every key that has not been removed or banned has the role PEER; for groups
             within one process.
+        entries: the journal's entries, from which the earlier state is recovered.  The counts of recent joins
+            and enrolments restart at zero.
+
+    Raises `KeyError`, `TypeError` or `ValueError` if an entry is invalid.
     """
 
     def __init__(
@@ -122,6 +132,7 @@ class Authorization:
         run: str = "default",
         operator: m.PeerId | None = None,
         coordinator: m.PeerId | None = None,
+        entries: Iterable[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
         self._run = run
         self._open_to_all = open_to_all
@@ -130,12 +141,13 @@ class Authorization:
         self._invitations: dict[str, _Invitation] = {}
         self._serial = 0
         self._members: dict[m.PeerId, str] = {}  # with the ids of the invitations that they used
-        self._banned: dict[m.PeerId, str] = {}  # with the reasons
-        self._banned_names: dict[m.PeerId, str] = {}  # names of banned workers, where known
-        self._removed: dict[m.PeerId, _Removal] = {}
+        self._banned: dict[m.PeerId, _Ban] = {}
+        self._removed: RecentDict[m.PeerId, _Removal] = RecentDict(limits.MAX_REMOVED)
         self._violations = ViolationLog()
         self._recent_enrolments: list[tuple[float, str]] = []  # (time, address range)
         self._joins = RequestRate(limits.JOIN_WINDOW_S, limits.MAX_JOINERS)
+        for kind, body in entries:
+            self.apply_entry(kind, body)
 
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
         """Return the current role of `key`; called at each handshake and for each message.
@@ -179,25 +191,21 @@ class Authorization:
         if (refusal := invitation.refusal(wall_s)) is not None:
             return AccessReply(refusal)
         if limits.is_banned(peer, self._banned):
-            return AccessReply(limits.banned_refusal(peer, self._banned[peer]))
+            return AccessReply(limits.banned_refusal(peer, self._banned[peer].reason))
         if peer in self._members:
             return AccessReply(m.Enrolled(self._run))
         if removal is not None and limits.predates_removal(invitation.serial, removal.serial):
             return AccessReply(limits.removed_refusal(removal.reason))
-        if (
-            peer in self._reserved_keys
-            or peer == invitation_key
-            or invitation_digest(peer) in self._invitations
-        ):
+        is_invitation = peer == invitation_key or invitation_digest(peer) in self._invitations
+        if is_invitation or peer in self._reserved_keys:
             return AccessReply(limits.KEY_IN_USE)
         if len(self._members) >= limits.MAX_MEMBERS:
             return AccessReply(limits.TOO_MANY_MEMBERS)
         if self._exceeds_enrolment_rate(address_range, wall_s):
             return AccessReply(limits.TOO_MANY_ENROLMENTS)
         self._recent_enrolments.append((wall_s, address_range))
-        return AccessReply(
-            m.Enrolled(self._run), (self._apply_and_journal("enrolled", peer=peer.hex(), invitation=name),)
-        )
+        entry = self._apply_and_journal("enrolled", peer=peer.hex(), invitation=name)
+        return AccessReply(m.Enrolled(self._run), (entry,))
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
         """Return whether the worker may join now; if so, count this join.
@@ -260,12 +268,10 @@ class Authorization:
                     "check that the invitation has not expired and belongs to this run",
                 )
             entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=wall_s, at_s=wall_s)
-            return AccessReply(
-                m.OperatorReply(
-                    "the invitation is withdrawn; workers that it has admitted stay, and may return until "
-                    "they are kicked (gridtrain kick)"
-                ),
-                (entry,),
+            return _accepted(
+                "the invitation is withdrawn; workers that it has admitted stay, and may return until they "
+                "are kicked (gridtrain kick)",
+                entry,
             )
         if uses > limits.MAX_USES or expires_s > limits.MAX_EXPIRES_S:
             return _refused(
@@ -276,20 +282,19 @@ class Authorization:
             )
         if name in self._invitations or key in self._members or key in self._reserved_keys:
             return _refused("known", "this key is in use", "run `gridtrain invite`, which creates a new key")
-        if (
-            sum(known.refusal(wall_s) is None for known in self._invitations.values())
-            >= limits.MAX_INVITATIONS
-        ):
+        if len(self._valid_invitations(wall_s)) >= limits.MAX_INVITATIONS:
             return _refused(
                 "too-many",
                 f"{limits.MAX_INVITATIONS} invitations are open",
                 "create one invitation with more uses (--uses), or wait until some have expired",
             )
-        entry = self._apply_and_journal(
-            "invitation", key=name, uses=uses, until_s=wall_s + expires_s, at_s=wall_s
-        )
+        until_s = wall_s + expires_s
+        entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=until_s, at_s=wall_s)
         times = "once" if uses == 1 else f"{uses} times"
-        return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
+        return _accepted(f"the invitation {name[:8]} can be used {times}", entry)
+
+    def _valid_invitations(self, wall_s: float) -> list[tuple[str, _Invitation]]:
+        return [(name, known) for name, known in self._invitations.items() if known.refusal(wall_s) is None]
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
         """Kick the member `peer`, or ban this key (`ban`), which then need not belong to a member."""
@@ -297,7 +302,7 @@ class Authorization:
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
         if limits.is_banned(peer, self._banned):
-            return AccessReply(m.OperatorReply(f"{_short(peer)} is already banned: {self._banned[peer]}"))
+            return _accepted(f"{_short(peer)} is already banned: {self._banned[peer].reason}")
         if not ban and not self._is_member(peer):
             return _refused(
                 "unknown",
@@ -319,7 +324,7 @@ class Authorization:
             )
         entry = self._apply_and_journal("pardoned", peer=peer.hex())
         then = "it can rejoin" if self._open_to_all else "it can rejoin with a new invitation"
-        return AccessReply(m.OperatorReply(f"{_short(peer)} is no longer banned; {then}"), (entry,))
+        return _accepted(f"{_short(peer)} is no longer banned; {then}", entry)
 
     # -- violations ----------------------------------------------------------------------------
 
@@ -382,22 +387,15 @@ class Authorization:
         """
         victims = self._violations.accused_by(peer) if cause == "liar" else []
         named = {"name": name} if name else {}
-        entries = [
-            self._apply_and_journal("expelled", peer=peer.hex(), ban=ban, reason=reason, cause=cause, **named)
-        ]
+        body = {"peer": peer.hex(), "ban": ban, "reason": reason, "cause": cause, **named}
+        removal = self._apply_and_journal("expelled", **body)
         innocent = [victim for victim in victims if self._was_removed_in_error(victim)]
-        entries += [
-            self._apply_and_journal("enrolled", peer=victim.hex(), invitation="") for victim in innocent
-        ]
-        return entries, innocent
+        readmissions = [self._apply_and_journal("enrolled", peer=x.hex(), invitation="") for x in innocent]
+        return [removal, *readmissions], innocent
 
     def _was_removed_in_error(self, victim: m.PeerId) -> bool:
-        removal = self._removed.get(victim)
-        return (
-            removal is not None
-            and removal.is_for_violations
-            and not exceeds_limit(len(self._violations.records_of(victim)))
-        )
+        removal, count = self._removed.get(victim), len(self._violations.records_of(victim))
+        return removal is not None and removal.is_for_violations and not exceeds_limit(count)
 
     # -- journal entries -----------------------------------------------------------------------
 
@@ -417,20 +415,15 @@ class Authorization:
                 self._apply_enrolled(limits.parse_key(body["peer"]), limits.parse_text(body["invitation"]))
             case "expelled":
                 peer, name = limits.parse_key(body["peer"]), limits.parse_text(body.get("name", ""))
-                self._apply_expelled(peer, body["ban"], limits.parse_text(body["reason"]), body["cause"])
-                if body["ban"] and name:
-                    self._banned_names[peer] = name
+                reason = limits.parse_text(body["reason"])
+                self._apply_expelled(peer, body["ban"], reason, body["cause"], name)
             case "pardoned":
                 peer = limits.parse_key(body["peer"])
                 self._banned.pop(peer, None)
-                self._banned_names.pop(peer, None)
                 self._removed.pop(peer, None)
                 if not self._open_to_all:
-                    self._removed[peer] = _Removal(
-                        self._serial,
-                        False,
-                        "it was banned, and has not been invited since the ban was lifted",
-                    )
+                    reason = "it was banned, and has not been invited since the ban was lifted"
+                    self._removed[peer] = _Removal(self._serial, False, reason)
             case "strike":
                 accuser_text = limits.parse_text(body["accuser"])
                 accuser = limits.parse_key(accuser_text) if accuser_text else None
@@ -477,16 +470,13 @@ class Authorization:
         self._members[peer] = invitation
         self._removed.pop(peer, None)
 
-    def _apply_expelled(self, peer: m.PeerId, ban: object, reason: str, cause: object) -> None:
+    def _apply_expelled(self, peer: m.PeerId, ban: object, reason: str, cause: object, name: str) -> None:
         if type(ban) is not bool or cause not in ("order", "strikes", "liar"):
             raise ValueError(f"ban is {ban!r} and cause is {cause!r}, which no coordinator writes")
         self._members.pop(peer, None)
-        self._removed.pop(peer, None)
         self._removed[peer] = _Removal(self._serial, cause == "strikes", reason)
-        if len(self._removed) > limits.MAX_REMOVED:
-            del self._removed[next(iter(self._removed))]
         if ban:
-            self._banned[peer] = reason
+            self._banned[peer] = _Ban(reason, name)
         if cause == "liar":
             self._violations.withdraw_accusations(peer)
 
@@ -497,11 +487,7 @@ class Authorization:
 
         Its size is limited, and it contains no secrets.
         """
-        valid = [
-            (name, invitation)
-            for name, invitation in self._invitations.items()
-            if invitation.refusal(wall_s) is None
-        ]
+        valid = self._valid_invitations(wall_s)
         members, banned = list(self._members)[-MAX_LISTED:], list(self._banned.items())[-MAX_LISTED:]
         return {
             "open_to_all": self._open_to_all,
@@ -523,7 +509,10 @@ class Authorization:
                 }
                 for peer in members
             ],
-            "banned": [self._banned_row(peer, reason) for peer, reason in banned],
+            "banned": [
+                {"peer": peer.hex(), **({"name": ban.name} if ban.name else {}), "reason": ban.reason}
+                for peer, ban in banned
+            ],
             "strikes": [
                 self._violations_row(peer) for peer in self._violations.accused_members()[-MAX_LISTED:]
             ],
@@ -537,10 +526,6 @@ class Authorization:
         """Return how many violations currently count against this peer."""
         return self._violations.count(peer)
 
-    def _banned_row(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
-        name = self._banned_names.get(peer, "")
-        return {"peer": peer.hex(), **({"name": name} if name else {}), "reason": reason}
-
     def _violations_row(self, peer: m.PeerId) -> dict[str, Any]:
         violations = self._violations.records_of(peer)[-10:]
         accusations = [
@@ -550,28 +535,12 @@ class Authorization:
         return {"peer": peer.hex(), "strikes": self._violations.count(peer), "said": accusations}
 
 
-def recover_authorization(
-    entries: Iterable[tuple[str, Mapping[str, Any]]],
-    open_to_all: bool = False,
-    *,
-    run: str = "default",
-    operator: m.PeerId | None = None,
-    coordinator: m.PeerId | None = None,
-) -> Authorization:
-    """Return an `Authorization` in the state that these journal entries record.
-
-    The counts of recent joins and enrolments restart at zero.
-
-    Raises `KeyError`, `TypeError` or `ValueError` for invalid entries.
-    """
-    authorization = Authorization(open_to_all, run=run, operator=operator, coordinator=coordinator)
-    for kind, body in entries:
-        authorization.apply_entry(kind, body)
-    return authorization
-
-
 def _refused(code: str, reason: str, remedy: str) -> AccessReply:
     return AccessReply(m.Refused(code, reason, remedy))
+
+
+def _accepted(text: str, *entries: JournalEntry) -> AccessReply:
+    return AccessReply(m.OperatorReply(text), entries)
 
 
 def _short(key: m.PeerId) -> str:

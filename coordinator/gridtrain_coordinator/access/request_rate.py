@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from gridtrain_coordinator.run.recent_dict import RecentDict
+
 
 class RequestRate:
     """The times of requests within the last `window_s` seconds.
@@ -17,8 +19,8 @@ class RequestRate:
     """
 
     def __init__(self, window_s: float, max_keys: int) -> None:
-        self._window_s, self._max_keys = window_s, max_keys
-        self._times_s: dict[Hashable, deque[float]] = {}
+        self._window_s = window_s
+        self._times_s: RecentDict[Hashable, deque[float]] = RecentDict(max_keys)
 
     def allow(self, key: Hashable, now_s: float, most: int) -> bool:
         """Return whether a request is allowed now; if so, count it.
@@ -26,13 +28,10 @@ class RequestRate:
         Args:
             most: the maximum number of requests from one key within the window.
         """
-        times_s = self._times_s.pop(key, None) or deque()
+        times_s = self._times_s[key] = self._times_s.get(key, deque())
         while times_s and times_s[0] <= now_s - self._window_s:
             times_s.popleft()
         is_allowed = len(times_s) < most
         if is_allowed:
             times_s.append(now_s)
-        self._times_s[key] = times_s  # reinserted last, so that the first entry is the least recent
-        if len(self._times_s) > self._max_keys:
-            del self._times_s[next(iter(self._times_s))]
         return is_allowed

@@ -78,11 +78,8 @@ class ViolationLog:
         """
         records = self._records.get(accused, [])
         count = sum(earlier.accuser == record.accuser for earlier in records)
-        if (
-            accused == record.accuser
-            or count >= VIOLATIONS_BEFORE_REMOVAL
-            or record.accuser in self._suspects
-        ):
+        is_excluded = record.accuser == accused or record.accuser in self._suspects
+        if is_excluded or count >= VIOLATIONS_BEFORE_REMOVAL:
             return False
         if not records and len(self._records) >= MAX_ACCUSED:
             del self._records[next(iter(self._records))]
@@ -103,11 +100,7 @@ class ViolationLog:
         return [accuser for accuser, until_s in self._suspects.items() if now_s >= until_s]
 
     def accused_by(self, accuser: PeerId) -> list[PeerId]:
-        return [
-            accused
-            for accused, records in self._records.items()
-            if any(record.accuser == accuser for record in records)
-        ]
+        return [peer for peer, records in self._records.items() if any(x.accuser == accuser for x in records)]
 
     def is_suspected(self, accuser: PeerId | None) -> bool:
         return accuser in self._suspects

@@ -8,6 +8,7 @@ The board uses no clock, socket or thread.  Everything that workers report is sa
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ _STATE = "state", "rank", "share", "step", "strikes", "heard_s", "stage"
 LIVE_COLUMNS = (*_STATE, *_FIGURES, *_RATES, *_COUNTERS)
 _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_bytes"}
 
+_RUN_COUNTS = "term", "generation", "step", "world_size", "skipped_samples", "skipped_in_a_row", "drifts"
+_RUN_NUMBERS = "total_steps", "samples", "total_samples", "epochs"
+_RUN_CURVES = "steps_per_s", "samples_per_s", "sent_Bps", "loss"  # of `Point`
+
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
     "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
@@ -45,17 +50,9 @@ CHANGES = {
     "learning_again",
 }  # fmt: skip
 ARRIVAL_EVENTS = {
-    "joined",
-    "left",
-    "removed",
-    "caught_up",
-    "following",
-    "enrolled",
-    "readmitted",
-    "worker_finished",
-    "checkpoint_written",
-    "checkpoint_uploaded",
-}
+    "joined", "left", "removed", "caught_up", "following", "enrolled", "readmitted", "worker_finished",
+    "checkpoint_written", "checkpoint_uploaded",
+}  # fmt: skip
 DEPARTURE_EVENTS = "lost", "left", "removed", "refused"
 """The events after which a worker is no longer registered; the event's name becomes the worker's state."""
 
@@ -84,20 +81,16 @@ class WorkerRow:
     Attributes:
         id: a short number, which is never reused.
         description: the values that rarely change.
-        live: the values of `LIVE_COLUMNS`.
+        live: the values of `LIVE_COLUMNS`, in this order.
     """
 
     id: int
     description: dict[str, Any]
-    live: list[Any]
+    live: dict[str, Any]
     figures: dict[str, float] = field(default_factory=dict)
     address: str = ""
     departed_s: float | None = None  # wall clock
     finished_step: float | None = None  # its last step, which no heartbeat reports if it leaves at once
-
-    def value(self, column: str) -> Any:
-        """Return the value of one of `LIVE_COLUMNS`."""
-        return self.live[LIVE_COLUMNS.index(column)]
 
 
 class Board:
@@ -120,18 +113,15 @@ class Board:
         self._step: int | None = None
         self._staged = False
         self._last_sent: tuple[dict[str, Any], dict[str, Any], int, Point | None] = ({}, {}, 0, None)
-        self._last_sent_rows: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+        self._last_sent_rows: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     # -- input ---------------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """Add an event from the coordinator's log."""
         name = sanitize.text(event, 40)
-        shown = {
-            key: value
-            for key, value in list(fields.items())[:EVENT_FIELDS]
-            if key not in ("address", "tried")
-        }
+        some = list(fields.items())[:EVENT_FIELDS]
+        shown = {key: value for key, value in some if key not in ("address", "tried")}
         self.event_counts[name] += 1
         safe = sanitize.tree(shown)
         self.events.append(
@@ -177,16 +167,16 @@ class Board:
         is_finished = status["phase"] == "finished"
         self._update_rows([*members, *_paused_rows(status)], at_s, is_finished)
         slow = self._waited_for(status)
-        ids = {row.value("rank"): row.id for row in self._active()}
+        ids = {row.live["rank"]: row.id for row in self._active()}
         graph = build_graph(status if ids else {**status, "world_size": 0}, run_load)
         self.topology = {
-            **graph.to_json(),
-            "ids": [ids.get(rank) for rank in range(graph.size)],
+            **graph,
+            "ids": [ids.get(rank) for rank in range(graph["size"])],
             "waited_for": slow["id"] if slow else None,
         }
         share = self._share()
         steps_per_s = sanitize.number(status.get("steps_per_s"))
-        sent = [row.value("sent_Bps") for row in self._present()]
+        sent_Bps = [x for row in self._present() if (x := row.live["sent_Bps"]) is not None]
         point = Point(
             at_s=round(at_s, 2),
             step=int(status["step"]),
@@ -195,9 +185,7 @@ class Board:
             loss=sanitize.number(status.get("loss")),
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * share if steps_per_s is not None else None,
-            sent_Bps=sum(entry for entry in sent if entry is not None)
-            if any(x is not None for x in sent)
-            else None,
+            sent_Bps=sum(sent_Bps) if sent_Bps else None,
         )
         if not (is_finished and self.run.get("phase") == "finished"):  # the curves end with the run
             self.history.add(point)
@@ -206,31 +194,19 @@ class Board:
     def _run(
         self, status: Mapping[str, Any], facts: dict[str, str], point: Point, slow: dict[str, Any] | None
     ) -> dict[str, Any]:
-        states = Counter(row.value("state") for row in self._present())
+        states = Counter(row.live["state"] for row in self._present())
         return {
             "run": sanitize.text(status["run"], 64),
             "phase": sanitize.text(status["phase"], 20),
             "reason": sanitize.text(status["reason"]),
             "alert": sanitize.text(status.get("alert", "")),
-            "term": int(status["term"]),
-            "generation": int(status["generation"]),
-            "step": int(status["step"]),
-            "total_steps": sanitize.number(status.get("total_steps")),
-            "samples": sanitize.number(status.get("samples")),
-            "total_samples": sanitize.number(status.get("total_samples")),
-            "epochs": sanitize.number(status.get("epochs")),
+            **{name: int(status.get(name, 0)) for name in _RUN_COUNTS},
+            **{name: sanitize.number(status.get(name)) for name in _RUN_NUMBERS},
             "remaining_s": shortened(sanitize.number(status.get("remaining_s"))),
-            "skipped_samples": int(status.get("skipped_samples", 0)),
-            "skipped_in_a_row": int(status.get("skipped_in_a_row", 0)),
-            "world_size": int(status["world_size"]),
             "workers": dict(sorted(states.items())),
-            "steps_per_s": shortened(point.steps_per_s),
-            "samples_per_s": shortened(point.samples_per_s),
-            "sent_Bps": shortened(point.sent_Bps),
-            "loss": shortened(point.loss),
+            **{name: shortened(getattr(point, name)) for name in _RUN_CURVES},
             "exchanged_bytes": round(self.exchanged_bytes),
             "dense_bytes": round(self.dense_bytes),
-            "drifts": int(status.get("drifts", 0)),
             "plan_reason": _plan_text(status),
             "facts": facts,
             "software": sanitize.text(status.get("software", ""), 64),
@@ -247,30 +223,26 @@ class Board:
             present.add(peer)
             row = self._rows.get(peer)
             if row is None:
-                row = self._rows[peer] = WorkerRow(self._next_id, {}, [])
+                row = self._rows[peer] = WorkerRow(self._next_id, {}, {})
                 self._next_id += 1
             self._fill(row, peer, member)
         for peer, row in list(self._rows.items()):
             if peer not in present and row.departed_s is None:
                 row.departed_s = at_s
-                last = dict(zip(LIVE_COLUMNS, row.live, strict=True))
-                last |= {"state": row.description.pop("ended", "gone"), "rank": None, "heard_s": None}
-                last |= {"sent_Bps": None, "received_Bps": None}
+                ended = {"state": row.description.pop("ended", "gone"), "rank": None, "heard_s": None}
+                row.live = {**row.live, **ended, "sent_Bps": None, "received_Bps": None}
                 if row.finished_step is not None:
-                    last["step"] = row.finished_step
-                row.live = list(last.values())
+                    row.live["step"] = row.finished_step
                 row.description = {
                     **row.description,
                     "departed_s": round(at_s, 2),
                     "reason": row.description.get("reason") or "it is no longer registered",
                 }
-        departed = [peer for peer, row in self._rows.items() if row.departed_s is not None]
-        expired = {
-            peer for peer in departed if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S
-        }
-        if is_finished:  # all workers that took part remain listed
-            expired.clear()
-        for peer in expired | set(departed[: max(0, len(departed) - MAX_DEPARTED)]):
+        departed = {peer: row.departed_s for peer, row in self._rows.items() if row.departed_s is not None}
+        # Once the run is finished, all workers that took part remain listed.
+        retention_s = math.inf if is_finished else DEPARTED_RETENTION_S
+        expired = {peer for peer, since_s in departed.items() if at_s - since_s > retention_s}
+        for peer in expired | set([*departed][: max(0, len(departed) - MAX_DEPARTED)]):
             del self._rows[peer]
 
     def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
@@ -283,7 +255,6 @@ class Board:
             about = row.description.get("about", {})  # a paused worker reports nothing
         if row.departed_s is not None:
             row.departed_s, row.finished_step, row.description = None, None, {}
-        values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
         heard_s = sanitize.number(member.get("last_heard_s")) or 0.0
         reason = member.get("reason") or member.get("spare") or STATE_REASONS.get(state, "")
         if state == "suspect":
@@ -303,18 +274,19 @@ class Board:
             for name, reported in list(figures.items())[: sanitize.MAX_ITEMS]
             if name not in _OWN_FIGURES and (value := sanitize.number(reported)) is not None
         }
-        row.live = [
-            state,
-            member.get("rank"),
-            member.get("share"),
-            member.get("step"),
-            member.get("strikes", 0),
-            round(heard_s) if heard_s >= 2 else 0,  # constant while heartbeats arrive every second as usual
-            member.get("stage") if self._staged else None,
-            *(_brief(values[name]) for name in _FIGURES),
-            *(_brief(sanitize.number(member.get(name)), 3) for name in _RATES),
-            *(sanitize.number(figures.get(name)) for name in _COUNTERS),
-        ]
+        row.live = {
+            "state": state,
+            "rank": member.get("rank"),
+            "share": member.get("share"),
+            "step": member.get("step"),
+            "strikes": member.get("strikes", 0),
+            # Constant while heartbeats arrive every second as usual.
+            "heard_s": round(heard_s) if heard_s >= 2 else 0,
+            "stage": member.get("stage") if self._staged else None,
+            **{name: _brief(sanitize.number(figures.get(name))) for name in _FIGURES},
+            **{name: _brief(sanitize.number(member.get(name)), 3) for name in _RATES},
+            **{name: sanitize.number(figures.get(name)) for name in _COUNTERS},
+        }
 
     def _count_bytes(
         self, members: list[Mapping[str, Any]], step: int, status: Mapping[str, Any], run_load: Any
@@ -333,9 +305,8 @@ class Board:
         }
         said = any(member.get("figures") for member in members)
         if self._step is not None and step > self._step and run_load is not None and status["world_size"] > 1:
-            self.dense_bytes += (
-                (step - self._step) * 2 * (status["world_size"] - 1) * 4.0 * run_load.parameters
-            )
+            ring_bytes = 2 * (status["world_size"] - 1) * 4.0 * run_load.parameters
+            self.dense_bytes += (step - self._step) * ring_bytes
         self._step = step if said else None
 
     # -- derived values ------------------------------------------------------------------------
@@ -345,11 +316,11 @@ class Board:
 
     def _active(self) -> list[WorkerRow]:
         """Return the members in rank order."""
-        members = (row for row in self._present() if row.value("rank") is not None)
-        return sorted(members, key=lambda row: row.value("rank"))
+        members = (row for row in self._present() if row.live["rank"] is not None)
+        return sorted(members, key=lambda row: row.live["rank"])
 
     def _share(self) -> int:
-        return sum(row.value("share") or 0 for row in self._active())
+        return sum(row.live["share"] or 0 for row in self._active())
 
     def _waited_for(self, status: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the row id of the member for which the others wait, and the reason; None if none."""
@@ -361,12 +332,9 @@ class Board:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return one object per worker for the JSON API: the members in rank order, then the others."""
-        others = [row for row in self._rows.values() if row.value("rank") is None]
+        others = [row for row in self._rows.values() if row.live["rank"] is None]
         rows = [*self._active(), *sorted(others, key=lambda row: row.id)]
-        return [
-            row.description | dict(zip(LIVE_COLUMNS, row.live, strict=True)) | {"figures": row.figures}
-            for row in rows
-        ]
+        return [row.description | row.live | {"figures": row.figures} for row in rows]
 
     def address(self, peer: str) -> str:
         row = self._rows.get(peer)
@@ -378,7 +346,7 @@ class Board:
             "run": self.run,
             "columns": LIVE_COLUMNS,
             "who": [row.description for row in self._rows.values()],
-            "rows": [[row.id, *row.live] for row in self._rows.values()],
+            "rows": [[row.id, *row.live.values()] for row in self._rows.values()],
             "shape": self.topology,
             "point": POINT,
             "recent": [point.row() for point in self.history.recent],
@@ -401,7 +369,7 @@ class Board:
             "events": events[-MAX_EVENTS_A_TICK:],
             "who": [who for at, (who, _) in rows.items() if at not in last_rows or last_rows[at][0] != who],
             "rows": [
-                [at, *live]
+                [at, *live.values()]
                 for at, (_, live) in rows.items()
                 if at not in last_rows or last_rows[at][1] != live
             ],

@@ -77,11 +77,7 @@ class ConnectionTimeouts:
         return expired
 
 
-async def close_expired(
-    connections: Callable[[], Collection[Any]],
-    streaming_paths: Collection[str],
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+async def close_expired(connections: Callable[[], Collection[Any]], streaming_paths: Collection[str]) -> None:
     """Abort the connections that have exceeded their time limit, until this coroutine is cancelled.
 
     Args:
@@ -91,5 +87,5 @@ async def close_expired(
     timeouts = ConnectionTimeouts(streaming_paths)
     while True:
         await asyncio.sleep(LOOK_S)
-        for connection in timeouts.expired(list(connections()), clock()):
+        for connection in timeouts.expired(list(connections()), time.monotonic()):
             connection.transport.abort()

@@ -125,11 +125,8 @@ class DashboardService:
             asyncio.run(self._serve())
         except BaseException as error:  # including SystemExit, which uvicorn raises if it cannot start
             reason = f"{type(error).__name__}: {error}"
-            self._log(
-                "error",
-                "dashboard_failed",
-                {"reason": reason, "remedy": "restart the coordinator to open the dashboard again"},
-            )
+            remedy = "restart the coordinator to open the dashboard again"
+            self._log("error", "dashboard_failed", {"reason": reason, "remedy": remedy})
         finally:
             self._started.set()
 

@@ -83,7 +83,8 @@ class Api:
         return Response(exposition(self._board), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def run(self, request: Request) -> Response:
-        self._require_status()
+        if not self._board.run:
+            raise HTTPException(503)
         return JSONResponse(self._board.run)
 
     async def workers(self, request: Request) -> Response:
@@ -125,13 +126,10 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if request.method == "HEAD":
-            return Response(
-                media_type="text/event-stream; charset=utf-8"
-            )  # the answer to GET would never end
+            return Response(media_type="text/event-stream; charset=utf-8")  # to GET, it would never end
         if self._stream.is_full:
-            refusal = problem(
-                503, "full", f"{self._stream.page_count} pages are open", "close a page, or try again later"
-            )
+            text = f"{self._stream.page_count} pages are open"
+            refusal = problem(503, "full", text, "close a page, or try again later")
             refusal.headers["retry-after"] = "10"
             return refusal
         return self._stream.serve
@@ -156,16 +154,11 @@ class Api:
         peer = bytes.fromhex(_key(request))
         reason = await _reason(request)
         try:
-            reply = await asyncio.wait_for(
-                asyncio.wrap_future(self._submit_order(order(peer, reason))), ORDER_S
-            )
+            submitted = self._submit_order(order(peer, reason))
+            reply = await asyncio.wait_for(asyncio.wrap_future(submitted), ORDER_S)
         except TimeoutError:
-            return problem(
-                504,
-                "no-answer",
-                f"the coordinator has not answered within {ORDER_S:.0f} s",
-                "see the coordinator's log",
-            )
+            text = f"the coordinator has not answered within {ORDER_S:.0f} s"
+            return problem(504, "no-answer", text, "see the coordinator's log")
         if isinstance(reply, Refused):
             return problem(409, reply.code, reply.reason, reply.remedy)
         return JSONResponse({"done": reply.text})
@@ -173,10 +166,6 @@ class Api:
     def _require_token(self, request: Request) -> None:
         if not bearer(request.headers, self._token):
             raise HTTPException(401, headers={"www-authenticate": 'Bearer realm="gridtrain"'})
-
-    def _require_status(self) -> None:
-        if not self._board.run:
-            raise HTTPException(503)
 
 
 def create_app(api: Api, *, allowed_hosts: Collection[str] = ()) -> ASGIApp:

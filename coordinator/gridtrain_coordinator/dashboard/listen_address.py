@@ -22,6 +22,7 @@ from pathlib import Path
 
 from gridtrain.errors import DISK_FULL, AddressTaken, ConfigError, TransportError
 from gridtrain.extras import install_command
+from gridtrain.runtime.client.private_file import replace_private_file
 
 HOST, PORT = "127.0.0.1", 7780
 MAX_PORTS_TRIED = 20
@@ -95,11 +96,8 @@ def bind(address: DashboardAddress) -> socket.socket:
         AddressTaken: no port is free.
         TransportError: this machine cannot listen at the address.
     """
-    ports = (
-        [address.port]
-        if address.is_required or not address.port
-        else range(address.port, address.port + MAX_PORTS_TRIED)
-    )
+    is_fixed = address.is_required or not address.port
+    ports = range(address.port, address.port + (1 if is_fixed else MAX_PORTS_TRIED))
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     for port in ports:
         candidate = socket.socket(family, socket.SOCK_STREAM)
@@ -148,25 +146,13 @@ def load_token(folder: Path) -> str:
     other users may read it.
     """
     path = folder / TOKEN_FILE
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return _read(path)
-    except OSError as error:
-        raise _unwritable_error(path, error) from None
-    token = secrets.token_urlsafe(32)
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(token + "\n")
-    except OSError as error:
-        path.unlink()
-        raise _unwritable_error(path, error) from None
-    return token
-
-
-def _unwritable_error(path: Path, error: OSError) -> ConfigError:
-    remedy = "free disk space" if error.errno in DISK_FULL else "check the folder's permissions"
-    return ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy)
+    if not path.exists():
+        try:
+            replace_private_file(path, secrets.token_urlsafe(32) + "\n")
+        except OSError as error:
+            remedy = "free disk space" if error.errno in DISK_FULL else "check the folder's permissions"
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy) from None
+    return _read(path)
 
 
 def _read(path: Path) -> str:

@@ -65,11 +65,8 @@ class _BoardCollector(Collector):
         for name, (metric, text) in OF_RUN.items():
             if run[name] is not None:
                 yield GaugeMetricFamily(metric, text, value=run[name])
-        phase = GaugeMetricFamily(
-            "gridtrain_phase",
-            "1 for the current phase of the run, 0 for other phases.",
-            labels=["run", "phase"],
-        )
+        text = "1 for the current phase of the run, 0 for other phases."
+        phase = GaugeMetricFamily("gridtrain_phase", text, labels=["run", "phase"])
         for phase_name in PHASES:
             phase.add_metric([run["run"], phase_name], float(run["phase"] == phase_name))
         yield phase
@@ -81,9 +78,8 @@ class _BoardCollector(Collector):
         dense = "Bytes that a dense ring of float32 would have sent for the same steps."
         yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
         yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
-        events = CounterMetricFamily(
-            "gridtrain_events", "Number of events in the coordinator's log.", labels=["event"]
-        )
+        text = "Number of events in the coordinator's log."
+        events = CounterMetricFamily("gridtrain_events", text, labels=["event"])
         for event, count in sorted(self._board.event_counts.items()):
             events.add_metric([event], count)
         yield events
@@ -92,10 +88,7 @@ class _BoardCollector(Collector):
     def _workers(self) -> Iterator[Metric]:
         present = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
         labels = [[row["name"], row["peer"][:12]] for row in present]
-        families: list[tuple[type[Any], dict[str, tuple[str, str]]]] = [
-            (GaugeMetricFamily, OF_WORKER),
-            (CounterMetricFamily, COUNTED),
-        ]
+        families: Any = (GaugeMetricFamily, OF_WORKER), (CounterMetricFamily, COUNTED)
         for family, names in families:
             for name, (metric, text) in names.items():
                 metric_family = family(metric, text, labels=["worker", "peer"])

@@ -6,7 +6,6 @@ ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gridtrain.core.collectives import ring
@@ -18,31 +17,16 @@ from gridtrain_coordinator.dashboard import sanitize
 MAX_DRAWN_NODES = 40  # if there are more members, no edges are drawn
 
 
-@dataclass(frozen=True, slots=True)
-class TopologyGraph:
-    """The graph of a generation.
+def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> dict[str, Any]:
+    """Return the graph of the generation that a status describes, as a JSON-serializable dictionary.
 
-    Attributes:
-        kind: ring, direct, butterfly, tree, star, all-gather or stages.
-        size: the number of members.
-        stages: the number of stages of a pipeline; otherwise 1.
-        edges: for each pair of ranks, the two ranks, the rate in bytes per second, the round trip in seconds,
-            and the rank of the relay (-1 for the coordinator).  A rate or round trip is None if unknown; the
-            relay is None if the route is direct.  Empty if there are more than `MAX_DRAWN_NODES` members.
+    kind: ring, direct, butterfly, tree, star, all-gather or stages
+    size: the number of members
+    stages: the number of stages of a pipeline; otherwise 1
+    edges: for each pair of ranks, the two ranks, the rate in bytes per second, the round trip in seconds, and
+        the rank of the relay (-1 for the coordinator).  A rate or round trip is None if unknown; the
+        relay is None if the route is direct.  Empty if there are more than `MAX_DRAWN_NODES` members.
     """
-
-    kind: str
-    size: int
-    stages: int
-    edges: tuple[tuple[int, int, float | None, float | None, int | None], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        edges = [list(edge) for edge in self.edges]
-        return {"kind": self.kind, "size": self.size, "stages": self.stages, "edges": edges}
-
-
-def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
-    """Return the graph of the generation that a status describes."""
     size, stages = int(status.get("world_size", 0)), int(status.get("stages", 1))
     name = run_load.kind.topology if run_load is not None else "ring"
     pairs: set[tuple[int, int]] = set()
@@ -50,10 +34,8 @@ def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> Topolog
         pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(NEIGHBOURS[name], range(size))
     known_links = _undirected_links(status.get("links", ()))
     relays = {(a, b): by for a, b, by in status.get("relayed", ())}
-    edges = tuple(
-        (a, b, *known_links.get((a, b), (None, None)), relays.get((a, b))) for a, b in sorted(pairs)
-    )
-    return TopologyGraph("stages" if stages > 1 else name, size, stages, edges)
+    edges = [[a, b, *known_links.get((a, b), (None, None)), relays.get((a, b))] for a, b in sorted(pairs)]
+    return {"kind": "stages" if stages > 1 else name, "size": size, "stages": stages, "edges": edges}
 
 
 def _pairs(neighbours: NeighboursOf, ranks: Sequence[int]) -> set[tuple[int, int]]:

@@ -31,6 +31,7 @@ from typing import TypeVar
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
+from gridtrain.runtime.client.private_file import replace_private_file
 from gridtrain_coordinator.journal.store import JournalStore
 
 JOURNAL = "journal.sqlite"
@@ -256,7 +257,7 @@ def restore(backup: Path, state: Path) -> Path:
         for name in _KEYS:
             if (source / name).exists() and not (state / name).exists():
                 Identity.read(source / name).write(state / name)
-        _copy(source / JOURNAL, partial)
+        replace_private_file(partial, (source / JOURNAL).read_bytes(), durable=True)
         JournalStore.open(partial).close()  # checks that the copy is complete
         for suffix in _BESIDE:  # left behind if only the journal was removed; SQLite would apply these files
             (state / f"{JOURNAL}{suffix}").unlink(missing_ok=True)
@@ -313,17 +314,6 @@ def _put(partial: Path, path: Path) -> None:
         os.rename(path, old)
     os.rename(partial, path)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    with (
-        source.open("rb") as read,
-        open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as write,
-    ):
-        shutil.copyfileobj(read, write)
-        write.flush()
-        os.fsync(write.fileno())
 
 
 def _sync(path: Path) -> None:

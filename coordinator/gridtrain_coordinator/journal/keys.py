@@ -31,21 +31,20 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
         ConfigError: the key file cannot be read or written, or other users may read it.
     """
     path = journal.absolute().parent / COORDINATOR_KEY
-    if known is not None and not path.exists():
-        raise JournalError(
-            f"the journal {journal} belongs to the key {known.hex()[:12]}, but {path} does not exist",
-            remedy=f"restore {path} from a backup, or choose another folder with --state to start a new run",
-        )
-    identity = Identity.load_or_create(path)
     if known is None:
+        identity = Identity.load_or_create(path)
         adopt(identity.public)
-    elif identity.public != known:
-        raise JournalError(
-            f"the journal {journal} belongs to the key {known.hex()[:12]}, "
-            f"but {path} contains the key {identity.public.hex()[:12]}, which no worker would recognize",
-            remedy=f"restore {path} from a backup, or choose another folder with --state to start a new run",
-        )
-    return identity
+        return identity
+    problem = "does not exist"
+    if path.exists():
+        identity = Identity.read(path)
+        if identity.public == known:
+            return identity
+        problem = f"contains the key {identity.public.hex()[:12]}, which no worker would recognize"
+    raise JournalError(
+        f"the journal {journal} belongs to the key {known.hex()[:12]}, but {path} {problem}",
+        remedy=f"restore {path} from a backup, or choose another folder with --state to start a new run",
+    )
 
 
 def operator_identity(journal: Path) -> Identity:

@@ -74,10 +74,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
     "SQLITE_CANTOPEN": ("cannot be opened", _CHECK_OWNER),
     "SQLITE_READONLY": ("is read-only", _CHECK_OWNER),
-    "SQLITE_CONSTRAINT": (
-        "rejected an invalid entry",
-        "report this as a bug in gridtrain",
-    ),
+    "SQLITE_CONSTRAINT": ("rejected an invalid entry", "report this as a bug in gridtrain"),
 }
 
 
@@ -409,10 +406,8 @@ def _new_file(path: Path) -> sqlite3.Connection:
 def _migrations() -> list[str]:
     """Return the migration scripts in order; script n is named 000n_*.sql."""
     folder = resources.files("gridtrain_coordinator.journal") / "migrations"
-    files = sorted(
-        (file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name
-    )
-    return [file.read_text(encoding="utf-8") for file in files]
+    scripts = [file for file in folder.iterdir() if file.name.endswith(".sql")]
+    return [file.read_text(encoding="utf-8") for file in sorted(scripts, key=lambda file: file.name)]
 
 
 def _lack_of_space(folder: Path) -> str:

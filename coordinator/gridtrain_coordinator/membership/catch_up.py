@@ -25,7 +25,7 @@ MAX_CATCHING_UP = 64
 NO_PROGRESS_TIMEOUT_S = 60.0
 """How long a newcomer may make no progress before it enters the next generation without having caught up.
 
-The time is this long because a state source sends its state only after its current step, which may be long.
+Until the state sources have reached the snapshot step, which may take minutes, their progress counts, too.
 """
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
@@ -93,8 +93,8 @@ class CatchUp:
         effects: list[Effect] = []
         catching_up: list[Worker] = []
         for worker in newcomers[:MAX_CATCHING_UP]:
-            since_s = self._started_s.setdefault(worker.peer, now_s)
-            if now_s - max(since_s, worker.progressed_s) >= NO_PROGRESS_TIMEOUT_S:
+            self._started_s.setdefault(worker.peer, now_s)
+            if now_s - self._progressed_s(worker.peer) >= NO_PROGRESS_TIMEOUT_S:
                 worker.mark_caught_up()
                 fields = {"name": worker.name, "reason": f"no progress for {NO_PROGRESS_TIMEOUT_S:.0f} s"}
                 effects.append(LogEvent("warning", "not_following", fields))
@@ -115,12 +115,12 @@ class CatchUp:
                 effects += self._send_fetch(worker.peer, sources, now_s)
         new = [worker.name for worker in catching_up if worker.peer not in self._announced]
         if new:
-            announced: dict[str, object] = {
+            following: dict[str, object] = {
                 "names": ", ".join(new),
                 "donors": len(sources),
                 "after_step": step,
             }
-            effects.append(LogEvent("info", "following", announced))
+            effects.append(LogEvent("info", "following", following))
         self._state_sources, self._announced = sources, peers
         self._fetch_sent_s = {peer: sent_s for peer, sent_s in self._fetch_sent_s.items() if peer in peers}
         self._snapshot_step = (step, now_s) if sources and step > latest else None
@@ -189,13 +189,16 @@ class CatchUp:
 
     def deadline_s(self) -> float:
         """Return the earliest time at which a newcomer may have stalled or the snapshot step may be late."""
-        workers = self._run.workers
         late_s = math.inf if self._snapshot_step is None else self._snapshot_step[1] + SNAPSHOT_LATE_S
-        progressed_s = [
-            max(since_s, workers[peer].progressed_s) if peer in workers else since_s
-            for peer, since_s in self._started_s.items()
-        ]
-        return min(late_s, min(progressed_s, default=math.inf) + NO_PROGRESS_TIMEOUT_S)
+        progressed_s = min(map(self._progressed_s, self._started_s), default=math.inf)
+        return min(late_s, progressed_s + NO_PROGRESS_TIMEOUT_S)
+
+    def _progressed_s(self, peer: m.PeerId) -> float:
+        """Return the time at which a newcomer, or the sources on whose snapshots it waits, made progress."""
+        waits_for = (peer, *self._state_sources) if self._snapshot_step is not None else (peer,)
+        workers = self._run.workers
+        times_s = [workers[each].progressed_s for each in waits_for if each in workers]
+        return max([self._started_s[peer], *times_s])
 
 
 def choose_snapshot_step(latest: int, made: int, running_s: float) -> int:

@@ -1,7 +1,8 @@
 """Decides when members' reports about each other (broken links, stalls, digests) lead to a dismissal.
 
     ConnectionLost     repeatedly -----------------> the member that all broken connections share is dismissed
-    RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
+    RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed, or
+                                                     two members whose connection breaks use another route
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation (`access.violations`)
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import median_low
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
@@ -23,7 +27,7 @@ from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S
+from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S, LinkFailures
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
@@ -40,10 +44,7 @@ class Complaints:
     _departures: Departures
     _addresses: AddressBook
     _divergence: DivergenceDetector
-    _stalled_step: StalledStep = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._stalled_step = StalledStep(self._run)
+    _stalled_step: StalledStep
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.
@@ -59,15 +60,20 @@ class Complaints:
         others = sorted({*run.connected_members} & set(message.peers) - {worker.peer})
         if not others:
             return []
-        failures = self._planner.link_failures
-        broken = {other for other in others if failures.has_broken(worker.peer, other, now_s)}
-        tried = self._addresses.block_routes(worker.peer, others, broken)
+        effects = self._give_up_routes(worker, others, now_s)
         names = ", ".join(run.workers.display_name(peer) for peer in others)
         reason = f"{worker.name} cannot reach {names} as planned"
         if run.view_change.is_forming:
             run.view_change.mark_unrouted(reason)
         elif not run.view_change.is_freezing:
             run.view_change.request(reason)
+        return effects
+
+    def _give_up_routes(self, worker: Worker, others: Sequence[m.PeerId], now_s: float) -> list[Effect]:
+        failures = self._planner.link_failures
+        broken = {other for other in others if failures.has_broken(worker.peer, other, now_s)}
+        tried = self._addresses.block_routes(worker.peer, others, broken)
+        names = ", ".join(self._run.workers.display_name(peer) for peer in others)
         return [LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
     def handle_broken_link(self, worker: Worker, message: m.ConnectionLost, now_s: float) -> list[Effect]:
@@ -86,9 +92,9 @@ class Complaints:
         if message.peer not in run.workers:
             return []  # the peer has left and is no longer registered
         run.workers[message.peer].liveness.record_link_broken(now_s)
+        failures.record(worker.peer, message.peer, now_s)
         if not is_current:
             return []
-        failures.record(worker.peer, message.peer, now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:
@@ -102,25 +108,28 @@ class Complaints:
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
         """Handle a round that makes no progress: dismiss members at fault and request another generation."""
-        run = self._run
+        run, view = self._run, self._run.view
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
-        if (
-            not is_current
-            or not run.view_change.is_idle
-            or worker.peer not in run.members
-            or run.view is None
-        ):
+        if not (is_current and run.view_change.is_idle) or worker.peer not in run.members or view is None:
             return []
         stalled = replace(stalled, reason=_with_names(stalled.reason, run))
-        # The generation's first step identifies the stall, because no reporter can choose it.
-        step, reason = run.view.applied + 2, stalled.reason
-        times = self._stalled_step.record(step, stalled, worker.peer)
+        # Identified by the step that most members have reported, because no single reporter can choose it.
+        steps = [run.workers[peer].step for peer in run.present_members]
+        step, reason = max(view.applied + 1, median_low(steps)) + 1, stalled.reason
+        times = self._stalled_step.record(step, stalled, worker.peer, now_s)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
         for peer, (code, why) in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
             if code == STALLED:
-                self._planner.record_unfinished_share(peer, now_s - run.workers[peer].progressed_s)
+                waited_s = now_s - run.workers[peer].progressed_s
+                self._planner.worker_speeds.observe_unfinished(peer, run.share_of(peer), waited_s)
             effects += self._departures.dismiss(peer, why, code=code)
+        for pair in combinations(
+            sorted(self._stalled_step.rerouted_ends.intersection(run.present_members)), 2
+        ):
+            if self._planner.link_failures.has_broken(*pair, now_s):
+                dialler, other = pair if self._addresses.address(*pair) else reversed(pair)
+                effects += self._give_up_routes(run.workers[dialler], [other], now_s)
         run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
 
@@ -139,14 +148,10 @@ class Complaints:
             run.view_change.request(f"the state of {worker.name} differs from the state of most members")
             if self._divergence.has_notified(diverged, run.generation):
                 continue
-            notice = self._divergence.notify(
-                diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
-            )
-            fields = {
-                "name": worker.name,
-                "step": message.step + 1,
-                "so_far": self._divergence.divergence_count,
-            }
+            diverged_message = m.ReplicaDiverged(run.term, run.generation, message.step)
+            notice = self._divergence.notify(diverged, diverged_message)
+            so_far = self._divergence.divergence_count
+            fields = {"name": worker.name, "step": message.step + 1, "so_far": so_far}
             effects += [LogEvent("warning", "drifted", fields), notice]
         return effects
 
@@ -163,14 +168,13 @@ def _with_names(reason: str, run: RunState) -> str:
     """Return a member's text with the names of members instead of their ranks and the beginnings of their
     keys."""
     order = run.member_order
-    peers = {f"rank {rank}": peer for rank, peer in enumerate(order)} | {
-        peer.hex()[:8]: peer for peer in order
-    }
-    named = re.sub(
-        r"\b(rank \d{1,5}|[0-9a-f]{8})\b",
-        lambda found: run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0],
-        reason,
-    )
+    peers = {f"rank {rank}": peer for rank, peer in enumerate(order)}
+    peers |= {peer.hex()[:8]: peer for peer in order}
+
+    def name(found: re.Match[str]) -> str:
+        return run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0]
+
+    named = re.sub(r"\b(rank \d{1,5}|[0-9a-f]{8})\b", name, reason)
     return shorten(named, MAX_NAMED_REASON_BYTES)
 
 
@@ -185,27 +189,54 @@ class StalledStep:
     6th               root       dora       yes             erik       the newest, presumed to be at fault
     6th               dora       any        yes             dora       reported most stalls, and is not root
 
+    A member may also be suspected because its connection broke: it voted NO, or another member is not
+    connected to it.  The accusation then concerns those members whose connections break most
+    (`LinkFailures.suspected_ends`), whoever reported it.  If nothing tells the two ends apart, they use
+    another route from the third stall on, and after the sixth the newer end is dismissed.  If the other end
+    then loses a connection to another member, it is the suspect.
+
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
     is late, and which members it is not connected to.  After a dismissal the count restarts, but the reports
     of members other than the root are kept if a suspect was dismissed.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
+    def __init__(self, run: RunState, failures: LinkFailures) -> None:
+        self._run, self._failures = run, failures
         self._step = -1
         self._reporters: Counter[m.PeerId | None] = Counter()  # None: the root at that time
         self._accusers: defaultdict[m.PeerId, list[m.PeerId]] = defaultdict(list)
+        self._accused: frozenset[m.PeerId] = frozenset()  # in the latest stall
+        self._ends: frozenset[m.PeerId] = frozenset()  # of the connections that caused the latest stall
+        self._spared: set[m.PeerId] = set()  # ends that stayed when the other end was dismissed
 
-    def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId) -> int:
+    def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> int:
         """Record a stall; return the number of generations in which the step has stalled."""
+        run = self._run
         if step != self._step:
             self._step = step
             self._reporters.clear()
             self._accusers.clear()
-        self._reporters[None if reporter == self._run.member_order[0] else reporter] += 1
-        for peer in self._run.members & set(stalled.suspects):
+        self._reporters[None if reporter == run.member_order[0] else reporter] += 1
+        self._accused = run.members & set(stalled.suspects)
+        self._ends, self._spared = frozenset(), self._spared & run.members
+        if not stalled.silent_s:
+            root, size = run.member_order[0], len(run.members)
+            ends = {
+                p: self._failures.suspected_ends(p, root, size, now_s) & run.members for p in self._accused
+            }
+            self._ends = frozenset().union(*ends.values())
+            self._ends = self._ends & self._spared or self._ends
+            self._accused = frozenset(peer for peer in ends if not ends[peer]) | self._ends
+        for peer in self._accused:
             self._accusers[peer].append(reporter)
         return self._reporters.total()
+
+    @property
+    def rerouted_ends(self) -> frozenset[m.PeerId]:
+        """The members that are to use other routes to each other, because one of them may be at fault for the
+        latest stalls."""
+        is_due = all(len(self._accusers[end]) >= STALLS_BEFORE_REMOVAL for end in self._ends)
+        return self._ends if len(self._ends) > 1 and is_due else frozenset()
 
     def find_at_fault(
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
@@ -237,12 +268,18 @@ class StalledStep:
         return {most: (DISMISSED, f"reported {reports} of {times} stalls of step {self._step}: {reason}")}
 
     def _find_newest(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
-        """Return the newest member if the step has stalled in many generations."""
+        """Return the newest member if the step has stalled in many generations.
+
+        If a broken connection caused the latest stall, only its ends are considered.
+        """
         if not self._has_stalled_often:
             return {}
-        times = self._reporters.total()
-        text = f"is the newest member, and step {self._step} failed in {times} generations: {reason}"
-        return {max(self._run.present_members, key=self._run.workers.seniority): (DISMISSED, text)}
+        times, ends = self._reporters.total(), self._ends.intersection(self._run.present_members)
+        newest = max(ends or self._run.present_members, key=self._run.workers.seniority)
+        self._spared |= ends - {newest}
+        what = "newer of two members whose connection breaks" if ends else "newest member"
+        text = f"is the {what}, and step {self._step} failed in {times} generations: {reason}"
+        return {newest: (DISMISSED, text)}
 
     def _find_suspects(
         self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float
@@ -252,18 +289,21 @@ class StalledStep:
         root = self._run.member_order[0]
         patience_s = max(stalled.silent_s, self._run.limits.patience_floor_s)
         found: dict[m.PeerId, tuple[str, str]] = {}
-        for peer in stalled.suspects:
+        for peer in sorted(self._accused):
             if peer not in workers:
                 continue
-            accusers, may_know = self._accusers[peer], root in (reporter, peer)
+            accusers, may_know = self._accusers[peer], root in (reporter, peer) or peer in self._ends
             waited_s = now_s - workers[peer].progressed_s
             if may_know and stalled.silent_s > 0 and patience_s <= waited_s:
                 share = format_count(self._run.share_of(peer), "sample")
                 waited = f"for {waited_s:.1f} s (limit {patience_s:.1f} s) while other members waited"
                 found[peer] = STALLED, f"made no progress {waited}; its share of a step is {share}"
-            elif len(accusers) >= STALLS_BEFORE_REMOVAL and (may_know or set(accusers) != {reporter}):
-                found[peer] = DISMISSED, f"delayed step {step} {len(accusers)} times: {reason}"
-            elif len(accusers) >= STALLS_BEFORE_REMOVAL:
+            elif len(accusers) < STALLS_BEFORE_REMOVAL or (peer in self._ends and len(self._ends) > 1):
+                continue
+            elif may_know or set(accusers) != {reporter}:
+                how = " with broken connections" if peer in self._ends else ""
+                found[peer] = DISMISSED, f"delayed step {step} {len(accusers)} times{how}: {reason}"
+            else:
                 name = workers.display_name(peer)
                 text = f"alone reported {len(accusers)} times that {name} delays step {step}: {reason}"
                 found[reporter] = DISMISSED, text

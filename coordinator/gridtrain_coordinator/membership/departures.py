@@ -54,14 +54,9 @@ class Departures:
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
-        missed = self._record_missing_model(worker, reason)
-        entries = self._run.record_leave(worker)
-        return [
-            *missed,
-            *entries,
-            *self._remove(worker, f"left: {reason}", "left"),
-            Disconnect(peer),
-        ]
+        effects = self._record_missing_model(worker, reason)
+        effects += self._run.record_leave(worker)
+        return [*effects, self._remove(worker, f"left: {reason}", "left"), Disconnect(peer)]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
         """Record that no final model is written if the leaving worker was to write it but could not."""
@@ -94,7 +89,7 @@ class Departures:
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
-        effects = self._remove(worker, reason, event)
+        effects: list[Effect] = [self._remove(worker, reason, event)]
         if notify and not self._run.is_finished:
             effects.append(Send(peer, m.Refused(code, reason, remedy)))
         return [*effects, Disconnect(peer)]
@@ -115,19 +110,18 @@ class Departures:
         self._record_departure(peer, f"{name} is lost: {reason}")
         return []
 
-    def refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
+    def refuse(self, peer: m.PeerId, refusal: m.Refused) -> list[Effect]:
         """Refuse a worker that does not fit the run, or that joins when the run is full or finished."""
         worker = self._run.workers.pop(peer, None)
         name = worker.name if worker is not None else "a worker"
-        self._record_departure(peer, f"{name} was refused: {reason}")
-        fields = {"name": name, "peer": peer.hex()[:12], "code": code, "reason": reason}
-        note = LogEvent("warning", "refused", fields)
-        return [note, Send(peer, m.Refused(code, reason, remedy))]
+        self._record_departure(peer, f"{name} was refused: {refusal.reason}")
+        fields = {"name": name, "peer": peer.hex()[:12], "code": refusal.code, "reason": refusal.reason}
+        return [LogEvent("warning", "refused", fields), Send(peer, refusal)]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:
         missing = f"; {self._run.missing_model}" if self._run.missing_model else ""
         reason = f'the run "{self._run.name}" is finished{missing}'
-        return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
+        return self.refuse(peer, m.Refused("finished", reason, "ask the run's owner for the result"))
 
     def finish_run(self, incomplete: str = "") -> list[Effect]:
         """Finish the run: notify the members, and refuse all other workers.
@@ -143,29 +137,21 @@ class Departures:
         reason += run.skipped_steps.ending(run.highest_step)
         if incomplete:
             run.record_missing_model(incomplete)
-        effects: list[Effect] = [
-            run.enter_phase(RunPhase.FINISHED, reason),
-            LogEvent("info", "finished", {"reason": reason}),
-        ]
+        note = LogEvent("info", "finished", {"reason": reason})
+        effects: list[Effect] = [run.enter_phase(RunPhase.FINISHED, reason), note]
         ending = run.members if not incomplete else frozenset()
         for peer in list(run.workers):
             effects += [run.phase_message(peer)] if peer in ending else self.refuse_late(peer)
         return effects
 
-    def _remove(self, worker: Worker, reason: str, event: str) -> list[Effect]:
+    def _remove(self, worker: Worker, reason: str, event: str) -> LogEvent:
         note = self._unregister(worker, reason, event)
         self._addresses.route_table.forget(worker.peer)
         self._divergence.forget(worker.peer)
-        return [note]
+        return note
 
     def _unregister(
-        self,
-        worker: Worker,
-        reason: str,
-        event: str = "lost",
-        *,
-        cause: str = "",
-        is_final: bool = True,
+        self, worker: Worker, reason: str, event: str = "lost", *, cause: str = "", is_final: bool = True
     ) -> LogEvent:
         """Remove a worker from the registry; return the event for the log.
 

@@ -91,10 +91,7 @@ class MemberLists:
 def _pages(view: m.MembershipView, members: tuple[m.Member, ...]) -> list[m.MemberListPage]:
     size = MEMBERS_PER_PAGE if not any(member.pieces for member in members) else max(MEMBERS_PER_PAGE // 8, 1)
     parts = [members[i : i + size] for i in range(0, len(members), size)]
-    return [
-        m.MemberListPage(view.term, view.generation, number, len(parts), part)
-        for number, part in enumerate(parts)
-    ]
+    return [m.MemberListPage(view.term, view.generation, n, len(parts), part) for n, part in enumerate(parts)]
 
 
 def _changes(

@@ -34,10 +34,11 @@ from gridtrain.core.group.loop_stalls import LoopStallDetector
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.catch_up import CatchUp
-from gridtrain_coordinator.membership.complaints import Complaints
+from gridtrain_coordinator.membership.complaints import Complaints, StalledStep
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
+from gridtrain_coordinator.membership.member_lists import MemberLists
 from gridtrain_coordinator.membership.member_recovery import MemberRecovery
 from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.readiness import Readiness
@@ -126,7 +127,8 @@ class Membership:
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
         departures = self._departures = Departures(run, planner, addresses, divergence)
-        self._complaints = Complaints(run, planner, departures, addresses, divergence)
+        stalled_step = StalledStep(run, planner.link_failures)
+        self._complaints = Complaints(run, planner, departures, addresses, divergence, stalled_step)
         checkpoints = self._checkpoints = CheckpointCatalog(run, quorum)
         self._admission = WorkerAdmission(
             run, planner, departures, checkpoints, addresses, self._worker_names
@@ -134,7 +136,14 @@ class Membership:
         sources = StateSources()
         self._readiness = Readiness(run, planner, departures, sources)
         installer = self._view_installer = ViewInstaller(
-            run, planner, self._readiness, addresses, divergence, reports, sources
+            run,
+            planner,
+            self._readiness,
+            addresses,
+            divergence,
+            reports,
+            sources,
+            MemberLists(run, addresses),
         )
         self._pipeline_recovery = PipelineRecovery(
             run, departures, installer, StagePlacement(run, planner, checkpoints), checkpoints
@@ -582,7 +591,9 @@ class Membership:
             case m.ReplicaDigest():
                 return self._complaints.compare_digest(peer, message)
             case m.ConnectionLost():
-                return self._complaints.handle_broken_link(worker, message, now_s)
+                effects = self._complaints.handle_broken_link(worker, message, now_s)
+                self._readiness.end_futile_wait(now_s)
+                return effects
             case m.ViolationReport():
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():
@@ -608,7 +619,7 @@ class Membership:
     def _handle_heartbeat(self, worker: Worker, beat: m.Heartbeat, now_s: float) -> list[Effect]:
         run = self.run
         notes: list[Effect] = [*worker.record_heartbeat(beat, now_s)]
-        self._planner.record_compute_metrics(worker.peer, worker.figures)
+        self._planner.worker_speeds.observe(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # it reads all members' steps
             run.record_report(worker.peer, beat.step)  # so that a rollback is recognized
@@ -685,8 +696,9 @@ class Membership:
         if view_change.is_freezing:
             effects = self._freeze_phase.advance(now_s)
         elif view_change.is_forming:
-            effects, is_abandoned = self._readiness.advance(now_s)
-            effects += self._advance(now_s) if is_abandoned else []
+            effects = self._readiness.advance(now_s)
+            if view_change.is_idle and not view_change.is_started:  # the generation is abandoned
+                effects += self._advance(now_s)
         else:
             effects = self._catch_up.advance(self._candidates.catching_up, now_s)
             if self._candidates.catching_up:
@@ -728,9 +740,6 @@ class Membership:
             return self._freeze_phase.freeze_members(now_s)
         if len(newcomers) < run.required_workers:
             return []
-        first = (
-            self._pipeline_recovery.begin_first
-            if run.partition.is_pipeline
-            else self._view_installer.install_first
-        )
-        return first(now_s)
+        if run.partition.is_pipeline:
+            return self._pipeline_recovery.begin_first(now_s)
+        return self._view_installer.install_first(now_s)

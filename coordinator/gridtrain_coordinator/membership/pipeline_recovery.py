@@ -31,7 +31,7 @@ from gridtrain_coordinator.membership.view_installer import ViewInstaller, decid
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
+from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, depends_on_unwritten
 from gridtrain_coordinator.stages.checkpoint_quorum import ReportedCheckpoints
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
 from gridtrain_coordinator.stages.whole_state import (
@@ -143,9 +143,12 @@ class PipelineRecovery:
     def _depends_on_full_disks(
         self, result: PlacementResult | str, restart: RestartPoint, live: LiveStates
     ) -> bool:
-        if isinstance(result, str) or restart.outcome is None:
+        """Return whether a member needs a state that a worker with a full disk holds only in memory."""
+        full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
+        if not full or isinstance(result, str) or restart.outcome is None:
             return False
-        return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
+        on_disks = self._checkpoints.trusted_checkpoints()
+        return depends_on_unwritten(result[0], restart.outcome, full, live, on_disks)
 
     def _await_left(self, restart: RestartPoint, last: int) -> tuple[str, str] | None:
         """Return why the run waits for workers that left with a state later than the restart point.
@@ -157,9 +160,8 @@ class PipelineRecovery:
         latter case, the run continues from the restart point, and the later steps are lost.
         """
         run, left = self._run, self._run.left_workers
-        assert run.definition is not None
         # A model that is repartitioned over fewer workers is awaited like one with all its stages.
-        has_enough = len(run.eligible_workers()) >= max(run.partition.stage_count, run.definition.stages)
+        has_enough = len(run.eligible_workers()) >= max(run.partition.stage_count, run.defined_setup.stages)
         if not left or has_enough or restart.outcome is None:
             return None
         is_trusted = self._checkpoints.quorum.is_trusted
@@ -196,11 +198,10 @@ class PipelineRecovery:
             absent: the checkpoints of absent workers that are to be considered as well.
         """
         run = self._run
-        assert run.definition is not None
         quorum = self._checkpoints.quorum if has_committed else None
         checkpoints = {**absent, **self._checkpoints.trusted_checkpoints()}
         restart = find_restart_point(
-            run.definition.ledger, outcome, last, live, checkpoints, run.partition.bounds, quorum
+            run.defined_setup.ledger, outcome, last, live, checkpoints, run.partition.bounds, quorum
         )
         is_saved = run.left_workers or any(checkpoints.values()) or self._checkpoints.quorum.has_confirmed
         return restart if restart.outcome is not None or is_saved else replace(restart, remedy=UNSAVED_REMEDY)
@@ -356,8 +357,7 @@ class PipelineRecovery:
         A stage is not lost if a member holds it, or held it when that member finished the run.
         """
         run = self._run
-        assert run.definition is not None
-        if not data_ledger.is_finished(run.definition.ledger, outcome.ledger):
+        if not data_ledger.is_finished(run.defined_setup.ledger, outcome.ledger):
             return False
         done = {run.stage_of(peer) for peer in outcome.state_holders | run.finished_members}
         return done >= set(range(run.partition.stage_count))

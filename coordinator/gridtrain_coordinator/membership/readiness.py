@@ -2,7 +2,7 @@
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no transfer makes progress -----> another source, another generation
-                                                                     or late members are dismissed
+                   connections break, and no state arrives             or late members are dismissed
                    a member is lost, or its history differs -------> another generation
                    members cannot connect, and no state arrives ---> another generation
 """
@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import seconds_per_sample
+from gridtrain.errors import MTU_REMEDY
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.state_sources import StateSources
@@ -45,6 +46,14 @@ LOADING_PERIODS = 6
 """How long a member may take to load a state once it has arrived, in multiples of `Deadlines.ready_s`."""
 
 
+FAILURES_BEFORE_FUTILE = 2
+"""How often a newcomer's connections may break before any of the state has arrived.
+
+TCP gives up a connection after 6 s without an acknowledgement.  If that happens repeatedly, although the
+connections can be opened, small packets arrive and large ones do not, so waiting any longer is futile.
+"""
+
+
 class Readiness:
     """Waits for the members' `Ready` messages."""
 
@@ -57,20 +66,19 @@ class Readiness:
     def begin(self, now_s: float) -> None:
         """Start waiting for the members of a generation that was just installed."""
         joining = [member.peer for member in self._run.member_list if member.joining]
-        holders = [member.peer for member in self._run.member_list if not member.joining]
         workload = self._planner.exchange_choice.workload
         parameters = workload.parameters if workload is not None else None
-        rate_Bps = self._planner.min_rate_Bps([*holders, *joining], joining)
+        rate_Bps = self._planner.measured_links.min_rate_Bps(self._run.members, frozenset(joining))
         self._forming_limit_s = now_s + max_forming_s(len(joining), parameters, rate_Bps)
         step_bytes = MIN_RATE_SHARE * waited_rate_Bps(rate_Bps) * self._run.limits.ready_s
         max_bytes = MAX_STATE_BYTES_PER_PARAMETER * parameters if parameters else math.inf
         for peer in joining:
             self._run.workers[peer].state_progress.begin(step_bytes, max_bytes, now_s)
 
-    def advance(self, now_s: float) -> tuple[list[Effect], bool]:
+    def advance(self, now_s: float) -> list[Effect]:
         """Start the generation once all members are ready, or handle members that are late.
 
-        Returns the effects, and whether the generation was abandoned, so that another one must be made.
+        If the generation is abandoned, the view change ends without having started it.
         """
         run, view_change = self._run, self._run.view_change
         assert run.view is not None
@@ -83,7 +91,7 @@ class Readiness:
             and not view_change.unrouted_reason
             and set(histories.values()) <= {run.view.history}
         ):
-            return [], False  # the usual case; avoids a pass over all members for each `Ready`
+            return []  # the usual case; avoids a pass over all members for each `Ready`
         wrong = [p for p, history in histories.items() if history != run.view.history and p in run.workers]
         for peer in wrong:
             effects += self._departures.remove_lost(peer, "is ready with a different history of updates")
@@ -91,16 +99,14 @@ class Readiness:
         if late and view_change.unrouted_reason and now_s >= self.state_transfer_deadline_s():
             view_change.request(view_change.unrouted_reason)
             view_change.reset()
-            return effects, True
+            return effects
         if late and now_s >= view_change.deadline_s:
-            more, is_abandoned = self._handle_late(late, now_s)
-            effects += more
-            if is_abandoned:
-                return effects, True
+            effects += self._handle_late(late, now_s)
         if wrong or len(run.present_members) < len(run.member_order):
             view_change.reset()
-            return effects, True
-        return ([], False) if late else (self._start(), False)
+        elif not late:
+            effects = self._start()
+        return effects
 
     def _start(self) -> list[Effect]:
         run = self._run
@@ -119,30 +125,32 @@ class Readiness:
         told = [run.phase_message(peer) for peer in run.workers] if was_paused else []
         return [entry, LogEvent("info", "training", fields), *starts, *told]
 
-    def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
+    def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> list[Effect]:
         """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.
 
         The longest-serving member that holds the model stays, unless it sends a checkpoint to none of several
         others before the training begins.  If it waits for parts of its stage, the members that should have
-        sent them are dismissed.
-
-        Returns the effects, and whether the generation was abandoned because another source is needed.
+        sent them are dismissed.  If another source is needed, the generation is abandoned.
         """
         run, ready_s = self._run, self._run.limits.ready_s
+        futile = self._futile(late, now_s)
+        late = futile or late
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
-        if progressed_s + ready_s > now_s < self._forming_limit_s:  # a large state is being received
+        if (
+            not futile and progressed_s + ready_s > now_s < self._forming_limit_s
+        ):  # a large state is being received
             run.view_change.wait_until(progressed_s + ready_s)
-            return [], False
+            return []
         run.view_change.wait_until(now_s + ready_s)
         holders = [member.peer for member in run.member_list if not member.joining]
         if self._is_source_computing(holders, late, now_s):
-            return [], False
-        staying = self._record_failure(holders, late, now_s)
+            return []
+        staying = self._record_failure(holders, late, futile, now_s)
         if staying:
             return self._replace_source(late, staying)
         if self._is_checkpoint_unsent(holders, late, now_s):
             text = f"sent its checkpoint to no other worker within {ready_s:.0f} s"
-            return [x for peer in holders for x in self._departures.dismiss(peer, text)], False
+            return [x for peer in holders for x in self._departures.dismiss(peer, text)]
         eldest = min((p for p in holders if p in run.workers), key=run.workers.seniority, default=None)
         reasons = dict.fromkeys((p for p in late if p != eldest), f"was not ready within {ready_s:.0f} s")
         if eldest in late:
@@ -153,11 +161,33 @@ class Readiness:
         effects: list[Effect] = []
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
-            if source is not None and source.progressed_s < run.view_change.last_installed_s:
+            if peer in futile:
+                text = "received nothing of the state, because its connections to the members break"
+                effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
+            elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))
             else:
                 effects += self._departures.dismiss(peer, reason)
-        return effects, False
+        return effects
+
+    def end_futile_wait(self, now_s: float) -> None:
+        """When a connection has broken, let `advance` handle newcomers to which no state can be sent."""
+        run = self._run
+        if run.view_change.is_forming and self._futile(run.present_members, now_s):
+            run.view_change.shorten_deadline(now_s)
+
+    def _futile(self, late: Collection[m.PeerId], now_s: float) -> list[m.PeerId]:
+        """Return the newcomers whose connections broke repeatedly before any of the state arrived."""
+        run, failures = self._run, self._planner.link_failures
+        root, size, ready = run.member_order[0], len(run.member_order), run.view_change.ready_histories
+        waiting = self._joining().intersection(late).difference(ready)
+        return [
+            peer
+            for peer in sorted(waiting)
+            if not run.workers[peer].state_progress.has_received
+            and failures.failure_count(peer, now_s) >= FAILURES_BEFORE_FUTILE
+            and peer in failures.suspected_ends(peer, root, size, now_s)
+        ]
 
     def _dismiss_waiting(self, peer: m.PeerId, holder: str) -> list[Effect]:
         """Dismiss a member that waits for the state of another one, whose training loop does not run."""
@@ -240,7 +270,11 @@ class Readiness:
     # -- sources that do not send ------------------------------------------------------------------
 
     def _record_failure(
-        self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
+        self,
+        holders: Collection[m.PeerId],
+        late: Collection[m.PeerId],
+        futile: Collection[m.PeerId],
+        now_s: float,
     ) -> list[m.PeerId]:
         """Record that the source has not served the late members that still wait for the state.
 
@@ -252,7 +286,7 @@ class Readiness:
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
-        waiting = [peer for peer in late if not self._is_busy(run.workers[peer], now_s)]
+        waiting = [peer for peer in late if peer in futile or not self._is_busy(run.workers[peer], now_s)]
         if not waiting:
             return []
         self._sources.record_failure(source, waiting)
@@ -266,9 +300,7 @@ class Readiness:
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 
-    def _replace_source(
-        self, late: Collection[m.PeerId], staying: Collection[m.PeerId]
-    ) -> tuple[list[Effect], bool]:
+    def _replace_source(self, late: Collection[m.PeerId], staying: Collection[m.PeerId]) -> list[Effect]:
         run, ready_s, source = self._run, self._run.limits.ready_s, self._state_source()
         assert source is not None
         effects: list[Effect] = []
@@ -282,7 +314,7 @@ class Readiness:
             f"the state did not arrive from {name(source)}, so another member sends it"
         )
         run.view_change.reset()
-        return effects, True
+        return effects
 
     def state_transfer_deadline_s(self) -> float:
         """Return the time until which a state transfer is considered to be in progress.
@@ -304,9 +336,8 @@ def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None
         rate_Bps: the rate of the slowest measured link to a member without the state; None if no link has
             been measured.
     """
-    return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / waited_rate_Bps(
-        rate_Bps
-    )
+    sent_bytes = receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0)
+    return MAX_FORMING_S + sent_bytes / waited_rate_Bps(rate_Bps)
 
 
 def waited_rate_Bps(rate_Bps: float | None) -> float:

@@ -12,9 +12,9 @@ to unpartitioned models; in a pipeline, the ranks determine which member sends w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from gridtrain.core.messages import PeerId
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
 """How many sources must have failed to serve a member before the member itself is considered at fault.  The
@@ -28,9 +28,11 @@ class StateSources:
     """Records the outcomes of state transfers across generations, and chooses sources accordingly."""
 
     def __init__(self) -> None:
-        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed it
-        self._served: dict[PeerId, set[PeerId]] = {}  # by source, members that it served: two are enough
-        self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served a member
+        # By joining member, the sources that failed it.
+        self._failed: RecentDict[PeerId, list[PeerId]] = RecentDict(MAX_RECORDS)
+        # By source: members that it served, of which two are enough, and its failures since it last did.
+        self._served: RecentDict[PeerId, set[PeerId]] = RecentDict(MAX_RECORDS)
+        self._unreliable: RecentDict[PeerId, int] = RecentDict(MAX_RECORDS)
 
     def record_success(self, source: PeerId, receivers: Collection[PeerId]) -> None:
         """Record that these members have received the state."""
@@ -38,17 +40,14 @@ class StateSources:
             self._failed.pop(receiver, None)
         if receivers:
             self._unreliable.pop(source, None)
-            self._served[source] = set([*self._served.pop(source, ()), *receivers][:2])
-        _trim(self._served)
+            self._served[source] = set([*self._served.get(source, ()), *receivers][:2])
 
     def record_failure(self, source: PeerId, receivers: Collection[PeerId]) -> None:
         """Record that these members have received nothing, or too little, from the source."""
         for receiver in receivers:
-            failed = self._failed.pop(receiver, [])
+            failed = self._failed.get(receiver, [])
             self._failed[receiver] = [*(peer for peer in failed if peer != source), source]
-        self._unreliable[source] = self._unreliable.pop(source, 0) + 1
-        _trim(self._failed)
-        _trim(self._unreliable)
+        self._unreliable[source] = self._unreliable.get(source, 0) + 1
 
     def is_at_fault(self, receiver: PeerId) -> bool:
         """Return whether so many sources have failed to serve this member that it is itself at fault."""
@@ -71,17 +70,8 @@ class StateSources:
             stalled: members whose trainers have stalled; they cannot serve any member until they
                 recover.
         """
-        ranked = {
-            holder: (
-                sum(holder in self._failed.get(x, ()) for x in receivers),
-                holder in stalled,
-                self._unreliable.get(holder, 0),
-            )
-            for holder in holders
-        }
+        ranked = {}
+        for holder in holders:
+            failures = sum(holder in self._failed.get(receiver, ()) for receiver in receivers)
+            ranked[holder] = failures, holder in stalled, self._unreliable.get(holder, 0)
         return min(ranked, key=lambda holder: ranked[holder]) if any(map(any, ranked.values())) else None
-
-
-def _trim(records: dict[PeerId, Any]) -> None:
-    while len(records) > MAX_RECORDS:
-        del records[next(iter(records))]

@@ -86,11 +86,8 @@ class ViewInstaller:
     _divergence: DivergenceDetector
     _generation_reports: GenerationReports
     _sources: StateSources
+    _member_lists: MemberLists
     _initial_state: InitialState = field(default_factory=InitialState)
-    _member_lists: MemberLists = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._member_lists = MemberLists(self._run, self._addresses)
 
     # -- initial state -----------------------------------------------------------------------------
 
@@ -132,14 +129,11 @@ class ViewInstaller:
         if run.highest_step > step:
             lost = {"from": run.highest_step, "to": step}
             reason = f"the state of step {run.highest_step} is lost, so the run returns to step {step}"
-            effects += [
-                run.phase_entry(run.phase, reason, rollback=lost),
-                LogEvent("error", "rollback", lost),
-            ]
+            effects.append(run.phase_entry(run.phase, reason, rollback=lost))
+            effects.append(LogEvent("error", "rollback", lost))
             if not step:
-                update = m.RunStateUpdate(
-                    str(run.phase), _START_AT_0.format(format_count(run.highest_step, "step"))
-                )
+                notice = _START_AT_0.format(format_count(run.highest_step, "step"))
+                update = m.RunStateUpdate(str(run.phase), notice)
                 effects += [Send(peer, update) for peer in admitted]
             run.roll_back(outcome.applied)
         return effects + self.install(outcome, now_s, source=source)
@@ -151,19 +145,15 @@ class ViewInstaller:
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:
         """Return the state in these workers' latest checkpoint; None if they have no checkpoint."""
         run = self._run
-        checkpoints = {
-            peer: setup.checkpoint
-            for peer in eldest_first
-            if (setup := run.workers[peer].setup) is not None and setup.checkpoint is not None
-        }
+        setups = ((peer, run.workers[peer].setup) for peer in eldest_first)
+        checkpoints = {peer: x.checkpoint for peer, x in setups if x is not None and x.checkpoint is not None}
         if not checkpoints:
             return None
         applied = max(state.applied for state in checkpoints.values())
         first = next(state for state in checkpoints.values() if state.applied == applied)
         at = (applied, first.history)
         holders = frozenset(p for p, state in checkpoints.items() if (state.applied, state.history) == at)
-        assert run.definition is not None
-        ledger = data_ledger.release_holders(run.definition.ledger, first.ledger)
+        ledger = data_ledger.release_holders(run.defined_setup.ledger, first.ledger)
         return Outcome(m.Verdict.ABORT, None, applied, first.history, ledger, holders)
 
     # -- creation ----------------------------------------------------------------------------------
@@ -184,7 +174,6 @@ class ViewInstaller:
                 have it; None if any holder may send it.
         """
         run = self._run
-        assert run.definition is not None
         self._member_lists.end_generation()
         order, shares = self._planner.plan(run.eligible_workers(), outcome.state_holders, now_s, placement)
         self._addresses.begin_generation(order)
@@ -193,7 +182,9 @@ class ViewInstaller:
             holders = [peer for peer in order if peer in outcome.state_holders]
             stalled = {batch.peer for batch in outcome.ledger.late}
             source = source or self._sources.choose(holders, lacking, stalled)
-            placement = _replicated_placement(order, outcome, source)
+            # Without a source, each of them receives the state from a nearby holder.
+            sources = {} if source is None else {peer: order.index(source) for peer in lacking}
+            placement = RankPlacement(order, sources, (), "")
         else:
             lacking = set(placement.state_sources)
         members = tuple(
@@ -207,7 +198,7 @@ class ViewInstaller:
             decided_round=outcome.decided_round,
             applied=outcome.applied,
             history=outcome.history,
-            ledger=data_ledger.release_deferred(run.definition.ledger, outcome.ledger, order),
+            ledger=data_ledger.release_deferred(run.defined_setup.ledger, outcome.ledger, order),
             reason=run.view_change.begin_forming(now_s + run.limits.ready_s, now_s),
             exchange=self._planner.exchange_choice.view_exchange,
             stage_bounds=run.partition.recorded_bounds,
@@ -274,23 +265,11 @@ class ViewInstaller:
 
 def decide_open_step(run: RunState, reports: Mapping[m.PeerId, m.FreezeReport]) -> Outcome:
     """Decide the open step from the reports of members that hold a state."""
-    assert run.definition is not None
     shares = [(member.peer, member.share) for member in run.member_list]
     eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
-    return decide_outcome(eldest_first, run.definition.ledger, shares, in_stages=run.partition.is_pipeline)
+    return decide_outcome(eldest_first, run.defined_setup.ledger, shares, in_stages=run.partition.is_pipeline)
 
 
 def initial_outcome() -> Outcome:
     """Return the outcome of a run in which no step was committed."""
     return Outcome(m.Verdict.ABORT, None, -1, EMPTY_HISTORY, m.LedgerState(), frozenset())
-
-
-def _replicated_placement(
-    order: tuple[m.PeerId, ...], outcome: Outcome, source: m.PeerId | None
-) -> RankPlacement:
-    """Return a placement in which members without the state receive it from `source`.
-
-    If `source` is None, each of them receives it from a nearby holder.
-    """
-    joiners = set(order) - outcome.state_holders if source is not None else set()
-    return RankPlacement(order, {peer: order.index(source) for peer in joiners if source is not None}, (), "")

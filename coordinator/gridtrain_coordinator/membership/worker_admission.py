@@ -65,17 +65,14 @@ class WorkerAdmission:
         """Return the effects of refusing the worker; an empty list if it may join."""
         run = self._run
         if join.run != run.name:
-            return self._departures.refuse(
-                peer,
-                "wrong-run",
-                f'this coordinator serves the run "{run.name}", not "{join.run}"',
-                f'ask the owner of "{join.run}" for an invitation to it',
-            )
+            reason = f'this coordinator serves the run "{run.name}", not "{join.run}"'
+            remedy = f'ask the owner of "{join.run}" for an invitation to it'
+            return self._departures.refuse(peer, m.Refused("wrong-run", reason, remedy))
         if run.is_finished:
             return self._departures.refuse_late(peer)
         spec = run.definition.ledger if run.definition is not None else None
         if peer not in run.workers and (full := _fullness(len(run.workers), spec)):
-            return self._departures.refuse(peer, *full)
+            return self._departures.refuse(peer, full)
         return []
 
     def register(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -111,8 +108,8 @@ class WorkerAdmission:
             reference = described = None  # all workers with the run's setup left before the first step
         # A worker that is refused must not define the run.
         if misfit := self._incompatibility(reference, setup, others):
-            code, reason, remedy = misfit
-            return self._departures.refuse(peer, code, reason + self._base_origins(worker, setup), remedy)
+            reason = misfit.reason + self._base_origins(worker, setup)
+            return self._departures.refuse(peer, replace(misfit, reason=reason))
         effects: list[Effect] = []
         choice = self._planner.exchange_choice
         if described is not None:
@@ -121,10 +118,8 @@ class WorkerAdmission:
         if reference is None:
             run.define(setup)
             choice.configure(setup)
-            effects += [
-                JournalEntry("run", _definition_entry(setup)),
-                LogEvent("info", "run_defined", shown_facts(setup.facts)),
-            ]
+            effects.append(JournalEntry("run", _definition_entry(setup)))
+            effects.append(LogEvent("info", "run_defined", shown_facts(setup.facts)))
             if choice.unknown_text:
                 effects.append(LogEvent("warning", "exchange_unknown", {"exchange": choice.unknown_text}))
         run.accepted_workers.add(peer)
@@ -162,8 +157,8 @@ class WorkerAdmission:
 
     def _incompatibility(
         self, reference: m.Setup | None, setup: m.Setup, others: list[str]
-    ) -> tuple[str, str, str] | None:
-        """Return the code, reason and remedy for refusing the setup; None if it fits the definition.
+    ) -> m.Refused | None:
+        """Return the refusal of the setup; None if it fits the definition.
 
         Args:
             others: the names of the other workers with the run's setup.
@@ -174,26 +169,26 @@ class WorkerAdmission:
                 data_ledger.validate(setup.ledger)
                 check_setup(setup)
             except ConfigError as error:
-                return "ledger", error.reason, error.remedy
+                return m.Refused("ledger", error.reason, error.remedy)
         if differing := setup_differences(reference, setup):
             reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
             anew = _how_to_define_anew([] if self._run.has_committed else others)
-            return "different-run", reason, f"{_remedy(reference, setup)}; {anew}"
+            return m.Refused("different-run", reason, f"{_remedy(reference, setup)}; {anew}")
         # More workers may have joined before the run was defined.
         if full := _fullness(len(others), reference.ledger):
             return full
         own = setup.checkpoint
-        if own is not None and not (
-            data_ledger.is_balanced(own.ledger) and own.ledger.step == own.applied + 1
+        if own is not None and (
+            own.ledger.step != own.applied + 1 or not data_ledger.is_balanced(own.ledger)
         ):
             reason = f"the ledger in the checkpoint of step {own.applied + 1} is inconsistent"
-            return "checkpoint", reason, "move this worker's checkpoints to another folder"
+            return m.Refused("checkpoint", reason, "move this worker's checkpoints to another folder")
         if setup.batch_size < 1 and setup.global_batch_size is None:
             reason = f"batch_size is {setup.batch_size}; it must be at least 1"
-            return "batch-size", reason, "pass a batch_size of at least 1 to grid.batches"
+            return m.Refused("batch-size", reason, "pass a batch_size of at least 1 to grid.batches")
         if any(is_impossible(checkpoint, reference) for checkpoint in setup.stage_checkpoints):
             reason = "a checkpoint has a stage that does not exist in the run, or an inconsistent ledger"
-            return "checkpoint", reason, "move this worker's checkpoints to another folder"
+            return m.Refused("checkpoint", reason, "move this worker's checkpoints to another folder")
         return None
 
     def _base_origins(self, worker: Worker, setup: m.Setup) -> str:
@@ -216,7 +211,7 @@ class WorkerAdmission:
         return effects + (self._introduce(worker, now_s) if worker.setup is not None else [])
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
-        self._planner.record_introduction(worker.peer)
+        self._planner.reorder_limits.record_introduction(worker.peer)
         worker.begin_probing(now_s + self._run.limits.probe_s)
         # Workers that are still measuring are included, so that each pair of workers that join together is
         # measured.  The latest worker comes first, so that newcomers do not all start with the same one.
@@ -225,8 +220,8 @@ class WorkerAdmission:
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
 
 
-def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | None:
-    """Return the code, reason and remedy for refusing another worker; None if the run is not full.
+def _fullness(count: int, spec: m.LedgerSpec | None) -> m.Refused | None:
+    """Return the refusal of another worker; None if the run is not full.
 
     Args:
         count: the number of other workers.
@@ -235,7 +230,7 @@ def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | N
     if count < (most := max_workers(spec)):
         return None
     reason = f"the run has {count} workers; it can have at most {most}"
-    return "full", reason, "try again when a worker has left"
+    return m.Refused("full", reason, "try again when a worker has left")
 
 
 def _how_to_define_anew(others: list[str]) -> str:

@@ -12,5 +12,6 @@ journal_recovery   reads the run back from the journal
 unique_names       names of workers, unique within the run
 paused_workers     workers that their owners have paused
 slow_member        the slow member for which the others wait
+recent_dict        a dictionary of limited size
 worker_problems    skipped steps, missed steps and failed checkpoints, as reported by workers
 """

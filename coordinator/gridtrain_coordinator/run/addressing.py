@@ -74,11 +74,8 @@ class AddressBook:
             return []  # in the last case, the worker has rejoined, and another result will follow
         self.route_table.set_location(worker.peer, replace(location, verified_address=address))
         worker.mark_addressable(True)
-        fields = {
-            "name": worker.name,
-            "reachable": bool(address),
-            "address": address or location.claimed_address,
-        }
+        shown = address or location.claimed_address
+        fields = {"name": worker.name, "reachable": bool(address), "address": shown}
         return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
@@ -103,12 +100,8 @@ class AddressBook:
 
         Returns the messages that notify these members of the probes, and the members' keys and addresses.
         """
-        locations = ((peer, self.route_table.location(peer)) for peer in members)
-        probe = [
-            (peer, location.verified_address)
-            for peer, location in locations
-            if location is not None and location.verified_address
-        ][:most]
+        addresses = ((peer, self.route_table.verified_address(peer)) for peer in members)
+        probe = [(peer, address) for peer, address in addresses if address][:most]
         return [Send(peer, m.ExpectProbes(((pending, ""),))) for peer, _ in probe], tuple(probe)
 
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
@@ -124,11 +117,8 @@ class AddressBook:
         if all(self.route_table.is_directly_reachable(peer) for peer in shown):
             return []
         rank_of = {peer: rank for rank, peer in enumerate(members)}
-        routes = [
-            (a, b, relay_of(self.route_table.address(shown[a], shown[b], self._relays)))
-            for a in range(len(shown))
-            for b in range(a + 1, len(shown))
-        ]
+        pairs = combinations(range(len(shown)), 2)
+        routes = [(a, b, relay_of(self.address(shown[a], shown[b]))) for a, b in pairs]
         return [[a, b, rank_of.get(relay, -1)] for a, b, relay in routes if relay is not None]
 
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
@@ -162,10 +152,7 @@ class AddressBook:
     def members_for(self, viewer: m.PeerId, members: Iterable[m.Member]) -> tuple[m.Member, ...]:
         """Return the member list with the addresses that `viewer` has to use."""
         return tuple(
-            self._with_address(
-                x, self.route_table.address(viewer, x.peer, self._relays) if x.peer != viewer else ""
-            )
-            for x in members
+            self._with_address(x, self.address(viewer, x.peer) if x.peer != viewer else "") for x in members
         )
 
     def _with_address(self, member: m.Member, address: str) -> m.Member:
@@ -188,11 +175,8 @@ class AddressBook:
 
         Returns the routes that were given up.
         """
-        pairs = ((newcomer, other) for other in others)
-        routes = [
-            self.route_table.block(*pair, self._relays) or self.route_table.block(*pair[::-1], self._relays)
-            for pair in pairs
-        ]
+        block, relays = self.route_table.block, self._relays
+        routes = [block(newcomer, other, relays) or block(other, newcomer, relays) for other in others]
         return list(dict.fromkeys(routes))
 
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:

@@ -91,9 +91,8 @@ class DivergenceDetector:
 
     def begin_generation(self, groups: Sequence[Sequence[PeerId]]) -> None:
         """Start over; each group contains the replicas of one stage, in rank order."""
-        self._comparisons = {
-            peer: comparison for group in groups for comparison in [DigestComparison(group)] for peer in group
-        }
+        comparisons = [(group, DigestComparison(group)) for group in groups]
+        self._comparisons = {peer: comparison for group, comparison in comparisons for peer in group}
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """Record a member's digest; return the members that are now known to differ."""

@@ -14,7 +14,7 @@ coordinator can handle messages in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -78,6 +78,8 @@ class GenerationPlanner:
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
         entry_shares: the members that select fewer gradient entries than others under the latest plan.
+        measured_links, link_failures, worker_speeds: the measurements on which the plans are based.
+        reorder_limits: decides which reports about links count.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
@@ -87,8 +89,8 @@ class GenerationPlanner:
         self.measured_links = rank_order.LinkMeasurements()
         self.link_failures = LinkFailures()
         self.exchange_choice = ExchangeChoice(rate_timeout_s=run.limits.probe_s)
-        self._batch_shares = WorkerSpeeds()
-        self._reorder_limits = ReorderLimits(run.limits.reshare_s)
+        self.worker_speeds = WorkerSpeeds()
+        self.reorder_limits = ReorderLimits(run.limits.reshare_s)
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
         self._is_search_due = False  # the latest plan was made without a full search
         self._prepared: tuple[PlanBasis, rank_order.RankOrder] | None = None
@@ -98,32 +100,17 @@ class GenerationPlanner:
 
     # -- measurements ------------------------------------------------------------------------------
 
-    def record_introduction(self, peer: m.PeerId) -> None:
-        """Record that a worker was asked to measure its links."""
-        self._reorder_limits.record_introduction(peer)
-
     def record_rates(self, peer: m.PeerId, rates: m.LinkRates) -> None:
+        """Record the rates of a worker's links, as far as they count (`ReorderLimits.accept`)."""
         known = [rate for rate in rates.rates_Bps if rate[0] in self._run.workers]
-        if self.measured_links.record(peer, self._reorder_limits.accept(peer, known)):
-            self._reorder_limits.mark_changed(peer)
-
-    def record_compute_metrics(self, peer: m.PeerId, figures: Mapping[str, float]) -> None:
-        """Record the compute times in a heartbeat's metrics."""
-        self._batch_shares.observe(peer, figures)
-
-    def record_unfinished_share(self, peer: m.PeerId, waited_s: float) -> None:
-        """Record that a member has made no progress with its share of a step for `waited_s` seconds."""
-        self._batch_shares.observe_unfinished(peer, self._run.share_of(peer), waited_s)
+        if self.measured_links.record(peer, self.reorder_limits.accept(peer, known)):
+            self.reorder_limits.mark_changed(peer)
 
     def forget(self, peer: m.PeerId) -> None:
         self.link_failures.forget(peer)
-        self._batch_shares.forget(peer)
+        self.worker_speeds.forget(peer)
         self.measured_links.forget(peer)
-        self._reorder_limits.forget(peer)
-
-    def min_rate_Bps(self, senders: Collection[m.PeerId], receivers: Collection[m.PeerId]) -> float | None:
-        """Return the lowest measured rate from `senders` to `receivers`; None if none was measured."""
-        return self.measured_links.min_rate_Bps(frozenset(senders), frozenset(receivers))
+        self.reorder_limits.forget(peer)
 
     def link_cost(self, peers: Sequence[m.PeerId], now_s: float) -> PairCost | None:
         """Return the cost of the links between these workers.
@@ -196,7 +183,7 @@ class GenerationPlanner:
             holders: the members that hold the state; the first of them has rank 0.
             placement: the ranks of a pipeline; None for an unpartitioned model.
         """
-        self._reorder_limits.clear_changes()
+        self.reorder_limits.clear_changes()
         self._comparison = None
         is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
@@ -304,7 +291,7 @@ class GenerationPlanner:
     def _assign_shares(self, order: Sequence[m.PeerId], *, is_pipeline: bool) -> BatchShares:
         workers, total = [self._run.workers[peer] for peer in order], self._global_batch_size
         if not is_pipeline:
-            return assign_shares(workers, total, self._batch_shares)
+            return assign_shares(workers, total, self.worker_speeds)
         layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
         names = [worker.name for worker in workers]
         return stage_shares(names, batch_limits(workers), layout, total)
@@ -375,7 +362,7 @@ class GenerationPlanner:
         if len(run.present_members) == len(run.member_order):
             most = batch_limits([run.workers[peer] for peer in run.member_order])
             shares = [member.share for member in run.member_list]
-            reason = self._batch_shares.rebalance_reason(run.member_order, shares, most)
+            reason = self.worker_speeds.rebalance_reason(run.member_order, shares, most)
             run.view_change.request(reason, can_wait=True)
 
     def _check_links(self, now_s: float) -> None:
@@ -384,7 +371,7 @@ class GenerationPlanner:
             self._comparison = None
             return
         run, links = self._run, self.measured_links
-        reporters = self._reorder_limits.due_reporters(now_s)
+        reporters = self.reorder_limits.due_reporters(now_s)
         if self._comparison is None and not (reporters or self._is_search_due):
             return
         load, shares = self.exchange_choice.workload, self._current_entry_shares
@@ -402,7 +389,7 @@ class GenerationPlanner:
         if members:
             reason = reason or share_change_reason(load, links, members, shares, self._names)
             run.view_change.request(reason or self._topology_reason(members), can_wait=True)
-        self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
+        self.reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
 
     def _topology_reason(self, peers: Sequence[m.PeerId]) -> str:
         network = self._rated(peers)

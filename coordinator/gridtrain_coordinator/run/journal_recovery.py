@@ -7,7 +7,7 @@ member has received it: members that come back receive the view and are then fro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -26,7 +26,7 @@ class LeftWorker:
     checkpoints: tuple[m.CheckpointInfo, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecoveredRun:
     """The run according to the journal; the defaults correspond to an empty journal.
 
@@ -59,9 +59,9 @@ class RecoveredRun:
     is_ending: bool = False
     end_reason: str | None = None
     highest_step: int = 0
-    checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
-    names: Mapping[m.PeerId, str] = field(default_factory=dict)
-    left_workers: Mapping[m.PeerId, LeftWorker] = field(default_factory=dict)
+    checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
+    names: dict[m.PeerId, str] = field(default_factory=dict)
+    left_workers: dict[m.PeerId, LeftWorker] = field(default_factory=dict)
     left_step: int = 0
     latest_members: frozenset[m.PeerId] = frozenset()
 
@@ -75,66 +75,50 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
 
     Raises `KeyError`, `TypeError` or `ValueError` for invalid entries.
     """
-    definition: m.Setup | None = None
-    latest: Mapping[str, Any] | None = None
-    phase, reason, has_started, highest_step, has_committed = "", "", False, 0, False
-    is_ending, left_step = False, 0
-    checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
-    names: dict[m.PeerId, str] = {}
-    left_workers: dict[m.PeerId, LeftWorker] = {}
+    run, latest, phase, reason = RecoveredRun(), None, "", ""
     for kind, body in entries:
         match kind:
             case "run":
-                definition = _definition(body)
+                run.definition = _definition(body)
             case "compacted":
-                names = {bytes.fromhex(peer): str(name) for peer, name in body["names"]}
+                run.names = {bytes.fromhex(peer): str(name) for peer, name in body["names"]}
             case "generation":
-                latest, phase, highest_step, left_workers, left_step = body, "", 0, {}, 0
+                latest, phase = body, ""
+                run.highest_step, run.left_workers, run.left_step = 0, {}, 0
                 for line in body["members"]:
                     peer = bytes.fromhex(line["peer"])
-                    names.pop(peer, None)  # reinserted, so that the latest names come last
-                    names[peer] = str(line["name"])
+                    run.names.pop(peer, None)  # reinserted, so that the latest names come last
+                    run.names[peer] = str(line["name"])
             case "state" if "checkpoint" in body:  # the phase has not changed
                 at, digests = _confirmed_checkpoint(body["checkpoint"])
-                checkpoints[at] = digests
+                run.checkpoints[at] = digests
             case "state" if "left" in body:  # the phase has not changed
                 entry = body["left"]
                 peer = bytes.fromhex(entry["peer"])
-                left_workers.pop(peer, None)
+                run.left_workers.pop(peer, None)
                 if stored := tuple(map(_stage_checkpoint, entry["checkpoints"])):
-                    left_workers[peer] = LeftWorker(str(entry["name"]), stored)
-                highest_step = max(highest_step, int(body.get("reached", 0)))
+                    run.left_workers[peer] = LeftWorker(str(entry["name"]), stored)
+                run.highest_step = max(run.highest_step, int(body.get("reached", 0)))
             case "state" if "ending" in body:  # the phase has not changed
-                is_ending = True
+                run.is_ending = True
             case "state":
-                phase, highest_step = body["state"], int(body.get("reached", 0))
-                left_step = int(body.get("left_step", 0))
+                phase, run.highest_step = body["state"], int(body.get("reached", 0))
+                run.left_step = int(body.get("left_step", 0))
                 reason = "; ".join(text for text in (body.get("reason"), body.get("missing_model")) if text)
-                has_committed = bool(body.get("committed", highest_step > 0))
-                has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
+                run.has_committed = bool(body.get("committed", run.highest_step > 0))
+                has_started = run.has_started or phase == RunPhase.TRAINING
+                run.has_started = phase != RunPhase.WAITING and has_started
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
-                    checkpoints = {at: known for at, known in checkpoints.items() if at[0] < step}
-    end_reason = reason if phase == RunPhase.FINISHED else None
+                    run.checkpoints = {at: known for at, known in run.checkpoints.items() if at[0] < step}
+    run.end_reason = reason if phase == RunPhase.FINISHED else None
     if latest is None:
-        return RecoveredRun(definition, is_ending=is_ending, end_reason=end_reason)
+        return RecoveredRun(run.definition, is_ending=run.is_ending, end_reason=run.end_reason)
     view, roster = _view(latest)
-    recovered = RecoveredRun(
-        definition,
-        view.generation,
-        has_committed=True,
-        is_ending=is_ending,
-        end_reason=end_reason,
-        checkpoints=checkpoints,
-        names=names,
-        left_workers=left_workers,
-        highest_step=highest_step,
-        left_step=left_step,
-        latest_members=frozenset(member.peer for member in roster),
-    )
-    if phase == RunPhase.WAITING:
-        return replace(recovered, has_committed=has_committed)
-    return replace(recovered, view=view, roster=roster, has_started=has_started)
+    run.generation, run.latest_members = view.generation, frozenset(member.peer for member in roster)
+    if phase != RunPhase.WAITING:
+        run.view, run.roster, run.has_committed = view, roster, True
+    return run
 
 
 def is_same_run(one: RecoveredRun, other: RecoveredRun) -> bool:

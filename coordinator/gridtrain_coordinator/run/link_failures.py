@@ -14,6 +14,9 @@ the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of
     or         no other pair fails                 mallory is not at fault
 
 A member whose own link is bad reports each of its connections; its reports count like any others.
+
+A step that stalls because of a broken connection is a different question: one failure is enough, but its two
+ends are equally suspect until a second one of them fails (`suspected_ends`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,30 @@ class LinkFailures:
         """Return whether one of the two has reported a broken connection to the other within `WINDOW_S`."""
         times_s = self._times_s.get((one, other), ()), self._times_s.get((other, one), ())
         return any(each and each[-1] >= now_s - WINDOW_S for each in times_s)
+
+    def failure_count(self, peer: PeerId, now_s: float) -> int:
+        """Return how often this member's connections broke within `WINDOW_S`, as it or the others report."""
+        recent = {pair: sum(at_s >= now_s - WINDOW_S for at_s in at) for pair, at in self._times_s.items()}
+        return max(sum(n for pair, n in recent.items() if pair[end] == peer) for end in (0, 1))
+
+    def suspected_ends(self, peer: PeerId, root: PeerId, members: int, now_s: float) -> frozenset[PeerId]:
+        """Return who may be at fault for this member's failures within `WINDOW_S`; empty if there are none.
+
+        anna - mallory                    anna and mallory: nothing tells them apart
+        anna - mallory, bert - mallory    mallory, also if `peer` is anna or bert
+
+        Every member is connected to the root, so the root's failures count only as one unless it has lost
+        more than half of its connections.
+        """
+        others: dict[PeerId, set[PeerId]] = {}
+        for (one, other), times_s in self._times_s.items():
+            if times_s[-1] >= now_s - WINDOW_S:
+                others.setdefault(one, set()).add(other)
+                others.setdefault(other, set()).add(one)
+        counts = {end: len(others[end]) for end in (peer, *others.get(peer, ())) if end in others}
+        if counts.get(root, 0) <= (members - 1) // 2 and root in counts:
+            counts[root] = 1
+        return frozenset(end for end, count in counts.items() if count == max(counts.values()))
 
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
         """Return the member that is at fault because too many of its connections broke; None if none is.

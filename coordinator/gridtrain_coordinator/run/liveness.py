@@ -8,6 +8,7 @@ bytes of a state arrive  --> StateTransferProgress: awaited while they keep arri
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from gridtrain.config import Deadlines
 from gridtrain.core.group.loop_stalls import extend_start
@@ -63,6 +64,7 @@ class HeartbeatIntervals:
         return min(most_s, max(MIN_SILENCE_S, INTERVALS * self._longest_s))
 
 
+@dataclass(slots=True, eq=False)
 class Liveness:
     """When a worker was last heard from and whether it is connected, and hence when it counts as lost.
 
@@ -75,21 +77,12 @@ class Liveness:
             load a state at the same time on few cores, they miss heartbeats, so the timeout is longer.
     """
 
-    __slots__ = (
-        "connected_s",
-        "disconnected_s",
-        "heartbeats",
-        "is_loading_state",
-        "last_heard_s",
-        "link_broken_s",
-    )
-
-    def __init__(self, last_heard_s: float, heartbeats: HeartbeatIntervals | None = None) -> None:
-        self.last_heard_s, self.heartbeats = last_heard_s, heartbeats or HeartbeatIntervals()
-        self.is_loading_state = False
-        self.connected_s: float | None = -math.inf
-        self.disconnected_s: float | None = None
-        self.link_broken_s = -math.inf
+    last_heard_s: float
+    heartbeats: HeartbeatIntervals = field(default_factory=HeartbeatIntervals)
+    is_loading_state: bool = False
+    connected_s: float | None = -math.inf
+    disconnected_s: float | None = None
+    link_broken_s: float = -math.inf
 
     def record_connected(self, now_s: float) -> None:
         """Record a connection with the worker's key.
@@ -180,16 +173,27 @@ class StateTransferProgress:
         missing bytes in successive heartbeats
         102e6, 87e6, 71e6, ... 0                  in progress until the last byte arrives
         102e6, 101e6, 101e6, ... for patience_s   stalled
+
+    Attributes:
+        has_received: whether any bytes have arrived.
     """
 
-    __slots__ = ("_mark_bytes", "_max_bytes", "_restarts_left", "_step_bytes", "left_bytes", "progressed_s")
+    __slots__ = (
+        "_mark_bytes",
+        "_max_bytes",
+        "_restarts_left",
+        "_step_bytes",
+        "has_received",
+        "left_bytes",
+        "progressed_s",
+    )
 
     def __init__(self) -> None:
         self.begin(1.0, math.inf, 0.0)
 
     def begin(self, step_bytes: float, max_bytes: float, now_s: float) -> None:
         """Start over for a new generation, in which the worker receives a state of at most `max_bytes`."""
-        self.left_bytes, self.progressed_s = 0.0, now_s
+        self.left_bytes, self.progressed_s, self.has_received = 0.0, now_s, False
         self._mark_bytes, self._step_bytes, self._max_bytes = math.inf, step_bytes, max_bytes
         self._restarts_left = MAX_RESTARTS
 
@@ -201,6 +205,7 @@ class StateTransferProgress:
     def update(self, left_bytes: float, now_s: float) -> None:
         """Record the number of missing bytes that a heartbeat reports."""
         self.left_bytes = left_bytes = min(left_bytes, self._max_bytes)
+        self.has_received = self.has_received or left_bytes < self._mark_bytes < math.inf
         if left_bytes > self._mark_bytes + self._step_bytes and self._restarts_left > 0:
             self._restarts_left -= 1
         elif left_bytes <= 0:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.quantities import format_age
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_PAUSED = 1000
 RETENTION_S = 7 * 86_400.0
@@ -27,13 +28,10 @@ class PausedWorkers:
     """The paused workers, stored in memory only: a restart of the coordinator discards them."""
 
     def __init__(self) -> None:
-        self._workers: dict[m.PeerId, _PausedWorker] = {}
+        self._workers: RecentDict[m.PeerId, _PausedWorker] = RecentDict(MAX_PAUSED)
 
     def add(self, peer: m.PeerId, name: str, reason: str, now_s: float) -> None:
-        self._workers.pop(peer, None)
         self._workers[peer] = _PausedWorker(name, reason, now_s)
-        if len(self._workers) > MAX_PAUSED:
-            del self._workers[next(iter(self._workers))]
 
     def discard(self, peer: m.PeerId) -> None:
         self._workers.pop(peer, None)
@@ -91,6 +89,5 @@ class PausedWorkers:
 
     def _drop_old(self, now_s: float) -> None:
         """Drop pauses older than a week."""
-        self._workers = {
-            peer: paused for peer, paused in self._workers.items() if now_s - paused.since_s < RETENTION_S
-        }
+        for peer in [p for p, paused in self._workers.items() if now_s - paused.since_s >= RETENTION_S]:
+            del self._workers[peer]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -16,6 +15,7 @@ from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds, own_
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import LogEvent
 from gridtrain_coordinator.run.liveness import HeartbeatIntervals, Liveness, StateTransferProgress
+from gridtrain_coordinator.run.recent_dict import RecentDict
 from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
 AVOIDED_PAIR_RTT_S = 10.0
@@ -206,13 +206,13 @@ class Candidates:
 class Registry(dict[m.PeerId, Worker]):
     """The registered workers by key, in the order in which they joined."""
 
-    def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
-        super().__init__(workers)
-        self._silent: dict[m.PeerId, HeartbeatIntervals] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self._silent: RecentDict[m.PeerId, HeartbeatIntervals] = RecentDict(MAX_SILENT)
 
     def register(self, peer: m.PeerId, name: str, address: str, now_s: float) -> Worker:
         """Register a worker and return it."""
-        liveness = Liveness(now_s, self._silent.pop(peer, None))
+        liveness = Liveness(now_s, self._silent.pop(peer, HeartbeatIntervals()))
         liveness.heartbeats.record(now_s, has_progressed=False)
         worker = self[peer] = Worker(peer, name, address, now_s, liveness)
         return worker
@@ -221,8 +221,6 @@ class Registry(dict[m.PeerId, Worker]):
         """Keep the heartbeat intervals of a lost worker if it was lost because it timed out."""
         if worker.liveness.disconnected_s is None:
             self._silent[worker.peer] = worker.liveness.heartbeats
-            if len(self._silent) > MAX_SILENT:
-                del self._silent[next(iter(self._silent))]
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
         """Return the candidates for the generation that follows the one formed by `members`, in one pass."""

@@ -55,15 +55,12 @@ def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
 
     These are the claimed address and the same port at the source address of the worker's connection.
     """
-    host, _, port = location.claimed_address.removeprefix("tcp://").rpartition(":")
-    if (
-        not location.claimed_address.startswith("tcp://")
-        or not location.host
-        or host.strip("[]") == location.host
-    ):
-        return (location.claimed_address,) if location.claimed_address else ()
+    claimed = location.claimed_address
+    host, _, port = claimed.removeprefix("tcp://").rpartition(":")
+    if not claimed.startswith("tcp://") or location.host in ("", host.strip("[]")):
+        return (claimed,) if claimed else ()
     seen = f"[{location.host}]" if ":" in location.host else location.host
-    return (location.claimed_address, f"tcp://{seen}:{port}")
+    return (claimed, f"tcp://{seen}:{port}")
 
 
 class RouteTable:
@@ -90,8 +87,7 @@ class RouteTable:
 
     def is_directly_reachable(self, peer: PeerId) -> bool:
         """Return whether every worker can dial this one, and no route between workers has failed."""
-        location = self._locations.get(peer)
-        return location is not None and bool(location.verified_address) and not self._blocked
+        return bool(self.verified_address(peer)) and not self._blocked
 
     def set_location(self, peer: PeerId, location: PeerLocation) -> None:
         """Set a worker's location; if it has changed, discard the failed routes to and from the worker."""
@@ -143,9 +139,8 @@ class RouteTable:
         """
         here, there = self._locations.get(viewer), self._locations.get(other)
         if here and there and here.verified_address and there.verified_address and not self._blocked:
-            return (
-                there.verified_address if viewer > other else ""
-            )  # equivalent to the code below, but fast enough for a million pairs
+            # Equivalent to the code below, but fast enough for a million pairs.
+            return there.verified_address if viewer > other else ""
         forward, backward = self._direct(viewer, other), self._direct(other, viewer)
         if forward and backward:
             better = (forward.is_verified, viewer) > (backward.is_verified, other)
@@ -156,11 +151,8 @@ class RouteTable:
 
     def relay_candidates(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """Return those of `peers` that can serve as relays."""
-        return tuple(
-            p
-            for p in peers
-            if (location := self._locations.get(p)) and location.verified_address and location.can_relay
-        )
+        known = ((peer, self._locations.get(peer)) for peer in peers)
+        return tuple(p for p, at in known if at is not None and at.verified_address and at.can_relay)
 
     def _direct(self, viewer: PeerId, other: PeerId) -> _Route | None:
         """Return the best address at which `viewer` can dial `other`; None if there is none."""
@@ -168,15 +160,10 @@ class RouteTable:
         if there is None:
             return None
         routes = [_Route(there.verified_address, True)] if there.verified_address else []
-        near = here is not None and here.host == there.host
-        if (
-            near
-            and there.claimed_address != there.verified_address
-            and _NUMERIC.fullmatch(there.claimed_address)
-        ):
-            routes.append(
-                _Route(there.claimed_address, False)
-            )  # behind the same router, or on the same machine
+        is_near = here is not None and here.host == there.host  # behind the same router, or on one machine
+        claimed = there.claimed_address
+        if is_near and claimed != there.verified_address and _NUMERIC.fullmatch(claimed):
+            routes.append(_Route(claimed, False))
         return next((route for route in routes if (viewer, other, route.address) not in self._blocked), None)
 
     def _relay(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> PeerId:

@@ -25,12 +25,7 @@ from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.run.worker_problems import (
-    EXPORT_REMEDY,
-    MAX_CAUSES_SHOWN,
-    SkipAlert,
-    SkippedSteps,
-)
+from gridtrain_coordinator.run.worker_problems import EXPORT_REMEDY, MAX_CAUSES_SHOWN, SkipAlert, SkippedSteps
 
 END_REASON = "the run's owner has ended the run"
 
@@ -175,6 +170,12 @@ class RunState:
     def is_finished(self) -> bool:
         return self.phase is RunPhase.FINISHED
 
+    @property
+    def defined_setup(self) -> m.Setup:
+        """The definition of a run that a worker has already defined."""
+        assert self.definition is not None
+        return self.definition
+
     def is_current(self, term: int, generation: int) -> bool:
         """Return whether a message with this term and generation belongs to the current generation."""
         return (term, generation) == (self.term, self.generation)
@@ -241,8 +242,13 @@ class RunState:
 
     @property
     def reason(self) -> str:
-        """The reason for the phase; while the run waits for workers, it says how many have joined."""
+        """The reason for the phase, with what is awaited: workers, or newcomers that receive the state."""
         here = len(self.workers)
+        if self.phase is RunPhase.TRAINING and self.view_change.is_forming:
+            ready = self.view_change.ready_histories
+            late = [member.peer for member in self.member_list if member.joining and member.peer not in ready]
+            names = list_first([self.workers.display_name(peer) for peer in late], MAX_CAUSES_SHOWN)
+            return f"{self._reason}; waiting for the state to reach {names}" if late else self._reason
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
@@ -266,8 +272,7 @@ class RunState:
 
     def replace_facts(self, facts: m.Facts) -> None:
         """Replace the facts of a definition; an earlier version may have recorded fewer facts."""
-        assert self.definition is not None
-        self.definition = replace(self.definition, facts=facts)
+        self.definition = replace(self.defined_setup, facts=facts)
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make a generation the current one; the caller journals it before any worker receives it."""

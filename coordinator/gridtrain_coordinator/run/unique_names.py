@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.events import LogEvent
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_NAME_BYTES = 64
 MAX_REMEMBERED = 10_000
@@ -27,8 +28,8 @@ class WorkerNames:
     """
 
     def __init__(self, recovered: Mapping[m.PeerId, str] = MappingProxyType({})) -> None:
-        newest = list(recovered.items())[-MAX_REMEMBERED:]
-        self._assigned = {peer: (name, name) for peer, name in newest}  # (requested, assigned)
+        known = ((peer, (name, name)) for peer, name in recovered.items())  # (requested, assigned)
+        self._assigned = RecentDict(MAX_REMEMBERED, known)
 
     def name(self, peer: m.PeerId) -> str:
         """Return the latest name of the worker with this key, even if it has left; empty if none is known."""
@@ -36,12 +37,10 @@ class WorkerNames:
 
     def assign(self, peer: m.PeerId, requested: str, taken: Collection[str]) -> str:
         """Assign `peer` a name that is not in `taken`, and return it."""
-        before, name = self._assigned.pop(peer, ("", ""))
+        before, name = self._assigned.get(peer, ("", ""))
         if requested not in (before, name) or name in taken:
             before, name = requested, unique_name(requested, taken)
-        self._assigned[peer] = (before, name)  # reinserted last, so that the first entries are the oldest
-        if len(self._assigned) > MAX_REMEMBERED:
-            del self._assigned[next(iter(self._assigned))]
+        self._assigned[peer] = before, name
         return name
 
 

@@ -52,10 +52,8 @@ class CheckpointCatalog:
         for checkpoint in message.checkpoints:
             if is_impossible(checkpoint, self._run.definition):
                 reason = f"reported an impossible checkpoint of step {checkpoint.applied + 1}"
-                return [
-                    RecordViolation(worker.peer, reason),
-                    *self.replan_if_missing(worker, is_current=is_current),
-                ]
+                missing = self.replan_if_missing(worker, is_current=is_current)
+                return [RecordViolation(worker.peer, reason), *missing]
         if set(message.checkpoints) - set(worker.checkpoints):
             worker.is_disk_full = False  # its disk can be written again
         worker.record_checkpoints(message.checkpoints)
@@ -131,17 +129,6 @@ class CheckpointCatalog:
                 digests[peer] = known[source, layers]
         return digests
 
-    def depends_on_full_disks(
-        self, placement: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
-    ) -> bool:
-        """Return whether a member needs a state that a worker with a full disk holds only in memory.
-
-        Args:
-            live: by worker, the layers of its state in memory at the step of `outcome`.
-        """
-        full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
-        return bool(full) and depends_on_unwritten(placement, outcome, full, live, self.trusted_checkpoints())
-
     # -- a placement that relied on a missing checkpoint -------------------------------------------
 
     def replan_if_missing(self, worker: Worker, *, is_current: bool = False) -> list[Effect]:
@@ -153,8 +140,10 @@ class CheckpointCatalog:
         run = self._run
         if not run.view_change.is_forming or not run.partition.is_pipeline:
             return []
-        if is_current:
-            self._check_full_disk(worker)
+        if is_current and run.view is not None:
+            report = run.view_change.reports.get(worker.peer)
+            has_failed = failed_to_write(run.view, run.member_list, worker.peer, report, worker.checkpoints)
+            worker.is_disk_full = worker.is_disk_full or has_failed
         layers = self._missing_checkpoint(worker)
         if layers is None:
             return []
@@ -162,13 +151,6 @@ class CheckpointCatalog:
         run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which the pipeline needs")
         run.view_change.reset()
         return [LogEvent("warning", "no_such_piece", {"name": worker.name, "blocks": ends})]
-
-    def _check_full_disk(self, worker: Worker) -> None:
-        run = self._run
-        if run.view is not None:
-            report = run.view_change.reports.get(worker.peer)
-            has_failed = failed_to_write(run.view, run.member_list, worker.peer, report, worker.checkpoints)
-            worker.is_disk_full = worker.is_disk_full or has_failed
 
     def _missing_checkpoint(self, worker: Worker) -> m.Span | None:
         """Return the first layers that the view requires of this member but that it does not have.

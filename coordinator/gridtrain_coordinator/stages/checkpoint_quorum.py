@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from gridtrain.core import messages as m
@@ -43,6 +44,7 @@ def count_reports(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> Counter[
     return Counter(state for theirs in states for state in theirs)
 
 
+@dataclass(slots=True)
 class ConfirmedState:
     """A confirmed state, with the digests of its stages.
 
@@ -51,11 +53,8 @@ class ConfirmedState:
         digests: the digests that the members of each stage reported for it, by the stage's layers.
     """
 
-    def __init__(
-        self, generation: int, digests: Mapping[m.Span, Iterable[bytes]] = MappingProxyType({})
-    ) -> None:
-        self.generation = generation
-        self.digests = {layers: set(theirs) for layers, theirs in digests.items()}
+    generation: int
+    digests: dict[m.Span, set[bytes]] = field(default_factory=dict)
 
 
 class CheckpointQuorum:
@@ -68,7 +67,10 @@ class CheckpointQuorum:
     def __init__(
         self, known: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = MappingProxyType({})
     ) -> None:
-        self._confirmed = {state: ConfirmedState(0, digests) for state, digests in known.items()}
+        self._confirmed = {
+            state: ConfirmedState(0, {layers: set(theirs) for layers, theirs in digests.items()})
+            for state, digests in known.items()
+        }
         self._evict_oldest()
 
     def update(
@@ -102,11 +104,8 @@ class CheckpointQuorum:
                     digests.add(checkpoint.digest)
                     changed += [state] if state not in changed else []
         self._evict_oldest()
-        return [
-            (s, self._confirmed[s].digests)
-            for s in sorted(changed, key=lambda s: s[:2])
-            if s in self._confirmed
-        ]
+        kept = sorted((s for s in changed if s in self._confirmed), key=lambda s: s[:2])
+        return [(state, self._confirmed[state].digests) for state in kept]
 
     def _evict_oldest(self) -> None:
         for state in sorted(self._confirmed, key=lambda state: state[0])[:-MAX_CONFIRMED]:
@@ -138,14 +137,11 @@ class CheckpointQuorum:
         return frozenset(s for s, count in counts if s in self._confirmed or 2 * count > len(reported))
 
 
-class ReporterMajority:
-    """Confirms states by a majority of the workers that report checkpoints.
+def majority_states(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
+    """Return the states that most of the workers with checkpoints report.
 
     Used until a step is known to be committed, because until then there is no training that false reports
     could undo.  Workers without checkpoints are not counted, because new ones know nothing about an old run.
     """
-
-    def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
-        """Return the states that most of the workers with checkpoints report."""
-        reporters = sum(bool(checkpoints) for checkpoints in reported.values())
-        return frozenset(s for s, count in count_reports(spec, reported).items() if 2 * count > reporters)
+    reporters = sum(bool(checkpoints) for checkpoints in reported.values())
+    return frozenset(s for s, count in count_reports(spec, reported).items() if 2 * count > reporters)

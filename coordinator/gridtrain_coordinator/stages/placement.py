@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from gridtrain.core import messages as m
 from gridtrain.core.stages import device_assignment, repartition
@@ -32,6 +33,8 @@ from gridtrain_coordinator.stages.whole_state import (
     too_few_reason,
 )
 
+T = TypeVar("T")
+
 LiveStates = Mapping[m.PeerId, m.Span]
 """By worker, the layers of its state in memory."""
 
@@ -46,8 +49,7 @@ class RepartitionCache:
     """
 
     def __init__(self) -> None:
-        self._last_gain: tuple[Hashable, bool] | None = None
-        self._last_result: tuple[Hashable, Repartition | ConfigError] | None = None
+        self._latest: dict[str, tuple[Hashable, Any]] = {}  # by method, its latest key and result
 
     def is_worthwhile(self, setup: m.Setup, cuts: tuple[int, ...], stages: int) -> bool:
         """Return the result of `repartition.is_worth_more_stages`, from the cache if possible.
@@ -55,16 +57,16 @@ class RepartitionCache:
         Considers no more stages than the definition has.
         """
         key = cuts, min(stages, setup.stages)
-        if self._last_gain is None or self._last_gain[0] != key:
-            self._last_gain = key, repartition.is_worth_more_stages(setup, *key)
-        return self._last_gain[1]
+        return self._cached("gain", key, lambda: repartition.is_worth_more_stages(setup, *key))
 
     def fit_fewer_stages(
         self, setup: m.Setup, peers: Sequence[m.PeerId], devices: Mapping[m.PeerId, Device], held: HeldSpans
     ) -> Repartition:
         """Return the result of `repartition.partition_over_fewer`, from the cache if possible."""
-        key = "fewer", tuple(peers), tuple(devices.values()), tuple(held.items())
-        return self._cached(key, lambda: repartition.partition_over_fewer(setup, peers, devices, held))
+        key = tuple(peers), tuple(devices.values()), tuple(held.items())
+        return self._cached(
+            "fewer", key, lambda: repartition.partition_over_fewer(setup, peers, devices, held)
+        )
 
     def assign(
         self,
@@ -78,21 +80,22 @@ class RepartitionCache:
         Only a failure is cached.  It depends on the devices alone, whereas a partition also depends on links,
         which change.
         """
-        key = "begin", tuple(peers), tuple(devices.values())
-        result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, devices, cost_s))
-        self._last_result = None
+        key = tuple(peers), tuple(devices.values())
+        assign = device_assignment.assign_devices
+        result = self._cached("begin", key, lambda: assign(setup, peers, devices, cost_s))
+        del self._latest["begin"]
         return result
 
-    def _cached(self, key: Hashable, compute: Callable[[], Repartition]) -> Repartition:
-        if self._last_result is None or self._last_result[0] != key:
+    def _cached(self, method: str, key: Hashable, compute: Callable[[], T]) -> T:
+        if method not in self._latest or self._latest[method][0] != key:
             try:
-                self._last_result = key, compute()
+                self._latest[method] = key, compute()
             except ConfigError as error:
-                self._last_result = key, error
-        result = self._last_result[1]
+                self._latest[method] = key, error
+        result = self._latest[method][1]
         if isinstance(result, ConfigError):
             raise result
-        return result
+        return cast(T, result)
 
 
 class StagePlacement:
@@ -107,14 +110,10 @@ class StagePlacement:
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None
 
     @property
-    def _setup(self) -> m.Setup:
-        assert self._run.definition is not None
-        return self._run.definition
-
-    @property
     def _has_too_few_stages(self) -> bool:
         """Whether the model is divided into fewer stages than the run's definition specifies."""
-        return self._run.definition is not None and self._run.partition.stage_count < self._setup.stages
+        definition = self._run.definition
+        return definition is not None and self._run.partition.stage_count < definition.stages
 
     # -- while the run trains ----------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class StagePlacement:
             return False  # they do not have the memory for further ranks
         here = len(run.present_members) + len(newcomers)
         if newcomers and self._has_too_few_stages and here > stages:
-            return self._repartition_cache.is_worthwhile(self._setup, bounds, here)
+            return self._repartition_cache.is_worthwhile(self._run.defined_setup, bounds, here)
         return here // stages > len(run.member_list) // stages
 
     # -- for the next generation -------------------------------------------------------------------
@@ -135,7 +134,7 @@ class StagePlacement:
 
         If the run cannot continue yet, returns the reason as text.
         """
-        setup, stages = self._setup, self._run.partition.stage_count
+        setup, stages = self._run.defined_setup, self._run.partition.stage_count
         self._run.view_change.wait_until(math.inf)
         peers = self._run.eligible_workers()
         has_enough = len(peers) >= setup.stages
@@ -227,18 +226,13 @@ class StagePlacement:
         Raises `ConfigError` if too few workers have enough memory.
         """
         assert restart.outcome is not None
-        setup, peers = self._setup, self._run.eligible_workers()
+        setup, peers = self._run.defined_setup, self._run.eligible_workers()
         bounds = defined_cuts(setup) if self._has_too_few_stages else self._run.partition.bounds
         devices = self._devices(peers)
-        is_free = setup.model is not None and not setup.model.fixed
-        if (
-            restart.outcome.applied < 0
-            and is_free
-            and not device_assignment.is_uniform(setup, bounds, devices)
-        ):
-            return self._repartition_cache.assign(
-                setup, peers, devices, self._planner.link_cost(peers, now_s)
-            )
+        is_free = restart.outcome.applied < 0 and setup.model is not None and not setup.model.fixed
+        if is_free and not device_assignment.is_uniform(setup, bounds, devices):
+            cost_s = self._planner.link_cost(peers, now_s)
+            return self._repartition_cache.assign(setup, peers, devices, cost_s)
         peers = device_assignment.able_workers(setup, bounds, peers, devices)
         if len(peers) < setup.stages:
             raise ConfigError(
@@ -265,7 +259,7 @@ class StagePlacement:
     def _partition_fewer_stages(self, restart: RestartPoint) -> Repartition:
         peers = self._run.eligible_workers()
         return self._repartition_cache.fit_fewer_stages(
-            self._setup, peers, self._devices(peers), restart.state_locations.held_spans
+            self._run.defined_setup, peers, self._devices(peers), restart.state_locations.held_spans
         )
 
     # -- ranks -------------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ class StagePlacement:
             cost_s=self._planner.link_cost(peers, now_s),
             name=name,
         )
-        device_assignment.check_memory_fit(self._setup, plan.cuts, placement.order, devices, name)
+        device_assignment.check_memory_fit(self._run.defined_setup, plan.cuts, placement.order, devices, name)
         standbys = tuple(peer for peer in run.eligible_workers() if peer not in peers)
         reason = f"{placement.reason}; {plan.reason}" if plan.reason else placement.reason
         pieces = repartition.assembler_pieces(plan, placement.order, states)

@@ -25,9 +25,9 @@ from gridtrain.quantities import format_count
 from gridtrain_coordinator.stages.checkpoint_quorum import (
     CheckpointQuorum,
     ReportedCheckpoints,
-    ReporterMajority,
     StateId,
     count_reports,
+    majority_states,
     state_id,
 )
 
@@ -87,17 +87,16 @@ def latest_whole_state(
         history: the history of step `before`; a checkpoint of that step with another history is not used.
         quorum: the quorum that confirms states; None if nothing is known about the run yet.
     """
-    confirmed = (quorum or ReporterMajority()).confirmed_states(spec, reported)
-    count = count_reports(spec, reported)
-    spans: dict[StateId, list[m.Span]] = {}
-    for checkpoints in reported.values():
-        for x in checkpoints:
-            is_other = history is not None and x.applied == before and x.history != history
-            if (before is None or x.applied <= before) and not is_other:
-                spans.setdefault(state_id(spec, x), []).append(x.layers)
-    whole = [at for at, theirs in spans.items() if not uncovered_spans(theirs, layers) and at in confirmed]
+    confirmed = quorum.confirmed_states if quorum is not None else majority_states
+    candidates = confirmed(spec, reported)
+    whole = []
+    for at, spans in _reported_spans(spec, reported).items():
+        is_kept = before is None or at[0] < before or (at[0] == before and history in (None, at[1]))
+        if is_kept and at in candidates and not uncovered_spans(spans, layers):
+            whole.append(at)
     if not whole:
         return None
+    count = count_reports(spec, reported)
     applied, its_history, ledger = max(whole, key=lambda at: (at[0], count[at], at[1]))
     return Outcome(m.Verdict.ABORT, None, applied, its_history, ledger, frozenset())
 
@@ -157,8 +156,7 @@ def find_restart_point(
 
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     """Explain why the run waits for more workers."""
-    held, present = set(locations.in_memory.values()), _present_text(here)
-    missing = stages - here
+    held, present, missing = set(locations.in_memory.values()), _present_text(here), stages - here
     until = "one joins" if missing == 1 else f"{missing} join"
     if not held:
         return (

@@ -124,7 +124,7 @@ class BurstReceived(Message):
 
 @message(86)
 class BurstRequest(Message):
-    """Request for a burst with this nonce, with which `gridtrain doctor` measures the reverse direction."""
+    """Request for a burst with this nonce, which measures the link from the receiver to the requester."""
 
     nonce: UInt
 

@@ -123,8 +123,9 @@ class Identity:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder, accessible only to its owner, if it does not exist."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Create the folder, accessible only to its owner, if it does not exist; likewise its parents."""
+    for each in (*reversed(folder.parents), folder):
+        each.mkdir(exist_ok=True, mode=0o700)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from gridtrain.core.messages import (
     StatusRequest,
 )
 from gridtrain.errors import (
+    MTU_REMEDY,
     VERSION,
     ConfigError,
     CoordinatorUnreachable,
@@ -46,6 +47,7 @@ from gridtrain.network.transport.interface import (
     Transport,
     TransportViolation,
 )
+from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.quantities import make_printable
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -154,9 +156,13 @@ class CoordinatorClient:
                     case TransportViolation(_, reason):
                         raise _refused_error(self.address, reason)
         if is_connected:
-            raise _unreachable_error(
-                self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
+            raise CoordinatorUnreachable(
+                f"the coordinator at {self.address} accepted the connection, but did not answer within "
+                f"{timeout_s:g} s",
+                remedy=f"check whether it is overloaded; {MTU_REMEDY}",
             )
+        if (unresolved := name_error(self.address)) is not None:
+            raise unresolved
         reason = f"it did not answer within {timeout_s:g} s"
         if self._is_tcp:
             error = tcp_error(self.address)
@@ -179,6 +185,18 @@ class CoordinatorClient:
 def allow_only(key: PeerId) -> AccessPolicy:
     """Return an access policy that admits only this key."""
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
+
+
+def name_error(address: str) -> CoordinatorUnreachable | None:
+    """Return the error for an address with a host name that could not be resolved; None for all others."""
+    problem = name_lookup.names.problem(address)
+    if not problem:
+        return None
+    return CoordinatorUnreachable(
+        f"the coordinator at {address} cannot be reached: {problem}",
+        remedy="check this machine's network and its name server (DNS), or ask the run's owner for an "
+        "invitation with a numeric address",
+    )
 
 
 def tcp_error(address: str) -> OSError | None:

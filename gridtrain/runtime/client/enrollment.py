@@ -323,8 +323,8 @@ def _status_if_admitted(
 ) -> dict[str, Any] | None:
     """Return the status of the run, or None if the coordinator does not admit this identity.
 
-    Also returns None if an unencrypted coordinator does not answer.  Otherwise, raises the errors of
-    `CoordinatorClient.ask`.
+    Also returns None if an unencrypted coordinator does not answer.  Otherwise, raises the same errors
+    as `CoordinatorClient.ask`.
     """
     if not invitation.encrypted:
         timeout_s = min(timeout_s, PLAIN_ANSWER_TIMEOUT_S)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.errors import ConfigError
+from gridtrain.network.transport.zmq.name_lookup import names
 
 _LOOPBACK = "127.0.0.1"
 
@@ -105,13 +106,13 @@ def default_listen_address(coordinator: str) -> str:
 
 def interface_address(host: str) -> str:
     """Return the address of the network interface that leads to `host`, with port 0 (any free port); "" if
-    the host cannot be resolved or has no route.  No packet is sent.  As for the connection itself, IPv4
-    precedes IPv6 (`network.transport.zmq.name_lookup`)."""
+    the host cannot be resolved or has no route.  No packet is sent."""
+    address = names.resolve(host)
+    if not address:
+        return ""
     try:
-        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)  # any port: the route is the same
-        family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 1))  # any port: the route is the same
             own = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
     except OSError:
         return ""

@@ -1,10 +1,13 @@
 """Measures the bandwidth to peers with short bursts; limits the number of bursts and the lifetime of a rate.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
-one after the other, so that the bursts do not share the worker's link.
+one after the other, so that the bursts do not share the worker's link.  It then requests a burst from the
+peer, because peers that were admitted before this worker have not measured their links to it.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver
                                <------ BurstReceived
+                      BurstRequest -------------->
+                               <------ Burst 0, 1, 2 .. 15
 
     receiver  received_Bps = bytes of 15 messages / time from the arrival of message 0 to that of message 15,
                              or of the last 8 messages, if that rate is higher, but at most 4 times as high
@@ -12,7 +15,8 @@ one after the other, so that the bursts do not share the worker's link.
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
-measurement of the other peers by at most its own share of the time.
+measurement of the other peers by at most its own share of the time; the rate to it is then less than that of
+a burst in this time, which is reported.  A requested burst that arrives later still counts.
 
 A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
 too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
@@ -29,12 +33,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from gridtrain.core.messages import BURST_MESSAGE_BYTES, BURST_MESSAGES, Burst, BurstReceived, PeerId
+from gridtrain.core.messages import (
+    BURST_MESSAGE_BYTES,
+    BURST_MESSAGES,
+    Burst,
+    BurstReceived,
+    BurstRequest,
+    PeerId,
+)
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
-MAX_TARGETS = 8  # 2 MiB in total, and 4 MiB if all bursts are repeated
+MAX_TARGETS = 8  # 2 MiB in each direction; 4 MiB are sent if all bursts are repeated
 SLOW_START_ROUND_TRIPS = 8.0
 """A burst that took less than this number of round trips is repeated once.  With TCP's usual initial window
 of 15 kB, a new connection needs 5 round trips for a burst."""
@@ -58,14 +69,20 @@ MIN_BURST_FRACTION = 0.25
 """Smallest fraction of the measured time that is attributed to the burst itself; see `estimate_rate_Bps`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OutgoingBurst:
-    """A burst that was sent, its expected answer, and the time until which it is awaited."""
+    """A burst that was sent, and its expected answer.
+
+    Attributes:
+        until_s: the time until which the answer, and then the peer's burst, are awaited.
+        is_acknowledged: whether the answer has arrived, and the peer's burst is requested.
+    """
 
     peer: PeerId
     expected_answer: BurstReceived
     sent_at_s: float
     until_s: float
+    is_acknowledged: bool = False
 
 
 @dataclass(slots=True)
@@ -92,7 +109,8 @@ class BandwidthProbe:
         self._rtt_s: dict[PeerId, float] = {}
         self._current_burst: _OutgoingBurst | None = None
         self._until_s = math.inf
-        self._measured_rates: dict[PeerId, tuple[float, float]] = {}  # rate, time of measurement
+        self._measured_sent: dict[PeerId, tuple[float, float]] = {}  # rate, time of measurement
+        self._measured_received: dict[PeerId, tuple[float, float]] = {}
         self._repeated: set[PeerId] = set()  # peers to which a burst has been repeated
         self._sent_Bps: dict[PeerId, float] = {}
         self._received_Bps: dict[PeerId, float] = {}
@@ -113,13 +131,13 @@ class BandwidthProbe:
             now_s: the current time.
         """
         self._rtt_s = dict(rtt_s)
-        fresh = {
-            p: rate
-            for p, (rate, at_s) in self._measured_rates.items()
-            if p in rtt_s and now_s < at_s + RATE_LIFETIME_S
-        }
+        fresh, received = (
+            {p: rate for p, (rate, at_s) in rates.items() if p in rtt_s and now_s < at_s + RATE_LIFETIME_S}
+            for rates in (self._measured_sent, self._measured_received)
+        )
         self._sent_Bps |= fresh
-        self._has_new_rates = self._has_new_rates or bool(fresh)
+        self._received_Bps |= received
+        self._has_new_rates = self._has_new_rates or bool(fresh or received)
         targets = [peer for peer in rtt_s if peer not in fresh]
         drawn = set(self._rng.sample(targets, min(MAX_TARGETS, len(targets))))
         self._pending_targets = [peer for peer in reversed(targets) if peer in drawn]
@@ -127,11 +145,16 @@ class BandwidthProbe:
         self._repeated.clear()
 
     def advance(self, transport: Transport, now_s: float) -> bool:
-        """Send the next burst if none is in progress; return whether a burst is still unanswered."""
-        if now_s >= self._until_s:
-            self._pending_targets, self._current_burst = [], None
-        if self._current_burst is not None and now_s >= self._current_burst.until_s:
+        """Send the next burst if none is in progress; return whether a burst is still awaited."""
+        current = self._current_burst
+        if current is not None and now_s >= current.until_s:
+            if not current.is_acknowledged:
+                bound_Bps = estimate_rate_Bps(now_s - current.sent_at_s, self._rtt_s[current.peer])
+                self._sent_Bps.setdefault(current.peer, bound_Bps)
+                self._has_new_rates = True
             self._current_burst = None  # waiting longer would take time from the remaining peers
+        if now_s >= self._until_s:
+            self._pending_targets = []
         while self._pending_targets and self._current_burst is None:
             # Divide the remaining time equally among the remaining peers.
             until_s = now_s + (self._until_s - now_s) / len(self._pending_targets)
@@ -157,20 +180,30 @@ class BandwidthProbe:
         times.append(now_s)
         return [Burst(nonce, index, bytes(BURST_MESSAGE_BYTES)) for index in range(BURST_MESSAGES)]
 
-    def handle_acknowledgement(self, peer: PeerId, answer: BurstReceived, now_s: float) -> None:
-        """Compute the rate to a peer that has acknowledged the whole burst."""
+    def handle_acknowledgement(
+        self, peer: PeerId, answer: BurstReceived, now_s: float
+    ) -> BurstRequest | None:
+        """Compute the rate to a peer that has acknowledged the whole burst.
+
+        Returns the request for a burst of the peer; None if this worker's burst is repeated first, or if
+        the acknowledgement is not expected.
+        """
         sent = self._current_burst
-        if sent is None or (sent.peer, sent.expected_answer) != (peer, answer):
-            return
+        if sent is None or sent.is_acknowledged or (sent.peer, sent.expected_answer) != (peer, answer):
+            return None
         whole_s, rtt_s = now_s - sent.sent_at_s, self._rtt_s[peer]
         # The higher rate, because the rate of the first burst is too low, and the second may be disturbed.
         first_Bps = self._sent_Bps.get(peer, 0.0) if peer in self._repeated else 0.0
         self._sent_Bps[peer] = max(first_Bps, estimate_rate_Bps(whole_s, rtt_s))
-        self._measured_rates[peer] = self._sent_Bps[peer], now_s
-        self._current_burst, self._has_new_rates = None, True
+        self._measured_sent[peer] = self._sent_Bps[peer], now_s
+        self._has_new_rates = True
         if peer not in self._repeated and whole_s < SLOW_START_ROUND_TRIPS * rtt_s:
             self._repeated.add(peer)
             self._pending_targets.append(peer)  # the next to be measured
+            self._current_burst = None
+            return None
+        sent.is_acknowledged = True
+        return BurstRequest(answer.nonce)
 
     def handle_burst(self, peer: PeerId, burst: Burst, now_s: float) -> BurstReceived | str | None:
         """Handle a message of a peer's burst.
@@ -206,7 +239,11 @@ class BandwidthProbe:
         )
         is_plausible = whole_Bps < half_Bps <= MAX_HALF_FACTOR * whole_Bps
         self._received_Bps[peer] = half_Bps if is_plausible else whole_Bps
+        self._measured_received[peer] = self._received_Bps[peer], now_s
         self._has_new_rates = True
+        current = self._current_burst
+        if current is not None and (current.peer, current.expected_answer.nonce) == (peer, burst.nonce):
+            self._current_burst = None
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 
     def remove_peer(self, peer: PeerId) -> None:
@@ -222,7 +259,7 @@ class BandwidthProbe:
 
         At most 256 peers are reported; the rates of others are discarded.  The rates are in bytes per second;
         a rate that is not new is 0.  Returns None if there have been no new rates since the last call, or
-        while this worker's burst is unanswered.
+        while a burst is awaited.
         """
         if not self._has_new_rates or self._current_burst is not None:
             return None

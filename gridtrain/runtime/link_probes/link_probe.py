@@ -2,14 +2,16 @@
 
     ev.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, ev.ProbeResults
 
-The pings end when each target has answered `PINGS_PER_PEER` of them, or at the probe's deadline.  Bursts are
-sent only to peers that are connected directly, not through a relay.  The round-trip times are reported after
-the last burst.
+The bursts begin when each target has answered `PINGS_PER_PEER` pings, or after half of the time, so that a
+target that does not answer leaves time for those of the others.  Bursts are sent only to peers that have
+answered, and that are connected directly, not through a relay.  The round-trip times are reported after the
+last burst, when all pings are answered, or at the probe's deadline.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 from gridtrain.core import messages as m
@@ -39,25 +41,26 @@ class LinkProbe:
         self._pings_left: dict[m.PeerId, int] = {}  # of each target, in their order
         self._sent: dict[int, tuple[m.PeerId, float]] = {}  # by nonce: the target and the time
         self._nonce = 0
-        self._until_s = math.inf
-        self._is_pinging = False
-        self._measured: ev.ProbeResults | None = None  # round-trip times, kept until the bursts are over
+        self._bursts_from_s = self._until_s = math.inf
+        self._is_pinging = False  # until the bursts begin
+        self._is_probing = False  # until the round-trip times are reported
 
     def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
-        The deadline of pings and bursts is 80 % of `limit_s` from now.
+        The bursts begin at the latest 40 % of `limit_s` from now, and the deadline is 80 % from now.
         """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
         self._best_s, self._sent = {}, {}
         self._pings_left = dict.fromkeys((peer for peer, _ in probe.targets), PINGS_PER_PEER)
-        self._until_s, self._is_pinging = now_s + 0.8 * self._limit_s, True
+        self._bursts_from_s, self._until_s = now_s + 0.4 * self._limit_s, now_s + 0.8 * self._limit_s
+        self._is_pinging = self._is_probing = True
         for peer in self._pings_left:
             if self._transport.connected(peer):
                 self._ping(peer, now_s)
 
     def peer_up(self, peer: m.PeerId, now_s: float) -> None:
-        if self._is_pinging and peer in self._pings_left and peer not in self._best_s:
+        if self._is_probing and peer in self._pings_left and peer not in self._best_s:
             self._ping(peer, now_s)
 
     def peer_down(self, peer: m.PeerId) -> None:
@@ -65,7 +68,7 @@ class LinkProbe:
 
     def handle_message(
         self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstRequest | m.BurstReceived, now_s: float
-    ) -> list[m.Burst] | list[m.BurstReceived] | str:
+    ) -> Sequence[m.Message] | str:
         """Handle a message; return the replies to send, or the reason why the message is a violation."""
         match message:
             case m.Pong(nonce):
@@ -76,7 +79,8 @@ class LinkProbe:
             case m.BurstRequest(nonce):
                 return self._bandwidth.handle_burst_request(peer, nonce, now_s)
             case m.BurstReceived():
-                self._bandwidth.handle_acknowledgement(peer, message, now_s)
+                request = self._bandwidth.handle_acknowledgement(peer, message, now_s)
+                return [request] if request is not None else []
         return []
 
     def poll(self, now_s: float) -> tuple[m.LinkRates | None, ev.ProbeResults | None]:
@@ -85,16 +89,22 @@ class LinkProbe:
         Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
         soon as it has the round-trip times.
         """
-        if self._is_pinging and (now_s >= self._until_s or not any(self._pings_left.values())):
+        is_answered = not any(self._pings_left.values())
+        if self._is_pinging and (is_answered or now_s >= self._bursts_from_s):
             self._is_pinging = False
-            rtt_s = {peer: self._best_s[peer] for peer in self._pings_left if peer in self._best_s}
-            self._measured = ev.ProbeResults(tuple(rtt_s.items()))
-            direct = {peer: seconds for peer, seconds in rtt_s.items() if peer not in self._relayed}
+            direct = {
+                peer: self._best_s[peer]
+                for peer in self._pings_left
+                if peer in self._best_s and peer not in self._relayed
+            }
             self._bandwidth.begin(direct, self._until_s, now_s)
         waiting = self._bandwidth.advance(self._transport, now_s)
         rates, measured = self._bandwidth.take_new_rates(), None
-        if not waiting:
-            measured, self._measured = self._measured, None
+        if self._is_probing and not waiting and (is_answered or now_s >= self._until_s):
+            self._is_probing = False
+            measured = ev.ProbeResults(
+                tuple((p, self._best_s[p]) for p in self._pings_left if p in self._best_s)
+            )
         return None if rates is None else m.LinkRates(rates), measured
 
     def _handle_pong(self, nonce: int, now_s: float) -> None:

@@ -4,8 +4,9 @@
     to members, with a new key                           Ping, Burst, BurstRequest
     from the coordinator, as a check ("dial-back")       a connection to doctor's address, with the new key
 
-Doctor sends at most one burst (256 KiB) to the coordinator and to each of at most three members, and receives
-as many.
+Doctor requests at most one burst (256 KiB) of the coordinator and of each of at most three members, and then
+sends as many.  It sends a member none if that would take too long at the rate of the upload to the
+coordinator: what is left of a burst on this machine's link would falsify all that is measured after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,11 +52,19 @@ class LinkMeasurement:
         rtt_s: the shortest round-trip time of several pings, in seconds.
         up_Bps, down_Bps: the rates at which 256 KiB were sent and received; they are too low for a fast link
             with high latency.
+        is_up_bound, is_down_bound: whether the burst did not arrive in time, and the rate is therefore lower.
     """
 
     rtt_s: float | None = None
     up_Bps: float | None = None
     down_Bps: float | None = None
+    is_up_bound: bool = False
+    is_down_bound: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether pings were answered, but no message of 16 KiB was, and none arrived."""
+        return self.rtt_s is not None and self.is_up_bound and self.down_Bps is None
 
 
 @dataclass(slots=True)
@@ -157,16 +166,25 @@ class DoctorProbe:
         self._poll_until(lambda: self.responses.reached_address is not None, until_s)
         return self.responses.reached_address
 
-    def measure_coordinator(self, until_s: float) -> LinkMeasurement:
-        return self._measure(self._coordinator_transport, self._invitation.coordinator, until_s)
+    def measure_coordinator(self, until_s: float, upload_until_s: float) -> LinkMeasurement:
+        """Measure the link to the coordinator; a burst that it has not received yet is awaited until
+        `upload_until_s`."""
+        coordinator = self._invitation.coordinator
+        return self._measure(self._coordinator_transport, coordinator, until_s, upload_until_s)
 
-    def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
-        """Measure the links to the members that the coordinator has named.
+    def measure_members(
+        self, until_s: float, up_Bps: float | None, excluded: Collection[m.PeerId]
+    ) -> list[tuple[m.PeerId, LinkMeasurement]]:
+        """Measure the links to the members that the coordinator has named, except those in `excluded`.
 
         They are measured one after the other, because they share this machine's link.  A measurement is empty
         if the member cannot be reached in time.
+
+        Args:
+            up_Bps: the rate of the upload to the coordinator; None if it is unknown.
         """
-        probe = self.responses.reply.probe_targets if self.responses.reply is not None else ()
+        named = self.responses.reply.probe_targets if self.responses.reply is not None else ()
+        probe = [(peer, address) for peer, address in named if peer not in excluded]
         for peer, address in probe:
             try:
                 self._peer_transport.dial(peer, address)
@@ -178,14 +196,26 @@ class DoctorProbe:
             own_s = now_s + max(0.0, until_s - now_s) / (len(probe) - index)
             connected = partial(self.responses.connected.__contains__, peer)
             if self._poll_until(connected, own_s, self._peer_transport):
-                found.append((peer, self._measure(self._peer_transport, peer, own_s)))
+                found.append((peer, self._measure(self._peer_transport, peer, own_s, own_s, up_Bps)))
             else:
                 found.append((peer, LinkMeasurement()))
         return found
 
     # -- measuring -------------------------------------------------------------------------------
 
-    def _measure(self, transport: FlowControlTransport, peer: m.PeerId, until_s: float) -> LinkMeasurement:
+    def _measure(
+        self,
+        transport: FlowControlTransport,
+        peer: m.PeerId,
+        until_s: float,
+        upload_until_s: float,
+        up_Bps: float | None = None,
+    ) -> LinkMeasurement:
+        """Measure the round-trip time, the download, and then the upload, whose burst may fill the link.
+
+        Args:
+            up_Bps: the upload is measured only if a burst of this rate arrives by `upload_until_s`.
+        """
         found = LinkMeasurement()
         for _ in range(PING_COUNT):
             nonce, sent_s = secrets.randbits(62), time.monotonic()
@@ -195,21 +225,40 @@ class DoctorProbe:
                 return found
             took_s = self.responses.pongs[nonce] - sent_s
             found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
-        half_s = time.monotonic() + (until_s - time.monotonic()) / 2
+        now_s = time.monotonic()
+        self._measure_download(transport, peer, now_s + (until_s - now_s) / 2, found)
+        burst_s = m.BURST_MESSAGES * m.BURST_MESSAGE_BYTES / up_Bps if up_Bps else 0.0
+        if time.monotonic() + burst_s < upload_until_s:
+            self._measure_upload(transport, peer, upload_until_s, found)
+        return found
+
+    def _measure_download(
+        self, transport: FlowControlTransport, peer: m.PeerId, until_s: float, found: LinkMeasurement
+    ) -> None:
+        nonce, asked_s = secrets.randbits(62), time.monotonic()
+        times_s = self.responses.bursts.setdefault(nonce, [])
+        self._send(transport, peer, m.BurstRequest(nonce))
+        if self._poll_until(lambda: len(times_s) == m.BURST_MESSAGES, until_s, transport):
+            found.down_Bps = download_rate_Bps(asked_s, times_s, found.rtt_s or 0.0)
+        elif times_s:  # the next message has not arrived completely
+            nbytes = len(times_s) * m.BURST_MESSAGE_BYTES
+            found.down_Bps = nbytes / max(MIN_BURST_S, time.monotonic() - times_s[0])
+            found.is_down_bound = True
+
+    def _measure_upload(
+        self, transport: FlowControlTransport, peer: m.PeerId, until_s: float, found: LinkMeasurement
+    ) -> None:
         nonce, sent_s = secrets.randbits(62), time.monotonic()
         end = secrets.token_bytes(8)
         for index in range(m.BURST_MESSAGES):
             tail = end if index == m.BURST_MESSAGES - 1 else bytes(8)
-            self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail))
-        if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s, transport):
-            found.up_Bps = estimate_rate_Bps(self.responses.burst_acks[nonce] - sent_s, found.rtt_s or 0.0)
-        nonce, sent_s = secrets.randbits(62), time.monotonic()
-        self._send(transport, peer, m.BurstRequest(nonce))
-        if self._poll_until(
-            lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s, transport
-        ):
-            found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[nonce], found.rtt_s or 0.0)
-        return found
+            burst = m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail)
+            if not self._send(transport, peer, burst):
+                return
+        received = partial(self.responses.burst_acks.__contains__, nonce)
+        found.is_up_bound = not self._poll_until(received, until_s, transport)
+        ended_s = self.responses.burst_acks.get(nonce, time.monotonic())
+        found.up_Bps = estimate_rate_Bps(ended_s - sent_s, found.rtt_s or 0.0)
 
     def _send(self, transport: FlowControlTransport, peer: m.PeerId, message: m.Message) -> bool:
         try:

@@ -10,13 +10,14 @@ predict the run's speed with this machine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.core.messages import PeerId
+from gridtrain.errors import MTU_REMEDY, ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.quantities import format_count, format_number, format_seconds, make_printable
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
@@ -76,6 +77,7 @@ class Examination:
         self._status: dict[str, Any] = {}
         self._asked_wall_s = 0.0
         self._coordinator = LinkMeasurement()
+        self._measured_up_Bps: float | None = None  # of the link to the coordinator, whatever the limit
         self._members: dict[int, LinkMeasurement] = {}
 
     def _deadline_s(self, limit_s: float) -> float:
@@ -222,8 +224,11 @@ class Examination:
         yield from machine_check.check_packages(self._status.get("bundle"))
         yield connection_check.check_clock(_wall_of(self._status), self._asked_wall_s)
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
-        measured = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
-        self._coordinator = self._limited(measured)
+        measured = probe.measure_coordinator(
+            self._deadline_s(COORDINATOR_TIMEOUT_S),
+            self._deadline_s(COORDINATOR_TIMEOUT_S + MEMBERS_TIMEOUT_S),
+        )
+        self._measured_up_Bps, self._coordinator = measured.up_Bps, self._limited(measured)
         yield _line("coordinator", self._coordinator, self._effective_limit(self._coordinator))
         yield from self._member_findings(probe)
 
@@ -240,8 +245,13 @@ class Examination:
         return ok("run", text, phase=phase, world_size=size, step=status.get("step"))
 
     def _member_findings(self, probe: DoctorProbe) -> Iterator[Finding]:
+        if self._coordinator.is_up_bound:
+            text = "not measured, because this machine was still sending 256 KiB to the coordinator"
+            yield ok("members", text)
+            return
         ranks = {str(each.get("peer")): each.get("rank") for each in rows(self._status, "members")}
-        found = probe.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
+        deadline_s, up_Bps = self._deadline_s(MEMBERS_TIMEOUT_S), self._measured_up_Bps
+        found = probe.measure_members(deadline_s, up_Bps, self._own_workers())
         if not found:
             yield ok("members", "no member can be reached for a measurement")
         for number, (peer, measured) in enumerate(found):
@@ -250,6 +260,14 @@ class Examination:
                 self._members[rank] = limited
             others = (self._coordinator, *(other for _, other in found if other is not measured))
             yield _line(f"member {number + 1}", limited, self._effective_limit(limited), others)
+
+    def _own_workers(self) -> set[PeerId]:
+        """Return the keys of this machine's workers: the links to them are not network links."""
+        folder, own = identity_folder(self._invitation.run, self._invitation.coordinator), set()
+        for path in folder.glob("worker-*.key"):
+            with suppress(ConfigError):  # a worker whose key cannot be read does not train
+                own.add(Identity.read(path).public)
+        return own
 
     def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
         """Return the measurement, with the upload rate reduced to the user's limit if it is higher."""
@@ -281,10 +299,11 @@ class Examination:
             return
         before_per_s = sum(run.shares) / said.step_s
         joined, alone = (format_number(rate) for rate in (before_per_s * (1 + said.gain), before_per_s))
+        least, most = ("at least ", "at most ") if said.is_bound else ("", "")
         text = (
-            f"with this machine a step would take {format_seconds(said.joined_step_s)} instead of "
-            f"{format_seconds(said.step_s)}, and the run would train on {joined} instead of {alone} samples "
-            "a second"
+            f"with this machine a step would take {least}{format_seconds(said.joined_step_s)} instead of "
+            f"{format_seconds(said.step_s)}, and the run would train on {most}{joined} instead of {alone} "
+            "samples a second"
         )
         text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {
@@ -330,29 +349,54 @@ def _line(
     if measured.rtt_s is None:
         fix = "nothing to do: members that cannot reach each other use a relay"
         return warning(name, "not measured, because this machine could not connect to it", fix)
-    up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
+    up, down = _rate(measured.up_Bps, measured.is_up_bound), _rate(measured.down_Bps, measured.is_down_bound)
     up += f" (your limit, {limit.where})" if limit is not None else ""
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
-    figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
+    up_Bps, down_Bps = _upload_Bps(measured), _download_Bps(measured)
+    figures = {"rtt_s": measured.rtt_s, "up_Bps": up_Bps, "down_Bps": down_Bps}
     if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_S:
         fix = "use a link with less latency, such as a cable, which makes every exchange faster"
         return warning(name, text, fix, **figures)
-    if measured.up_Bps is None or measured.down_Bps is None:
-        if any(other.up_Bps is not None and other.down_Bps is not None for other in others):
-            slow = "download" if measured.up_Bps is None else "upload"
+    if measured.is_silent and not any(_upload_Bps(other) or other.down_Bps for other in others):
+        text = f"round trip {measured.rtt_s * 1e3:.1f} ms, but no message of 16 KiB arrived in time"
+        finding = failure if name == "coordinator" else warning
+        return finding(name, text, f"{MTU_REMEDY}; or the link is slower than 0.1 Mbit/s", **figures)
+    if measured.is_up_bound or down_Bps is None:
+        ups, downs = map(_upload_Bps, others), map(_download_Bps, others)
+        is_up_fast = not measured.is_up_bound or _is_exceeded(measured.up_Bps, ups)
+        if is_up_fast and (down_Bps is not None or _is_exceeded(measured.down_Bps, downs)):
+            slow = "download" if measured.is_up_bound else "upload"
             text += f": this member's {slow} is slow, and nothing needs to be done on this machine"
             return ok(name, text, **figures)
         fix = "close other programs that use the link, or use a faster link: 256 KiB did not arrive in time"
         return warning(name, text, fix, **figures)
-    if measured.up_Bps < SLOW_UP_Bps:
+    if up_Bps is None:
+        reason = "256 KiB would take too long at the rate of this machine's upload to the coordinator"
+        return ok(name, f"{text}: {reason}", **figures)
+    if up_Bps < SLOW_UP_Bps:
         fix = "stop other uploads" if limit is None else f"raise the upload limit ({limit.where})"
         fix += "; with links this slow a run needs LocalSteps"
         return warning(name, text, fix, **figures)
     return ok(name, text, **figures)
 
 
-def _rate(rate_Bps: float | None) -> str:
-    return "not measured" if rate_Bps is None else f"{rate_Bps * 8 / 1e6:,.1f} Mbit/s"
+def _rate(rate_Bps: float | None, is_bound: bool) -> str:
+    if rate_Bps is None:
+        return "not measured"
+    return f"{'less than ' if is_bound else ''}{rate_Bps * 8 / 1e6:,.1f} Mbit/s"
+
+
+def _upload_Bps(link: LinkMeasurement) -> float | None:
+    return None if link.is_up_bound else link.up_Bps
+
+
+def _download_Bps(link: LinkMeasurement) -> float | None:
+    return None if link.is_down_bound else link.down_Bps
+
+
+def _is_exceeded(bound_Bps: float | None, others_Bps: Iterable[float | None]) -> bool:
+    """Return whether this machine has a faster link than this one, so that its own rate is not the cause."""
+    return any(rate_Bps > (bound_Bps or 0.0) for rate_Bps in others_Bps if rate_Bps)
 
 
 def _reachable(probe: DoctorProbe, address: str | None) -> Finding:

@@ -10,7 +10,7 @@ Figures that were not measured are assumed, and the prediction lists the assumpt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from gridtrain.core.planning.exchange_comparison import (
     estimate_exchange,
 )
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+from gridtrain.core.planning.rank_order import DEFAULT_LINK_Bps
 from gridtrain.core.planning.workload import CpuCosts, Workload
 from gridtrain.status_fields import mapping, rows
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement
@@ -60,6 +61,8 @@ class SpeedupPrediction:
         exchange_s: the time of an exchange with this machine.
         compute_s: the time in which this machine computes as many samples as the median member.
         assumptions: the figures that were not measured, and the values assumed.
+        is_bound: whether only an upper bound of this machine's upload or download is known, so that a step
+            with it takes at least `joined_step_s`.
     """
 
     step_s: float
@@ -68,6 +71,7 @@ class SpeedupPrediction:
     exchange_s: float
     compute_s: float
     assumptions: tuple[str, ...]
+    is_bound: bool = False
 
 
 def predict_speedup(
@@ -87,7 +91,12 @@ def predict_speedup(
         compute_s = usual_s * median(run.flops) / flops
     else:
         assumed.append("this machine computes as fast as the median member, because no speeds are known")
-    if not any(each.up_Bps for each in mine.values()):
+    links = coordinator, *mine.values()
+    if not any(each.up_Bps or each.down_Bps for each in links):
+        assumed.append(
+            f"this machine's link has {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s, as no rate was measured"
+        )
+    elif not any(each.up_Bps for each in mine.values()):
         assumed.append("the links to the members are like the link to the coordinator")
     shares, more = _shares(run, usual_s, compute_s)
     now_s, with_compute_s = max(run.compute_s.values()), _slowest(run, shares, usual_s, compute_s)
@@ -97,7 +106,9 @@ def predict_speedup(
     step_s = before.step_s if before is not None else now_s
     samples, with_samples = sum(run.shares), sum(run.shares) + more
     gain = (with_samples / after.step_s) / (samples / step_s) - 1
-    return SpeedupPrediction(step_s, after.step_s, gain, after.cost.exchange_s, compute_s, tuple(assumed))
+    is_bound = any(is_bound for _, is_bound in (_upload(links), _download(links)))
+    exchange_s = after.cost.exchange_s
+    return SpeedupPrediction(step_s, after.step_s, gain, exchange_s, compute_s, tuple(assumed), is_bound)
 
 
 def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
@@ -138,8 +149,8 @@ def _joined(
     network: NetworkModel | None, size: int, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement
 ) -> NetworkModel:
     """Return the members' network with this machine as the last rank."""
-    up_Bps = _best([coordinator.up_Bps, *(each.up_Bps for each in mine.values())])
-    down_Bps = _best([coordinator.down_Bps, *(each.down_Bps for each in mine.values())])
+    links = coordinator, *mine.values()
+    (up_Bps, _), (down_Bps, _) = _upload(links), _download(links)
     trips_s = [each.rtt_s for each in (*mine.values(), coordinator) if each.rtt_s]
     usual = median(trips_s) if trips_s else 0.05
 
@@ -160,10 +171,26 @@ def _joined(
     )
 
 
-def _best(rates_Bps: Sequence[float | None]) -> float:
-    """Return the highest rate that was measured on a link; 100 Mbit/s if no rate was measured."""
-    known = [rate for rate in rates_Bps if rate]
-    return max(MIN_Bps, max(known, default=12.5e6))
+def _upload(links: Iterable[LinkMeasurement]) -> tuple[float, bool]:
+    return _best([(each.up_Bps, each.is_up_bound) for each in links])
+
+
+def _download(links: Iterable[LinkMeasurement]) -> tuple[float, bool]:
+    return _best([(each.down_Bps, each.is_down_bound) for each in links])
+
+
+def _best(rates: Sequence[tuple[float | None, bool]]) -> tuple[float, bool]:
+    """Return the rate of the fastest link, and whether it is an upper bound.
+
+    If no rate was measured, it is the lowest bound; if there is no bound, `DEFAULT_LINK_Bps`.
+
+    Args:
+        rates: (rate or None, whether it is an upper bound) for each link.
+    """
+    measured = [rate for rate, is_bound in rates if rate and not is_bound]
+    bounds = [rate for rate, is_bound in rates if rate and is_bound]
+    best_Bps = max(measured) if measured else min(bounds, default=DEFAULT_LINK_Bps)
+    return max(MIN_Bps, best_Bps), not measured and bool(bounds)
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> dict[int, float]:

@@ -28,6 +28,7 @@ MAX_ITEMS = 64
 RUN_KEYS = ("name", "about", "script", "digest", "arguments", "files", "requires", "image", "data")
 DATA_KEYS = ("index", "file", "digest", "url", "bytes", "where")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_CODE = re.compile(r".*\.(py[cdow]?|pth|so[.0-9]*|dylib|dll|sh|exe|bat|cmd)", re.IGNORECASE)
 _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*>=\s*(\d+(?:\.\d+){0,3}))?")
 
 
@@ -220,7 +221,25 @@ def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
             f"{path}: [run] has files, a digest or arguments, but no script",
             remedy='write script = "train.py", or remove these keys',
         )
+    if run.data is not None:
+        _refuse_code(path, run, run.data)
     return run
+
+
+def _refuse_code(path: Path, run: RunDescription, data: DatasetDescription) -> None:
+    """Raise `ConfigError` if the data set's file could be run, or is fetched in place of a bundle's file.
+
+    Volunteers can read the bundle before they accept it, but not the file, which is linked beside the script.
+    """
+    if _CODE.fullmatch(data.file):
+        what, remedy = "Python or a shell could run", "add it to [run] files if it is code"
+    elif data.url and data.file in (RUN_FILE, run.script, *run.files):
+        what, remedy = "is also a file of the bundle", "remove it from [run] files, or remove its url"
+    else:
+        return
+    raise ConfigError(
+        f"{path}: [run.data] file is {data.file!r}, which {what}", remedy=f"rename the file, or {remedy}"
+    )
 
 
 def _data(path: Path, table: object) -> DatasetDescription:

@@ -37,6 +37,7 @@ from torch import Tensor
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain.core.messages import FAILED_CHECKPOINTS, LATER_FACTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.serialization import content_digest, safetensors_pieces
 
@@ -167,7 +168,7 @@ class CheckpointStore:
         if not self._every:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # residuals contain traces of samples
+            make_private_folder(self.folder)  # residuals contain traces of samples
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._remove_partial()
@@ -398,7 +399,7 @@ def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
     kept = earlier_folder(place, lambda path: not path.exists())
     for path in paths:
         target = kept / path.relative_to(place)
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(target.parent)
         os.rename(path, target)
     return kept
 

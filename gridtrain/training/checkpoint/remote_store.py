@@ -33,6 +33,8 @@ from gridtrain.core.messages import Facts
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command, require
+from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.quantities import make_printable
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
@@ -167,7 +169,11 @@ def open_url(url: str) -> tuple[Any, str]:
 
 
 def _unusable_error(url: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{shown_url(url)} cannot be used: {type(error).__name__}: {error}", remedy=_REMEDY)
+    return ConfigError(f"{shown_url(url)} cannot be used: {_describe(error)}", remedy=_REMEDY)
+
+
+def _describe(error: Exception) -> str:
+    return make_printable(f"{type(error).__name__}: {error}")
 
 
 def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
@@ -413,7 +419,7 @@ class RemoteStore:
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
                 return  # a copy would not have its residual
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(parent)
         with checkpoint_store.replaced_folder(path) as copy:
             for file in manifest.files:
                 source = f"{self._folder(manifest.step)}/{file.stored_name}"
@@ -441,9 +447,7 @@ class RemoteStore:
             except ConfigError:
                 raise
             except Exception as error:
-                log.warning(
-                    "%s: reading failed (%s: %s); trying again", self.shown, type(error).__name__, error
-                )
+                log.warning("%s: reading failed (%s); trying again", self.shown, _describe(error))
                 time.sleep(wait_s)
         return work()
 

@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -119,11 +120,13 @@ def capture_state(
     *,
     whole: bool = True,
     start: TurnStartState | None = None,
+    anchors: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> list[memoryview]:
     """Copy and serialize the state: the private part and, if `whole`, the shared part.
 
     Args:
         start: the settings and trackers to use instead of the current ones.
+        anchors: by parameter, the values to use instead of the current ones.
 
     Raises:
         ConfigError: a state_dict contains a value that is neither a tensor nor plain data.
@@ -137,7 +140,7 @@ def capture_state(
     if not whole:
         return [_frame(private, own.tensors)]
     shared = {
-        "parameters": common.pack(dict(state_parameters(model)), "model"),
+        "parameters": common.pack({name: anchors.get(p, p) for name, p in state_parameters(model)}, "model"),
         "optimizer": common.pack(_state_of(optimizer, start), "optimizer"),
     }
     return [_frame(private, own.tensors), _frame(shared, common.tensors)]

@@ -25,6 +25,7 @@ from typing import Any
 from gridtrain.core.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts, Span
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.quantities import format_count
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store, serialization
@@ -229,7 +230,7 @@ class StageCheckpointStore:
             log.warning("the state of step %d is no longer in memory", held.applied + 1)
             return
         folder = self.folder_of(held.layers)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
         checkpoint_store.save(content, self._replace(held.layers, held))
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:
@@ -280,7 +281,7 @@ class StageCheckpointStore:
     def make_copy_folder(self, held: CheckpointInfo) -> Path:
         """Create a new folder for a copy from another worker.  Raises `OSError` if it cannot be created."""
         stage = self.folder_of(held.layers)
-        stage.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(stage)
         partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
         # An earlier copy of this checkpoint may still be being adopted.
         return Path(tempfile.mkdtemp(partial.suffix, partial.stem, stage))

@@ -7,11 +7,14 @@ s3://, hf:// ...     fsspec
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import logging
 import os
 import posixpath
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
 
 from gridtrain._version import __version__
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
-from gridtrain.quantities import format_bytes, format_count
+from gridtrain.quantities import format_bytes, format_count, make_printable
 from gridtrain.training.data.fetch_meter import FetchMeter
 
 log = logging.getLogger("gridtrain")
@@ -50,6 +53,9 @@ READ_TIMEOUT_S = 60.0
 `MIN_BYTES`."""
 
 MIN_BYTES = 64 << 10
+MAX_REASON = 200
+"""The maximum number of characters of a server's reason phrase that are shown."""
+
 LINES_EVERY_S = 10.0
 PROGRESS = "GRIDTRAIN_PROGRESS"
 """The environment variable that `gridtrain worker` sets for its script if it writes the script's output to a
@@ -243,13 +249,46 @@ def refuse_credentials(place: str) -> None:
             )
 
 
+class _Redirections(HTTPRedirectHandler):
+    """Follows redirections to http(s) URLs of the same host or of public addresses.
+
+    A server is thus no means to send requests into this machine's own network.
+    """
+
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Request | None:
+        host, first = urlsplit(newurl).hostname or "", urlsplit(f"//{req.origin_req_host}").hostname
+        if not newurl.startswith(("http://", "https://")):
+            msg = f"redirects to {newurl:.100}, which is not an http(s) URL"
+        elif host != first and not _is_public(host):
+            msg = f"redirects to the private address of {host:.100}; only {first} itself may have one"
+        else:
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+        raise HTTPError(newurl, code, msg, headers, fp)
+
+
+def _is_public(host: str) -> bool:
+    """Return whether all addresses of a host are reachable from the internet; True if none is known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:  # the request will fail, too, or a proxy knows the address
+        return True
+    return all(ipaddress.ip_address(address[0]).is_global for *_, address in found)
+
+
+@functools.cache
+def _opener() -> OpenerDirector:
+    return build_opener(_Redirections)
+
+
 def _request(url: str, start: int) -> HTTPResponse:
     refuse_credentials(url)
     headers = {"User-Agent": f"gridtrain/{__version__}", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
     try:
-        response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=READ_TIMEOUT_S)
+        response: HTTPResponse = _opener().open(Request(url, headers=headers), timeout=READ_TIMEOUT_S)
     except HTTPError as error:
         error.close()
         if error.code == 416 and start:  # the partial copy is longer than the file
@@ -268,7 +307,7 @@ def _request(url: str, start: int) -> HTTPResponse:
 
 def _status_error(error: HTTPError) -> OSError:
     reason = str(error.reason).partition("\n")[0]  # of a loop of redirections, it has several lines
-    text = f"HTTP {error.code} {reason}"
+    text = make_printable(f"HTTP {error.code} {reason:.{MAX_REASON}}")
     if error.code in _MISSING:
         return FileNotFoundError(text)
     if error.code < 500 and error.code not in _BUSY:
@@ -292,8 +331,8 @@ def path_of(place: str) -> str:
 
 
 def describe(error: Exception) -> str:
-    """Return the status of an HTTP error, or the type and the text of another one."""
-    text = str(error)
+    """Return the status of an HTTP error, or the type and the text of another one, as one line."""
+    text = make_printable(str(error))
     return text if text.startswith("HTTP ") else f"{type(error).__name__}: {text}"
 
 
@@ -308,7 +347,7 @@ def file_system(place: str) -> tuple[Any, str]:
         found: tuple[Any, str] = fsspec.core.url_to_fs(place)
     except (ImportError, ValueError) as error:  # no package for these URLs, or no such kind of URL
         raise ConfigError(
-            f"{place} cannot be read: {error}",
+            f"{place} cannot be read: {make_printable(str(error))}",
             remedy="install the package that reads such URLs, or correct the URL",
         ) from None
     return found

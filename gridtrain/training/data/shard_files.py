@@ -39,6 +39,7 @@ from gridtrain.training.data.shard_fetch import (
     Attempts,
     Copy,
     copy_rest,
+    describe,
     file_system,
     open_remote,
     path_of,
@@ -142,7 +143,7 @@ def expand(name: str) -> list[str]:
         found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
     except Exception as error:  # file systems of fsspec raise errors of the libraries they use
         raise ConfigError(
-            f"{name} cannot be listed: {type(error).__name__}: {error}",
+            f"{name} cannot be listed: {describe(error)}",
             remedy="check the URL, the connection and the credentials",
         ) from None
     if not found:
@@ -162,7 +163,7 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
     except (OSError, ConfigError):
         raise
     except Exception as error:  # of the library that fsspec uses, or because it is not installed
-        raise OSError(f"{type(error).__name__}: {error}") from None
+        raise OSError(describe(error)) from None
     if len(contents) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes} bytes")
     return contents
@@ -449,9 +450,7 @@ class ShardCache:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise self._unwritable(error) from None
             what = f"cannot be {'decompressed' if expand_file else 'converted'}"
-            raise DataError(
-                f"{place} {what}: {type(error).__name__}: {error}", kind=what, remedy=_CHANGED
-            ) from None
+            raise DataError(f"{place} {what}: {describe(error)}", kind=what, remedy=_CHANGED) from None
         return temporary
 
     def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:

@@ -85,7 +85,6 @@ from gridtrain.training.checkpoint.serialization import (
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.sampler import describe_dataset, permutation, value_digest
 from gridtrain.training.residual_departure import load_left_residual as pick_up_residual
-from gridtrain_coordinator.access.authorization import recover_authorization as recover_door
 from gridtrain_coordinator.dashboard.listen_address import load_token as dashboard_token
 from gridtrain_coordinator.journal.backups import restore as restore_backup
 from gridtrain_coordinator.journal.keys import operator_identity

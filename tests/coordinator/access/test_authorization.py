@@ -21,7 +21,6 @@ from gridtrain_coordinator.access.authorization import (
     AccessRole,
     Authorization,
     ViolationOutcome,
-    recover_authorization,
 )
 from gridtrain_coordinator.run.events import JournalEntry
 
@@ -94,7 +93,7 @@ class Access:
 
     def restarted(self) -> Authorization:
         entries = [(entry.kind, json.loads(json.dumps(entry.body))) for entry in self.journal]
-        return recover_authorization(entries, run="r", operator=OPERATOR, coordinator=US, **self.more)
+        return Authorization(entries=entries, run="r", operator=OPERATOR, coordinator=US, **self.more)
 
 
 # -- invitations -----------------------------------------------------------------------------------
@@ -509,7 +508,7 @@ KINDS = st.sampled_from(["invitation", "enrolled", "expelled", "pardoned", "stri
 @given(st.lists(st.tuples(KINDS, BODIES), max_size=6))
 def test_random_entries_of_the_journal_are_read_or_refused(entries: list[tuple[str, dict[str, Any]]]) -> None:
     try:
-        access = recover_authorization(entries)
+        access = Authorization(entries=entries)
     except (KeyError, TypeError, ValueError):
         return
     json.dumps(access.status(0.0))
@@ -536,7 +535,7 @@ def test_random_entries_of_the_journal_are_read_or_refused(entries: list[tuple[s
 )
 def test_invalid_entries_are_refused(entry: tuple[str, dict[str, Any]]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        recover_authorization([entry])
+        Authorization(entries=[entry])
 
 
 def test_the_status_shows_the_time_left_in_tenths_of_a_second() -> None:

@@ -299,7 +299,7 @@ def test_edges_are_those_of_the_exchange() -> None:
         from gridtrain.core.planning.exchange_facts import workload_of
 
         _, report, _ = next(Run(size, shape, stages=stages, hostile=False).statuses(1))
-        return [edge[:2] for edge in build_graph(report, workload_of(report["facts"])).edges]
+        return [tuple(edge[:2]) for edge in build_graph(report, workload_of(report["facts"]))["edges"]]
 
     assert pairs("ring", 4) == [(0, 1), (0, 3), (1, 2), (2, 3)]
     assert pairs("butterfly", 4) == [(0, 1), (0, 2), (1, 3), (2, 3)]

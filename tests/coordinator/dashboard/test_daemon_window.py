@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from scripted_daemon import ANNA, COORDINATOR, INVITATION, OPERATOR, Iterations
 
+from gridtrain.config import Deadlines
 from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
 from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import connection_gate
-from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
+from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.dashboard import startup
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
@@ -50,7 +51,8 @@ def coordinator(dashboard: RecordingDashboard, store: JournalStore) -> Coordinat
     access.enrol(INVITATION, ANNA, "", time.time())
     transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(access, time.time))
     transport.listen("memory://c")
-    return Coordinator.for_run(transport, store, access, dashboard=dashboard)
+    core = recover_membership(store, COORDINATOR, "default", Deadlines())
+    return Coordinator(transport, store, core, AccessHandler(access, core), dashboard=dashboard)
 
 
 def test_the_dashboard_receives_the_operators_status() -> None:

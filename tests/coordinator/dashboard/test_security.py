@@ -184,7 +184,7 @@ def test_deep_and_wide_values_are_truncated() -> None:
 def test_a_full_disk_leaves_no_token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int, *args: Any, **options: Any) -> Any:
         os.close(handle)
-        return open("/dev/full", "w")
+        return open("/dev/full", "wb")
 
     with (
         monkeypatch.context() as patched,

@@ -310,6 +310,53 @@ def test_the_next_newcomer_gets_a_source_that_has_not_failed() -> None:
     assert (run.members, run.source) == ("D a b c", "b")
 
 
+def lose(run: Trained, *pairs: str) -> None:
+    """Both ends of each pair report that their connection broke; a second passes."""
+    for one, other in pairs:
+        for reporter, peer in ((one, other), (other, one)):
+            lost = m.ConnectionLost(1, run.core.generation, run.by_letter[peer])
+            run.say(run.by_letter[reporter], lost)
+    run.seconds(1)
+
+
+def test_a_newcomer_whose_large_packets_vanish_does_not_delay_the_others() -> None:
+    """Each connection breaks as soon as the state is sent; small messages, such as heartbeats, arrive."""
+    run = Trained("ab", "c")
+    run.left[C] = 121e3
+    run.seconds(6)
+    assert run.core.run.reason == "2 workers since step 0; waiting for the state to reach c"
+    lose(run, "ac")
+    assert run.core.run.view_change.is_forming, "one failure may be chance"
+    run.seconds(6)
+    lose(run, "ac")
+    assert run.core.run.view_change.is_freezing
+    run.form("ab")
+    assert (run.present, run.source) == ("abc", "b")
+    run.seconds(6)
+    lose(run, "bc")
+    assert run.present == "ab" and run.now_s < 30
+    (refused,) = sent(run.seen, m.Refused, C)
+    assert "its connections to the members break" in refused.reason and "MTU" in refused.remedy
+
+
+def test_a_newcomer_that_receives_the_state_is_waited_for_although_connections_break() -> None:
+    run = Trained("ab", "c")
+    run.left[C] = 100e6
+    run.seconds(3, c=1e6)
+    lose(run, "ac", "ac", "bc")
+    assert run.core.run.view_change.is_forming and run.present == "abc"
+
+
+def test_newcomers_are_not_dismissed_for_the_connections_of_their_source() -> None:
+    run = Trained("abe", "cd")
+    run.seconds(3)
+    lose(run, "ac", "ad", "ac")
+    run.form("abe")
+    assert run.present == "abcde" and run.source != "a"
+    run.ready(*run.peers("cd"))
+    assert run.core.phase == "training"
+
+
 def test_a_source_that_sends_too_slowly_is_replaced() -> None:
     """A newcomer that receives 1 MiB in 15 s does not delay the generation for 15 minutes."""
     run = Trained("ab", "c")

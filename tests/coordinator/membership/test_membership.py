@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from gridtrain_coordinator.run.events import (
     WorkerRemoved,
 )
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
+from gridtrain_coordinator.run.link_failures import LinkFailures
 from gridtrain_coordinator.run.liveness import FEWEST_BEATS, MIN_SILENCE_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.unique_names import unique_name
@@ -681,6 +684,16 @@ def test_without_a_suspect_the_youngest_member_is_dismissed() -> None:
     assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last member holds the model"
 
 
+def test_a_stall_is_logged_with_the_step_that_most_members_have_reached() -> None:
+    """Not with the generation's first step, nor with a step that only its reporter claims."""
+    run = Run(A, B, C)
+    for peer, step in ((A, 71), (B, 71), (C, 500)):
+        run.say(peer, m.Heartbeat(1, step, 1, ()))
+    effects = run.say(C, m.RoundStalled(m.RoundId(1, 1, 500, 0), (), 0.0, "no connection"))
+    steps = [x.fields["step"] for x in effects if isinstance(x, LogEvent) and x.event == "stalled"]
+    assert steps == [72]
+
+
 def test_after_a_dismissal_the_stalls_are_counted_anew() -> None:
     run = Run(A, B, C)
     assert [stall(run, (A, B, C)) for _ in range(6)] == [[]] * 5 + [[C]]
@@ -722,6 +735,74 @@ def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     members = (A, B, C)
     assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
     assert stall(run, members, C) == [C]
+
+
+def stall_by_link(
+    run: Run, voter: m.PeerId, reports: list[tuple[m.PeerId, m.PeerId]]
+) -> tuple[list[m.PeerId], list[Effect]]:
+    """Connections break, as reported by the first of each pair, and the voter therefore votes NO.
+
+    Returns the members that are dismissed, and all effects of the root's report.
+    """
+    effects: list[Effect] = []
+    for reporter, peer in reports:
+        effects += run.say(reporter, m.ConnectionLost(1, run.core.generation, peer))
+    root = run.core.run.member_order[0]
+    stalled = m.RoundStalled(m.RoundId(1, run.core.generation, 0, 0), (voter,), 0.0, "voted NO")
+    effects += run.say(root, stalled)
+    found, rest = dismissed(effects), sorted(run.core.run.members & run.core.run.workers.keys())
+    for peer in rest:
+        run.report(peer)
+    run.start(*rest)
+    return found, effects
+
+
+@pytest.mark.parametrize("voter", [A, B, C], ids=["the root", "another member", "the bad one"])
+def test_the_member_whose_connections_break_is_dismissed_whoever_votes_no(voter: m.PeerId) -> None:
+    """C's packets get lost; A is the root.  The voter has lost its connection to C."""
+    run = Run(A, B, C)
+    assert run.core.run.member_order[0] == A
+    found = [stall_by_link(run, voter, [(A, C), (B, C)])[0] for _ in range(3)]
+    assert found == [[], [], [C]]
+
+
+def test_two_ends_of_a_broken_connection_use_another_route_before_either_is_dismissed() -> None:
+    """After the sixth stall the newer end goes; the other one, if its connection to another member breaks."""
+    run = Run(A, B, C, D, E)
+    assert run.core.run.member_order[0] == A
+    stalls = [stall_by_link(run, C, [(C, B)]) for _ in range(6)]
+    assert [found for found, _ in stalls] == [[]] * 5 + [[C]], "not E, the newest member"
+    rerouted = [
+        any(isinstance(x, LogEvent) and x.event == "no_route" for x in effects) for _, effects in stalls
+    ]
+    assert rerouted == [False, False, True, True, True, False]
+    assert [stall_by_link(run, D, [(B, D)])[0] for _ in range(3)] == [[], [], [B]]
+
+
+def test_the_root_of_a_large_group_is_not_suspected_for_two_bad_links() -> None:
+    run = Run(A, B, C, D, E)
+    for _ in range(3):
+        found, _ = stall_by_link(run, C, [(A, B), (A, C), (D, C)])
+    assert found == [C]
+
+
+def test_the_member_with_the_bad_line_is_dismissed_and_no_other(
+    seeds: Callable[[int], Iterable[int]],
+) -> None:
+    """Mallory's connections break, most of them at each stall, and either end reports each of them."""
+    for seed in seeds(200):
+        rng = Random(seed)
+        members = [bytes([letter]) * 32 for letter in b"abcdef"[: rng.randint(3, 6)]]
+        run, mallory, gone = Run(*members), rng.choice(members), []
+        others = [peer for peer in members if peer != mallory]
+        for _ in range(6):
+            run.event_s, run.now_s = 0.05, run.now_s + rng.uniform(0.0, 8.0)
+            lost = [peer for peer in others if rng.random() < 0.8] or others[:1]
+            reports = [rng.choice([(peer, mallory), (mallory, peer)]) for peer in lost]
+            gone += stall_by_link(run, rng.choice((mallory, lost[0])), reports)[0]
+            if gone:
+                break
+        assert gone == [mallory], seed
 
 
 # -- shares that follow measured speed ---------------------------------------------------------------
@@ -868,6 +949,19 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
     logged = [e.event for e in effects + again if isinstance(e, LogEvent)]
     assert logged.count("caught_up") == 1
+
+
+def test_a_newcomer_waits_for_the_snapshot_of_a_long_step() -> None:
+    """It waits as long as the sources' training loops run: here for 240 s, and then for 60 s."""
+    run = Run(A, B)
+    newcomer(run, C)
+    for _ in range(24):
+        run.heartbeat(A, B)
+        run.pass_to(run.now_s + 10.0)
+    run.pass_to(run.now_s + NO_PROGRESS_TIMEOUT_S - 11.0)
+    assert not run.notes("not_following")
+    run.pass_to(run.now_s + 2.0)
+    assert run.notes("not_following") and sent(run.seen, m.Freeze)
 
 
 def test_the_first_worker_of_a_run_has_nothing_to_catch_up_with() -> None:
@@ -1073,13 +1167,14 @@ def test_catch_up_ends_if_no_source_returns() -> None:
 
 def test_a_suspect_that_has_left_is_not_dismissed() -> None:
     run = Run(A, B, C)
-    step, left = StalledStep(run.core.run), b"x" * 32
+    step, left = StalledStep(run.core.run, LinkFailures()), b"x" * 32
     stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
     for number in range(1, 4):
-        assert step.record(7, stalled, A) == number
+        assert step.record(7, stalled, A, run.now_s) == number
     assert step.find_at_fault(stalled, A, run.now_s) == {B: ("dismissed", "delayed step 7 3 times: voted NO")}
-    assert step.record(8, stalled, A) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
+    assert step.record(8, stalled, A, run.now_s) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
     without_answer = replace(stalled, suspects=(left,), silent_s=5.0)
+    assert step.record(8, without_answer, A, run.now_s) == 2
     assert step.find_at_fault(without_answer, A, run.now_s + 1000.0) == {}
 
 
@@ -1092,13 +1187,13 @@ def test_only_the_root_can_get_a_member_dismissed_alone(
     reporters: bytes, suspect: m.PeerId, dismissed: m.PeerId
 ) -> None:
     run = Run(A, B, C, D)
-    step, found = StalledStep(run.core.run), {}
+    step, found = StalledStep(run.core.run, LinkFailures()), {}
     assert run.core.run.member_order[0] == A
     for at in range(0, len(reporters), 32):
         reporter = reporters[at : at + 32]
         silent_s = 0.0 if A in (reporter, suspect) else 5.0  # not believed of other reporters
         stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (suspect,), silent_s, "lost")
-        step.record(7, stalled, reporter)
+        step.record(7, stalled, reporter, run.now_s)
         found = step.find_at_fault(stalled, reporter, run.now_s + 1000.0)
         assert found.keys() == ({dismissed} if at == 64 else set()), at
 

@@ -228,7 +228,8 @@ def test_a_rollback_discards_later_steps_and_checkpoints() -> None:
 
 
 def test_workers_are_ordered_by_seniority_and_avoided_pairs_count_as_slow() -> None:
-    workers = Registry({peer: worker(peer, at_s) for peer, at_s in ((A, 2.0), (C, 1.0), (B, 1.0))})
+    workers = Registry()
+    workers.update({peer: worker(peer, at_s) for peer, at_s in ((A, 2.0), (C, 1.0), (B, 1.0))})
     assert workers.sort_by_seniority([A, B, C]) == [B, C, A]
     assert workers.display_name(A) == "a" and workers.display_name(b"x" * 32) == "78787878"
     listed = [*workers.values()]

@@ -350,7 +350,7 @@ def test_the_first_exchange_is_chosen_by_the_latest_links_and_not_while_a_genera
             run.say(peer, m.Heartbeat(0, 0, 0, ((FIRST_STEP_FIGURE, 1.0),)))
         assert choice.is_open == is_open
         run.next_generation()
-        assert not run.core._planner._reorder_limits.due_reporters(run.now_s), "the plan uses all rates"
+        assert not run.core._planner.reorder_limits.due_reporters(run.now_s), "the plan uses all rates"
     assert "a step takes 1.06 s" in choice.reason
 
 

@@ -10,7 +10,7 @@ from gridtrain.core import messages as m
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.checkpoint_catalog import failed_to_write, is_impossible
-from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, ReporterMajority
+from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, majority_states
 from gridtrain_coordinator.stages.whole_state import (
     latest_whole_state,
     unconfirmed_reason,
@@ -121,9 +121,7 @@ def test_a_coordinator_without_a_journal_accepts_unconfirmed_checkpoints() -> No
     disks = {A: stored(9, 0, 1), B: (), C: ()}
     assert latest_whole_state(SPEC, disks, 2, before=None) is not None
     assert latest_whole_state(SPEC, disks, 2, before=None, quorum=CheckpointQuorum()) is None
-    assert (
-        ReporterMajority().confirmed_states(SPEC, {A: stored(9, 0), B: stored(19, 0), C: ()}) == frozenset()
-    )
+    assert majority_states(SPEC, {A: stored(9, 0), B: stored(19, 0), C: ()}) == frozenset()
 
 
 def test_confirmed_states_are_bounded() -> None:

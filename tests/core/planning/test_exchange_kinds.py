@@ -48,10 +48,10 @@ def test_the_text_of_a_runs_facts_gives_the_exchange(kind: ExchangeKind) -> None
 def test_the_graph_shows_the_members_that_exchange_messages(kind: ExchangeKind) -> None:
     load = Workload(kind, 1000)
     graph = build_graph({"world_size": SIZE}, load)
-    drawn = {pair for a, b, *_ in graph.edges for pair in ((a, b), (b, a))}
+    drawn = {pair for a, b, *_ in graph["edges"] for pair in ((a, b), (b, a))}
     neighbours = neighbours_of(exchange_of(kind))
     assert drawn == {(a, b) for a in range(SIZE) for b in neighbours(a, SIZE)}
-    assert messages_by_pair(load, SIZE).keys() <= drawn and graph.kind == kind.topology
+    assert messages_by_pair(load, SIZE).keys() <= drawn and graph["kind"] == kind.topology
 
 
 @every_kind

@@ -63,12 +63,13 @@ def test_a_secret_has_32_bytes(nbytes):
 def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):
     old = os.umask(0o000)
     try:
-        identity = Identity.load_or_create(tmp_path / "state" / "own.key")
+        identity = Identity.load_or_create(tmp_path / "run" / "state" / "own.key")
     finally:
         os.umask(old)
-    file, folder = tmp_path / "state" / "own.key", tmp_path / "state"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder = tmp_path / "run" / "state"
+    file = folder / "own.key"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, folder, folder.parent)]
+    assert modes == [0o600, 0o700, 0o700]
     assert Identity.load_or_create(file) == Identity.read(file) == identity
     assert [path.name for path in folder.iterdir()] == ["own.key"]  # nothing half-written is left
 

@@ -50,9 +50,12 @@ def test_a_worker_on_the_coordinators_machine_listens_on_loopback() -> None:
 
 
 def test_a_name_with_addresses_of_both_kinds_is_reached_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
-    ipv6 = (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 1, 0, 0))
-    ipv4 = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 1))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ipv6, ipv4])
+    addresses = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda _host, _port, family, _kind: [(family, 0, 0, "", (addresses[family], 0))],
+    )
     assert default_listen_address("tcp://both.invalid:7700") == "tcp://127.0.0.1:0"
 
 

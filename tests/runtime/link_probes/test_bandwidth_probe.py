@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from gridtrain.core.messages import BURST_MESSAGE_BYTES, BURST_MESSAGES, Burst, BurstReceived, PeerId
+from gridtrain.core.messages import (
+    BURST_MESSAGE_BYTES,
+    BURST_MESSAGES,
+    Burst,
+    BurstReceived,
+    BurstRequest,
+    PeerId,
+)
 from gridtrain.errors import TransportError
 from gridtrain.runtime.link_probes.bandwidth_probe import (
     BURST_WINDOW_S,
@@ -40,8 +47,21 @@ def answer_to(transport: RecordingTransport) -> BurstReceived:
     return BurstReceived(last.nonce, last.payload[-8:])
 
 
+def return_burst(
+    probe: BandwidthProbe, peer: PeerId, request: BurstRequest | None, *arrivals_s: float
+) -> None:
+    """Let the burst that `probe` has requested arrive, all at once or at these times."""
+    assert request is not None
+    times_s = arrivals_s if len(arrivals_s) > 1 else arrivals_s * BURST_MESSAGES
+    for index, arrival_s in enumerate(times_s):
+        probe.handle_burst(peer, Burst(request.nonce, index, FULL), arrival_s)
+
+
 def test_both_ends_measure_the_rate_of_the_link() -> None:
-    """A link of 1 MB/s and 10 ms each way: 256 KiB arrive after 10 + 262 ms, the answer 10 ms later."""
+    """A link of 1 MB/s and 10 ms each way: 256 KiB arrive after 10 + 262 ms, the answer 10 ms later.
+
+    The other direction has 4 MB/s, and the sender requests a burst to measure it.
+    """
     link_Bps, one_way_s = 1e6, 0.010
     sender, receiver, transport = BandwidthProbe(Random(1)), BandwidthProbe(Random(2)), RecordingTransport()
     sender.begin({BERT: 2 * one_way_s}, until_s=100.0, now_s=0.0)
@@ -56,9 +76,14 @@ def test_both_ends_measure_the_rate_of_the_link() -> None:
     assert isinstance(answer, BurstReceived)
     assert answer == answer_to(transport)
     assert sender.take_new_rates() is None
-    sender.handle_acknowledgement(BERT, answer, arrival_s + one_way_s)
-    assert not sender.advance(transport, 1.0)  # type: ignore[arg-type]
-    assert sender.take_new_rates() == ((BERT, pytest.approx(link_Bps), 0.0),)
+    request = sender.handle_acknowledgement(BERT, answer, arrival_s + one_way_s)
+    assert sender.advance(transport, 1.0) and sender.take_new_rates() is None  # type: ignore[arg-type]
+    assert request is not None
+    back = receiver.handle_burst_request(ANNA, request.nonce, 1.0)
+    assert [burst.index for burst in back] == [*range(BURST_MESSAGES)]
+    return_burst(sender, BERT, request, *(1.0 + i * BURST_MESSAGE_BYTES / 4e6 for i in range(BURST_MESSAGES)))
+    assert not sender.advance(transport, 2.0)  # type: ignore[arg-type]
+    assert sender.take_new_rates() == ((BERT, pytest.approx(link_Bps), pytest.approx(4e6)),)
     assert receiver.take_new_rates() == ((ANNA, 0.0, pytest.approx(link_Bps)),)
     assert sender.take_new_rates() is None and receiver.take_new_rates() is None
 
@@ -103,7 +128,8 @@ def test_slow_start_does_not_make_a_link_seem_slow(rate_Mbit: float, rtt_s: floa
         received = received or receiver.take_new_rates()
         now_s = arrival_s + rtt_s / 2
         assert isinstance(answer, BurstReceived)
-        sender.handle_acknowledgement(BERT, answer, now_s)
+        if (request := sender.handle_acknowledgement(BERT, answer, now_s)) is not None:
+            return_burst(sender, BERT, request, now_s)
     assert len(transport.messages) == bursts * BURST_MESSAGES
     ((_, sent_Bps, _),) = sender.take_new_rates() or ()
     ((_, _, received_Bps),) = received or ()
@@ -144,12 +170,12 @@ def test_a_bounded_sample_of_peers_is_probed_one_at_a_time() -> None:
     peers = {bytes([i]) * 32: 0.001 for i in range(40)}
     bursts, transport = BandwidthProbe(Random(3)), RecordingTransport()
     bursts.begin(peers, until_s=100.0, now_s=0.0)
-    probed = []
+    probed: list[PeerId] = []
     while bursts.advance(transport, 0.0):  # type: ignore[arg-type]
         assert len(transport.messages) == BURST_MESSAGES
         peer, _ = transport.messages[-1]
         probed.append(peer)
-        bursts.handle_acknowledgement(peer, answer_to(transport), 0.5)
+        return_burst(bursts, peer, bursts.handle_acknowledgement(peer, answer_to(transport), 0.5), 0.5)
         transport.messages.clear()
     assert len(probed) == len(set(probed)) == MAX_TARGETS and probed == sorted(probed), "in the given order"
     other = BandwidthProbe(Random(4))
@@ -176,13 +202,13 @@ def test_a_worker_admitted_again_reports_known_rates_and_measures_new_peers() ->
     bursts, transport = BandwidthProbe(Random(5)), RecordingTransport()
     bursts.begin({ANNA: 0.0}, until_s=9.0, now_s=0.0)
     bursts.advance(transport, 0.0)  # type: ignore[arg-type]
-    bursts.handle_acknowledgement(ANNA, answer_to(transport), 0.5)
+    return_burst(bursts, ANNA, bursts.handle_acknowledgement(ANNA, answer_to(transport), 0.5), 0.5)
     (reported,) = bursts.take_new_rates() or ()
     transport.messages.clear()
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=3.0)
     assert bursts.advance(transport, 3.0)  # type: ignore[arg-type]
     assert {peer for peer, _ in transport.messages} == {BERT}
-    bursts.handle_acknowledgement(BERT, answer_to(transport), 4.0)
+    return_burst(bursts, BERT, bursts.handle_acknowledgement(BERT, answer_to(transport), 4.0), 4.0)
     assert [peer for peer, *_ in bursts.take_new_rates() or ()] == [ANNA, BERT]
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=5.0)
     assert not bursts.advance(transport, 5.0)  # type: ignore[arg-type]
@@ -244,7 +270,10 @@ def test_nonces_cannot_be_predicted() -> None:
 
 
 def test_a_peer_that_does_not_answer_leaves_time_for_the_others() -> None:
-    """8 peers and 40 s: the first one, which does not answer, uses 5 s, and all others are measured."""
+    """8 peers and 40 s: the first one, which does not answer, uses 5 s, and all others are measured.
+
+    The rate to the first one is reported as at most 256 KiB in 5 s.
+    """
     bursts, transport = BandwidthProbe(Random(9)), RecordingTransport()
     bursts.begin({bytes([i]) * 32: 0.0 for i in range(8)}, until_s=40.0, now_s=0.0)
     bursts.advance(transport, 0.0)  # type: ignore[arg-type]
@@ -256,10 +285,30 @@ def test_a_peer_that_does_not_answer_leaves_time_for_the_others() -> None:
         bursts.handle_acknowledgement(unanswered, late, now_s)  # too late: another burst is in flight
         peer, _ = transport.messages[-1]
         now_s += 0.5
-        bursts.handle_acknowledgement(peer, answer_to(transport), now_s)
+        return_burst(bursts, peer, bursts.handle_acknowledgement(peer, answer_to(transport), now_s), now_s)
         measured.add(peer)
     assert len(measured) == 7 and unanswered not in measured
-    assert {peer for peer, *_ in bursts.take_new_rates() or ()} == measured
+    sent_Bps = {peer: sent_Bps for peer, sent_Bps, _ in bursts.take_new_rates() or ()}
+    assert sent_Bps.keys() == {unanswered, *measured}
+    assert sent_Bps[unanswered] == pytest.approx(BURST_MESSAGES * BURST_MESSAGE_BYTES / 5.0)
+    assert min(sent_Bps[peer] for peer in measured) > sent_Bps[unanswered]
+
+
+def test_a_requested_burst_of_a_slow_peer_counts_when_it_arrives() -> None:
+    """The peer was admitted first, and uploads 16 kB/s: 8 s of waiting for it would cost the others' time."""
+    bursts, transport = BandwidthProbe(Random(9)), RecordingTransport()
+    bursts.begin({ANNA: 0.020, BERT: 0.020}, until_s=2.0, now_s=0.0)
+    bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+    request = bursts.handle_acknowledgement(ANNA, answer_to(transport), 0.5)
+    bursts.advance(transport, 1.0)  # type: ignore[arg-type]
+    assert transport.messages[-1][0] == BERT, "its share of the time is over"
+    return_burst(bursts, BERT, bursts.handle_acknowledgement(BERT, answer_to(transport), 1.5), 1.5)
+    assert not bursts.advance(transport, 1.5)  # type: ignore[arg-type]
+    assert {peer: received_Bps > 0 for peer, _, received_Bps in bursts.take_new_rates() or ()} == {
+        **{ANNA: False, BERT: True}
+    }
+    return_burst(bursts, ANNA, request, *(1.5 + index * 1.024 for index in range(BURST_MESSAGES)))
+    assert bursts.take_new_rates() == ((ANNA, 0.0, pytest.approx(16e3)),)
 
 
 def test_too_many_bursts_are_a_violation() -> None:

@@ -162,13 +162,17 @@ def test_a_round_trip_to_a_member_is_not_the_interval_of_a_loop(coordinator: Liv
             assert probe.connect(time.monotonic() + WITHIN_S)
             probe._known_peers.add(here.public)
             probe.responses.reply = DiagnosticReply(((here.public, address),), b"{}")
-            ((peer, measured),) = probe.measure_members(time.monotonic() + 1.0)
+            assert probe.measure_members(time.monotonic() + 1.0, None, {here.public}) == []
+            ((peer, slow),) = probe.measure_members(time.monotonic() + 1.0, 1e3, ())
+            ((peer, measured),) = probe.measure_members(time.monotonic() + 1.0, None, ())
     finally:
         stop.set()
         thread.join()
         member.close()
     assert peer == here.public
     assert measured.rtt_s is not None and measured.rtt_s < POLL_S
+    assert measured.down_Bps is None and measured.is_up_bound, "it answers no burst"
+    assert slow.up_Bps is None, "at 1 kB/s no burst is sent"
 
 
 def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: LiveCoordinator) -> None:
@@ -550,7 +554,7 @@ def test_a_relay_is_no_remedy_for_the_link_to_the_coordinator(name: str, uses_re
 
 def test_a_member_is_compared_with_the_other_members(invitation: Invitation) -> None:
     class Probe:
-        def measure_members(self, until_s: float) -> list[tuple[bytes, LinkMeasurement]]:
+        def measure_members(self, *_: Any) -> list[tuple[bytes, LinkMeasurement]]:
             return [(b"a" * 32, LINK), (b"b" * 32, LinkMeasurement(0.02, 12.5e6, None))]
 
     examination = Examination(invitation, lambda _: run_of(3, whole=96), probe=quick_probe)
@@ -559,24 +563,68 @@ def test_a_member_is_compared_with_the_other_members(invitation: Invitation) -> 
 
 
 @pytest.mark.parametrize(
-    ("others", "level"),
+    ("slow", "measured"),
     [
-        ((), FindingLevel.WARNING),
-        ((LinkMeasurement(0.02, 12.5e6, None),), FindingLevel.WARNING),
-        ((LinkMeasurement(), LinkMeasurement(0.02, 12.5e6, 12.5e6)), FindingLevel.OK),
+        ("upload", LinkMeasurement(0.02, 12.5e6, None)),
+        ("upload", LinkMeasurement(0.02, 12.5e6, 1e6, is_down_bound=True)),
+        ("download", LinkMeasurement(0.02, 1e6, 12.5e6, is_up_bound=True)),
     ],
 )
-@pytest.mark.parametrize(
-    ("slow", "measured"),
-    [("upload", LinkMeasurement(0.02, 12.5e6, None)), ("download", LinkMeasurement(0.02, None, 12.5e6))],
-)
+@pytest.mark.parametrize("other_Bps", [None, 0.5e6, 12.5e6])
 def test_a_slow_link_of_one_member_is_not_this_machines(
-    slow: str, measured: LinkMeasurement, others: tuple[LinkMeasurement, ...], level: FindingLevel
+    slow: str, measured: LinkMeasurement, other_Bps: float | None
 ) -> None:
-    found = _line("member 2", measured, None, others)
-    assert found.level is level
-    assert (f"this member's {slow} is slow" in found.text) == (level is FindingLevel.OK)
-    assert ("use a faster link" in found.fix) == (level is FindingLevel.WARNING)
+    """The member is slow only if another link of this machine is faster in the same direction."""
+    upload = slow == "download"
+    other = LinkMeasurement(0.02, other_Bps, 12.5e6) if upload else LinkMeasurement(0.02, 12.5e6, other_Bps)
+    found = _line("member 2", measured, None, (LinkMeasurement(), other))
+    is_bound = measured.is_up_bound or measured.is_down_bound
+    is_members = other_Bps is not None and other_Bps > (1e6 if is_bound else 0.0)
+    assert found.level is (FindingLevel.OK if is_members else FindingLevel.WARNING)
+    assert (f"this member's {slow} is slow" in found.text) == is_members
+    assert ("use a faster link" in found.fix) == (not is_members)
+    assert ("less than 8.0 Mbit/s" in found.text) == is_bound
+
+
+def test_a_bound_of_another_link_does_not_prove_that_a_member_is_slow() -> None:
+    slow = LinkMeasurement(0.02, 1e6, 12.5e6, is_up_bound=True)
+    found = _line("member 2", slow, None, (replace(slow, up_Bps=2e6),))
+    assert found.level is FindingLevel.WARNING and "this member's" not in found.text
+
+
+def test_members_are_not_measured_while_the_own_upload_is_busy(invitation: Invitation) -> None:
+    """The burst to the coordinator still fills the link, so nothing can be said about members."""
+    examination = Examination(invitation, lambda _: run_of(3), probe=quick_probe)
+    examination._coordinator = LinkMeasurement(0.02, 37e3, 2.5e6, is_up_bound=True)
+    (found,) = examination._member_findings(None)  # type: ignore[arg-type]
+    assert found.level is FindingLevel.OK and "still sending 256 KiB to the coordinator" in found.text
+    line = _line("coordinator", examination._coordinator, None)
+    assert line.level is FindingLevel.WARNING and "less than 0.3 Mbit/s up, 20.0 Mbit/s down" in line.text
+    assert line.figures["up_Bps"] is None
+
+
+def test_a_member_that_a_slow_upload_leaves_no_time_for_is_not_blamed() -> None:
+    found = _line(
+        "member 1", LinkMeasurement(0.02, None, 2.5e6), None, (LinkMeasurement(0.02, 0.1e6, 2.5e6),)
+    )
+    assert found.level is FindingLevel.OK
+    assert found.text.endswith("at the rate of this machine's upload to the coordinator")
+
+
+def test_a_slower_upload_never_has_a_better_prediction(invitation: Invitation) -> None:
+    """256 KiB took 2 s, were not there after 7 s, or there is only a bound of a member."""
+    measured = LinkMeasurement(0.02, 0.125e6, 2.5e6)
+    bound = LinkMeasurement(0.02, 37e3, 2.5e6, is_up_bound=True)
+    at_1_Mbit = predict_speedup(run_of(3), {}, measured, 1e12)
+    at_most_300_kbit = predict_speedup(run_of(3), {}, bound, 1e12)
+    assert at_most_300_kbit.joined_step_s > 3 * at_1_Mbit.joined_step_s
+    assert (at_1_Mbit.is_bound, at_most_300_kbit.is_bound) == (False, True)
+    member = {0: LinkMeasurement(0.02, 1e6, 2.5e6, is_up_bound=True)}
+    assert predict_speedup(run_of(3), member, measured, 1e12).joined_step_s >= at_1_Mbit.joined_step_s
+    examination = Examination(invitation, lambda _: run_of(3), probe=quick_probe)
+    examination._status, examination._coordinator = {"phase": "training"}, bound
+    (found,) = examination._prediction_finding(1e12)
+    assert "a step would take at least" in found.text and "would train on at most" in found.text
 
 
 @pytest.mark.parametrize(
@@ -613,6 +661,7 @@ def test_a_prediction_names_assumed_figures() -> None:
     run = replace(run_of(1), flops=())
     said = predict_speedup(run, {}, LinkMeasurement(), None)
     assert len(said.assumptions) == 2 and said.step_s == 10.0
+    assert said.assumptions[1] == "this machine's link has 100 Mbit/s, as no rate was measured"
     assert said.gain == pytest.approx(2 * 10.0 / said.joined_step_s - 1)
 
 
@@ -706,6 +755,16 @@ def test_a_machine_that_cannot_be_dialled_is_reported(far: Any, far_coordinator:
     found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
     assert found["reachable"]["level"] == "warning" and found["coordinator"]["level"] == "ok"
     assert code in (1, 2) and took_s < MAX_S
+
+
+def test_a_link_that_loses_large_packets_is_a_failure(far: Any, far_coordinator: str, tmp_path: Path) -> None:
+    """As behind a tunnel with a smaller MTU whose ICMP messages are dropped."""
+    drop = ("iptables", "-A", "INPUT", "-p", "tcp", "-m", "length", "--length", "1281:65535", "-j", "DROP")
+    for letter in "ab":
+        assert far(letter, *drop).returncode == 0
+    found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
+    assert found["coordinator"]["level"] == "failure" and "MTU" in found["coordinator"]["fix"]
+    assert "round trip" in found["coordinator"]["text"] and code == 2 and took_s < MAX_S
 
 
 @pytest.mark.parametrize(("rate", "least_Bps", "most_Bps"), [("10mbit", 0.1e6, 1.6e6), ("64kbit", 0, 20e3)])

@@ -161,6 +161,35 @@ def test_invalid_values_in_run_toml_are_refused(toml: str, words: str) -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.py",
+        "gridtrain/__init__.py",
+        "__pycache__/a.cpython-311.pyc",
+        "a.abi3.SO",
+        "a.so.1.2",
+        "a.pth",
+        "a.sh",
+    ],
+)
+def test_code_is_not_fetched_as_data(name: str) -> None:
+    """It would be linked beside the script, and no volunteer could have read it before."""
+    toml = f"[run]\nscript = 'train.py'\n{_FILE}url = 'https://h/x'\nbytes = 3\n"
+    assert run_toml(toml.replace("'x'", "'corpus.py.txt'")).run.data is not None
+    with pytest.raises(ConfigError, match=f"file is '{name}', which Python or a shell could run -> rename"):
+        run_toml(toml.replace("'x'", f"'{name}'"))
+
+
+@pytest.mark.parametrize("name", ["run.toml", "train", "sizes.json"])
+def test_no_file_of_the_bundle_is_fetched(name: str) -> None:
+    run = "[run]\nscript = 'train'\nfiles = ['sizes.json']\n"
+    toml = f"{run}{_FILE}url = 'https://h/x'\nbytes = 3\n".replace("'x'", f"'{name}'")
+    with pytest.raises(ConfigError, match=f"file is '{name}', which is also a file of the bundle -> rename"):
+        run_toml(toml)
+    assert run_toml(f"{run}{_FILE}").run.data is not None
+
+
 def test_a_byte_order_mark_is_accepted_and_another_encoding_is_named() -> None:
     text = '[run]\nname = "mine"\n'
     assert RunFile.parse(text.encode("utf-8-sig"), Path("run.toml")) == run_toml(text)

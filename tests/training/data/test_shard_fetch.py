@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import pickle
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from http.client import IncompleteRead
 from pathlib import Path
 from ssl import SSLCertVerificationError
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from faulty_http_server import PIECE, Server
@@ -122,6 +124,62 @@ def test_a_loop_of_redirections_is_named_at_once(
     with pytest.raises(DataError, match=r"^\S+ cannot be read after 0 bytes: HTTP 302 .* loop\. -> .+$"):
         cache.open(f"{server.url}/loop/a.txt", expected)
     assert cache.failed_reads == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("http://localhost:PORT/plain/a.txt", "the private address of localhost; only 127.0.0.1 itself"),
+        ("http://[::1]:PORT/plain/a.txt", "the private address of ::1;"),
+        ("http://169.254.169.254/latest", "the private address of 169.254.169.254;"),
+        ("ftp://127.0.0.1:PORT/a.txt", "ftp://127.0.0.1:PORT/a.txt, which is not an http"),
+        ("file:///a.txt", "HTTP 302"),  # refused by urllib itself
+    ],
+)
+def test_a_redirection_into_a_private_network_is_refused(
+    target: str, words: str, server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    port = server.url.rpartition(":")[2]
+    path = f"/moved-to/{quote(target.replace('PORT', port), safe='')}"
+    with pytest.raises(DataError, match="cannot be read after 0 bytes: HTTP 302 ") as caught:
+        cache.open(f"{server.url}{path}", expected)
+    assert words.replace("PORT", port) in caught.value.reason
+    assert server.stop() == [(path, "-")] and cache.failed_reads == 1
+
+
+def test_a_redirection_to_the_same_host_or_a_public_one_is_followed(
+    server: Server, cache: ShardCache, expected: ShardFile, monkeypatch: Any
+) -> None:
+    own = quote(f"{server.url}/plain/a.txt", safe="")
+    with cache.open(f"{server.url}/moved-to/{own}", expected) as file:
+        assert file.read() == CONTENT
+    other = quote(f"{server.url}/plain/a.txt".replace("127.0.0.1", "localhost"), safe="")
+    monkeypatch.setattr(shard_fetch, "_is_public", lambda host: host == "localhost")
+    (cache.folder / expected.sha256).unlink()
+    with cache.open(f"{server.url}/moved-to/{other}", expected) as file:
+        assert file.read() == CONTENT
+
+
+def test_a_public_host_has_no_private_address(monkeypatch: Any) -> None:
+    found = {"one": ["8.8.8.8", "2001:4860:4860::8888"], "mixed": ["8.8.8.8", "10.0.0.1"], "none": None}
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        if (addresses := found[host]) is None:
+            raise socket.gaierror
+        return [(0, 0, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert [shard_fetch._is_public(host) for host in found] == [True, False, True]
+
+
+def test_a_servers_text_is_printable_and_short(
+    server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    with pytest.raises(DataError, match=r"HTTP 410 \N{REPLACEMENT CHARACTER}\[2J-{196} -> ") as caught:
+        cache.open(f"{server.url}/unprintable/a.txt", expected)
+    assert str(caught.value).isprintable()
+    error = shard_fetch.describe(ValueError("of a library:\x1b[31m\nred"))
+    assert error == "ValueError: of a library:\N{REPLACEMENT CHARACTER}[31m red"
 
 
 def test_a_busy_server_is_asked_again_when_it_says(

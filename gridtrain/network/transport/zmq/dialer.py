@@ -1,14 +1,16 @@
 """Dials outgoing connections, waits before redialling (back-off), and limits the unread bytes.
 
-OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
-                        ^---- back-off ----+------- lost, or no answer in time ---+
+OutgoingConnection   waiting --due--> resolving --address--> connecting --Hello answered--> established
+                        ^-- back-off -----+--- lost, or no answer in time ---+-------------------+
+
+Only a host name is resolved (`name_lookup`).  An established connection has a `Connection`.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +21,7 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.flood_detector import FloodDetector
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import sockets
+from gridtrain.network.transport.zmq.name_lookup import DIAL_WAIT_S, names
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 HELLO_TIMEOUT_S = 10.0
@@ -93,7 +96,9 @@ class OutgoingConnection:
     """An address that is dialled until the dialler gives up.
 
     Attributes:
-        due_s: the time at which to try again, or at which to abandon the current attempt.
+        due_s: the time at which to try again, to use an earlier address of the host, or to abandon the
+            current attempt.
+        is_resolving: whether the attempt waits until a lookup of the host name has ended.
         connection: the connection, or None until the peer has sent Hello.
         established_s: the time at which the peer last sent Hello.
     """
@@ -102,21 +107,22 @@ class OutgoingConnection:
     address: str
     due_s: float = 0.0
     attempt: int = 0
+    is_resolving: bool = False
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     connection: Connection | None = None
     established_s: float = 0.0
     tcp: TcpConnection | None = None
 
-    def open(self, dealer: zmq.Socket[bytes], hello: sockets.Frames, now_s: float) -> None:
-        """Start connecting and queue `hello` as the first message.
+    def open(self, dealer: zmq.Socket[bytes], hello: sockets.Frames, host: str, now_s: float) -> None:
+        """Start connecting to the host's IP address and queue `hello` as the first message.
 
         Raises:
             TransportError: the address is invalid.
         """
         monitor = sockets.open_monitor(dealer)
         try:
-            sockets.connect(dealer, self.address)
+            sockets.connect(dealer, sockets.replace_host(self.address, host))
         except TransportError:
             sockets.close(dealer, monitor)
             raise
@@ -155,6 +161,8 @@ class OutgoingConnection:
         """Close the socket and schedule another attempt; return the lost connection, or None."""
         self.close()
         lost, self.connection = self.connection, None
+        if lost is not None:
+            names.clear_problem(sockets.dialled_host(self.address))
         was_steady = lost is not None and now_s >= self.established_s + STEADY_S
         if was_steady:
             longest_s = REDIAL_S
@@ -172,12 +180,20 @@ class Dialer:
         context: the ZeroMQ context of all sockets.
         identity: our key pair; None if connections are not encrypted.
         hello: the frames of our Hello.
+        wake: makes the loop call `retry_due`.  Thread-safe.
     """
 
-    def __init__(self, context: sockets.Context, identity: Identity | None, hello: sockets.Frames) -> None:
+    def __init__(
+        self,
+        context: sockets.Context,
+        identity: Identity | None,
+        hello: sockets.Frames,
+        wake: Callable[[], None],
+    ) -> None:
         self._context = context
         self._identity = identity
         self._hello = hello
+        self._wake = wake
         self._outgoing: list[OutgoingConnection] = []
 
     def __iter__(self) -> Iterator[OutgoingConnection]:
@@ -197,7 +213,7 @@ class Dialer:
             return
         self.give_up(peer)
         dial = OutgoingConnection(peer, address)
-        dial.open(self.open_socket(peer), self._hello, now_s)
+        self._attempt(dial, now_s)
         self._outgoing.append(dial)
 
     def give_up(self, peer: PeerId) -> None:
@@ -212,11 +228,27 @@ class Dialer:
     def retry_due(self, now_s: float) -> None:
         """Dial the addresses whose back-off has ended and abandon attempts that got no answer in time."""
         for dial in self._outgoing:
-            if now_s >= dial.due_s:
-                if dial.socket is None:
-                    dial.open(self.open_socket(dial.peer), self._hello, now_s)
-                else:
-                    dial.retry_later(now_s)
+            if dial.is_resolving or (dial.socket is None and now_s >= dial.due_s):
+                self._attempt(dial, now_s)
+            elif now_s >= dial.due_s:
+                dial.retry_later(now_s)
+
+    def _attempt(self, dial: OutgoingConnection, now_s: float) -> None:
+        """Open the connection.  If the host is a name, look it up first, for at most `DIAL_WAIT_S`.
+
+        Raises:
+            TransportError: the address is invalid.
+        """
+        host = sockets.dialled_host(dial.address)
+        if not dial.is_resolving:
+            dial.is_resolving, dial.due_s = names.begin(host, self._wake), now_s + DIAL_WAIT_S
+        if dial.is_resolving and now_s < dial.due_s and names.is_running(host):
+            return
+        dial.is_resolving = False
+        if address := names.address(host):
+            dial.open(self.open_socket(dial.peer), self._hello, address, now_s)
+        else:
+            dial.retry_later(now_s)
 
     def due_s(self) -> float:
         """Return the time from which `retry_due` must be called; infinity if no call is necessary."""

@@ -1,24 +1,33 @@
-"""Resolves host names that have only IPv6 addresses, and limits how long the caller waits for DNS.
+"""Resolves host names in threads of their own, and stores the latest results.
 
-libzmq resolves names only to IPv4 addresses, unless IPv6 is enabled; then it prefers IPv6 addresses, at which
-a coordinator may not be listening.  Therefore a name that has an IPv4 address is left to libzmq, and a name
-that has only IPv6 addresses is replaced:
+libzmq gets IP addresses only.  It would resolve a name in the thread that serves all connections, which then
+stand still while a name server does not answer.
 
-    tcp://lab.example:7700    A 192.0.2.7, AAAA 2001:db8::7   unchanged
+    tcp://lab.example:7700    A 192.0.2.7, AAAA 2001:db8::7   tcp://192.0.2.7:7700
     tcp://home.example:7700   AAAA 2001:db8::9                tcp://[2001:db8::9]:7700
+    tcp://localhost:7700      not looked up                   tcp://127.0.0.1:7700
 
-A lookup may take many seconds if a name server does not answer, and the caller is a loop that must not block.
-Therefore the caller waits only briefly, and a later attempt uses the result.
+IPv4 comes first, because a coordinator may not be listening at its IPv6 addresses.  Each attempt to connect
+begins a lookup, so that a host with a new address is followed, and waits briefly for its end.  If a lookup
+takes longer or fails, the address from an earlier lookup is used.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import threading
+from collections.abc import Callable
 
-CONNECT_WAIT_S = 0.2
-BIND_WAIT_S = 10.0
+log = logging.getLogger("gridtrain")
+
+DIAL_WAIT_S = 0.5
+"""How long an attempt to connect waits for its lookup before it uses the address from an earlier lookup."""
+
+FIRST_WAIT_S = 10.0
+"""How long `NameLookup.resolve` waits for a name of which no address is known yet."""
+
 MAX_NAMES = 256
 MAX_LOOKUPS = 8
 
@@ -28,46 +37,118 @@ class NameLookup:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._ipv6_only: dict[str, str] = {}  # by name: the first address, or "" if it is not IPv6-only
-        self._running: set[str] = set()
+        self._addresses: dict[str, str] = {}  # by name: the latest address; "" if there has been none
+        self._errors: dict[str, str] = {}  # by name: why the latest lookup failed
+        self._running: dict[str, set[Callable[[], None]]] = {}  # by name: what to call at the end
 
-    def ipv6_address(self, host: str, wait_s: float) -> str:
-        """Return the first address of a name that has only IPv6 addresses.
+    def begin(self, host: str, on_end: Callable[[], None] = lambda: None) -> bool:
+        """Begin a lookup, unless one of this name is running; return whether one is running.
 
-        Returns "" for all other names and for IP addresses.  If the lookup takes longer than `wait_s`, the
-        result of an earlier lookup is returned, or "" if there is none.
+        The result is False for an IP address, and while `MAX_LOOKUPS` other names are being looked up.
+
+        Args:
+            host: a host name or an IP address.
+            on_end: is called in another thread when the lookup has ended.
         """
-        if not host or host == "*" or _is_address(host):
-            return ""
+        if numeric_host(host):
+            return False
         with self._changed:
             if host not in self._running:
                 if len(self._running) >= MAX_LOOKUPS:
-                    return self._ipv6_only.get(host, "")
-                self._running.add(host)
+                    return False
+                self._running[host] = set()
                 threading.Thread(
                     target=self._look_up, args=(host,), name="gridtrain-names", daemon=True
                 ).start()
+            self._running[host].add(on_end)
+            return True
+
+    def clear_problem(self, host: str) -> None:
+        """Forget that lookups of a name failed, so that the next failure is logged again."""
+        with self._changed:
+            self._errors.pop(host, None)
+
+    def is_running(self, host: str) -> bool:
+        with self._changed:
+            return host in self._running
+
+    def address(self, host: str) -> str:
+        """Return the latest known IP address of a host; "" if none is known."""
+        with self._changed:
+            return numeric_host(host) or self._addresses.get(host, "")
+
+    def resolve(self, host: str) -> str:
+        """Look up a name, wait for the end for a limited time, and return `address`."""
+        self.begin(host)
+        with self._changed:
+            wait_s = DIAL_WAIT_S if self._addresses.get(host) else FIRST_WAIT_S
             self._changed.wait_for(lambda: host not in self._running, wait_s)
-            return self._ipv6_only.get(host, "")
+        return self.address(host)
+
+    def problem(self, address: str) -> str:
+        """Return why the host's IP address is unknown or may be out of date; "" if there is no problem."""
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        with self._changed:
+            why = self._errors.get(host, "")
+            if not why and host in self._running and not self._addresses.get(host):
+                why = "no name server has answered yet"
+        return f"the host name {host!r} cannot be resolved ({why})" if why else ""
 
     def _look_up(self, host: str) -> None:
-        try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            found = []
-        is_ipv6_only = bool(found) and all(family == socket.AF_INET6 for family, *_ in found)
+        address, error = _query(host)
         with self._changed:
-            self._running.discard(host)
-            self._ipv6_only.pop(host, None)
-            self._ipv6_only[host] = str(found[0][4][0]) if is_ipv6_only else ""
-            if len(self._ipv6_only) > MAX_NAMES:
-                del self._ipv6_only[next(iter(self._ipv6_only))]
+            known = self._addresses.pop(host, "")
+            self._addresses[host] = address or known
+            has_begun_to_fail = bool(error) and host not in self._errors
+            if error:
+                self._errors[host] = error
+            else:
+                self._errors.pop(host, None)
+            if len(self._addresses) > MAX_NAMES:
+                oldest = next(iter(self._addresses))
+                del self._addresses[oldest]
+                self._errors.pop(oldest, None)
+            callbacks = self._running.pop(host)
             self._changed.notify_all()
+        if has_begun_to_fail:
+            log.warning(
+                "the host name %r cannot be resolved (%s); check the name, and this machine's name server "
+                "(DNS); %s",
+                host,
+                error,
+                f"meanwhile its last known address, {known}, is used" if known else "trying again",
+            )
+        for on_end in callbacks:
+            on_end()
 
 
-def _is_address(host: str) -> bool:
+names = NameLookup()
+"""The lookups of this process.  The results outlast a transport, for example while a worker pauses."""
+
+
+def numeric_host(host: str) -> str:
+    """Return the IP address that a host stands for without a lookup; "" if it is a name."""
+    if host == "localhost":
+        return "127.0.0.1"
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return ""
+    return host
+
+
+def _query(host: str) -> tuple[str, str]:
+    """Return the first IPv4 address of a name, or else its first IPv6 address; or "", and why there is none.
+
+    IPv6 is asked only if the name has no IPv4 address, because some name servers never answer that question,
+    and not if no name server answers, because that would take as long again.
+    """
+    error: Exception
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0]), ""
+        except (OSError, UnicodeError) as failed:
+            error = failed
+            if getattr(error, "errno", None) == socket.EAI_AGAIN:
+                break
+    return "", getattr(error, "strerror", None) or str(error)

@@ -23,6 +23,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from socket import if_nameindex
 from typing import Any
 
 import zmq
@@ -33,7 +34,6 @@ from gridtrain.errors import AddressTaken, TransportError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import Frames as Frames
 from gridtrain.network.transport.zmq import name_lookup
-from gridtrain.network.transport.zmq.name_lookup import NameLookup
 from gridtrain.network.wire import codec
 
 ZAP_DOMAIN = b"gridtrain"
@@ -89,7 +89,6 @@ frame."""
 _NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 _monitors = itertools.count()
-_names = NameLookup()
 _EVENT = struct.Struct("=Hi")  # a socket monitor's event: its number, and a descriptor or error number
 _ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
@@ -208,7 +207,9 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
     """
     try:
         _check_address(address)
-        endpoint = _resolve_ipv6_only(address, name_lookup.BIND_WAIT_S)
+        endpoint, host = address, _host(address)
+        if host != "*" and host not in (name for _, name in if_nameindex()):  # libzmq resolves these two
+            endpoint = replace_host(address, name_lookup.names.resolve(host) or host)
         _set_address_family(router, endpoint)
         router.bind(f"{endpoint[:-1]}0" if endpoint.endswith(":*") else endpoint)
     except zmq.ZMQError as error:
@@ -217,17 +218,36 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Start connecting; raise `TransportError` if the address is invalid."""
+    """Start connecting to an address that `is_numeric`.
+
+    Raises:
+        TransportError: the address is invalid, or has a host name; libzmq would resolve a name in the thread
+            that handles all connections.
+    """
     try:
-        _check_address(address)
-        endpoint = _resolve_ipv6_only(address, name_lookup.CONNECT_WAIT_S)
+        host = name_lookup.numeric_host(dialled_host(address))
+        if not host:
+            raise zmq.ZMQError(errno.EINVAL)
+        endpoint = replace_host(address, host)
         _set_address_family(dealer, endpoint)
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
-        raise TransportError(
-            f"cannot dial {address!r}: {error.strerror}",
-            remedy='use an address such as "tcp://10.0.0.5:7000"',
-        ) from None
+        raise _dial_error(address, error) from None
+
+
+def dialled_host(address: str) -> str:
+    """Return the host of an address to dial; raise `TransportError` if the address is invalid."""
+    try:
+        _check_address(address)
+    except zmq.ZMQError as error:
+        raise _dial_error(address, error) from None
+    return _host(address)
+
+
+def replace_host(address: str, host: str) -> str:
+    """Return the address with this IP address instead of its host."""
+    port = address.rpartition(":")[2]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable | None, int]:
@@ -251,14 +271,10 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Return whether the address can be dialled without resolving a name.
-
-    libzmq would resolve a name in the thread that handles all connections.
-    """
+    """Return whether the address can be dialled without resolving a name."""
     try:
-        _check_address(address)
-        return _host(address) == "localhost" or bool(ipaddress.ip_address(_host(address)))
-    except (zmq.ZMQError, ValueError):
+        return bool(name_lookup.numeric_host(dialled_host(address)))
+    except TransportError:
         return False
 
 
@@ -373,13 +389,6 @@ def _check_address(address: str) -> None:
         raise zmq.ZMQError(errno.EINVAL)
 
 
-def _resolve_ipv6_only(address: str, wait_s: float) -> str:
-    """Replace a host name that has no IPv4 address with its IPv6 address; see `name_lookup`."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    found = _names.ipv6_address(_host(address), wait_s)
-    return f"tcp://[{found}]:{port}" if found else f"tcp://{host}:{port}"
-
-
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
     """Enable IPv6 for the next use of the socket if the address is an IPv6 address; otherwise disable it,
     because a socket with IPv6 listens at IPv4 addresses in their IPv6 form."""
@@ -397,6 +406,13 @@ def _connection_property(frame: zmq.Frame, name: str) -> str:
         return str(frame.get(name))
     except (zmq.ZMQError, UnicodeDecodeError):
         return ""
+
+
+def _dial_error(address: str, error: zmq.ZMQError) -> TransportError:
+    return TransportError(
+        f"cannot dial {address!r}: {error.strerror}",
+        remedy='use an address such as "tcp://10.0.0.5:7000"',
+    )
 
 
 def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:

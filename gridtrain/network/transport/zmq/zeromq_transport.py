@@ -123,7 +123,7 @@ class ZeroMQTransport:
         self._context = sockets.open_context()
         curve_identity = identity if encrypted else None
         self._listener = Listener(self._context, gate, curve_identity)
-        self._dialer = Dialer(self._context, curve_identity, self._hello)
+        self._dialer = Dialer(self._context, curve_identity, self._hello, self.wake)
         probe = None if encrypted else codec.encode(Hello(self.me, PROTOCOL_VERSION, PROBE_SOFTWARE))
         self._reachability = ReachabilityCheck(self._dialer.open_socket, probe, self._can_use)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -157,7 +157,7 @@ class ZeroMQTransport:
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """See `Transport.reach`.  At most four addresses are tried.  Host names are not resolved, because a
-        peer chooses these addresses and a slow name server would block all connections."""
+        peer chooses these addresses."""
         self._reachability.start(peer, addresses, time.monotonic() + timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:

@@ -126,8 +126,8 @@ class AccessHarness:
         self.journal += [(e.kind, json.loads(json.dumps(e.body, allow_nan=False))) for e in entries]
 
     def check(self) -> None:
-        again = authorization.recover_authorization(
-            self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR
+        again = authorization.Authorization(
+            entries=self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR
         )
         for key in (*KEYS, *TOKENS, OPERATOR, COORDINATOR):
             role = self.access.access_role(key, self.wall_s)

@@ -35,7 +35,7 @@ def run_journal(data: bytes) -> bool:
     if not all(isinstance(body, dict) for _, body in entries):
         return False
     try:
-        authorization.recover_authorization(entries).status(0.0)
+        authorization.Authorization(entries=entries).status(0.0)
         recovered = recover_run(entries)
     except (KeyError, TypeError, ValueError):
         return False

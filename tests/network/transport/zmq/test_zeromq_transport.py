@@ -28,8 +28,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
     allow_all,
 )
-from gridtrain.network.transport.zmq import name_lookup, sockets
-from gridtrain.network.transport.zmq.name_lookup import NameLookup
+from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.network.wire import codec
@@ -274,43 +273,6 @@ def test_an_ipv4_address_after_an_ipv6_address_has_its_own_form(zeromq_net):
     bert = zeromq_net.add("bert")
     assert bert.transport.listen("tcp://[::1]:0").startswith("tcp://[::1]:")
     assert bert.transport.listen("tcp://127.0.0.1:0").startswith("tcp://127.0.0.1:")
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine speaks no IPv6")
-def test_a_name_that_has_ipv6_addresses_only(zeromq_net, monkeypatch):
-    """To listen and to dial; a name with an address of either kind is dialled over IPv4."""
-    ipv6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
-    ipv4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
-    found = {"six.invalid": [ipv6], "both.invalid": [ipv6, ipv4]}
-    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", lambda host, *_, **options: found[host])
-    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
-    address = bert.transport.listen("tcp://six.invalid:0")
-    assert address.startswith("tcp://[::1]:")
-    anna.transport.dial(bert.key, f"tcp://six.invalid:{address.rpartition(':')[2]}")
-    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
-    assert [up.host for up in bert.of(PeerUp)] == ["::1"]
-    assert NameLookup().ipv6_address("both.invalid", 60.0) == ""
-
-
-def test_a_slow_name_server_stops_nobody(monkeypatch):
-    answers = threading.Event()
-
-    def look_up(host, *_, **options):
-        assert answers.wait(60.0)
-        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::9", 0, 0, 0))]
-
-    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", look_up)
-    names = NameLookup()
-    hosts = [f"host-{number}.invalid" for number in range(name_lookup.MAX_LOOKUPS + 1)]
-    assert [names.ipv6_address(host, 0.0) for host in hosts] == [""] * len(hosts)
-    answers.set()
-    assert [names.ipv6_address(host, 60.0) for host in hosts[:-1]] == ["2001:db8::9"] * (len(hosts) - 1)
-
-
-@pytest.mark.parametrize("host", ["", "*", "192.0.2.7", "2001:db8::9", "fe80::1%eth0"])
-def test_an_address_is_not_looked_up(host, monkeypatch):
-    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", None)
-    assert NameLookup().ipv6_address(host, 60.0) == ""
 
 
 @pytest.mark.parametrize("wildcard", ["tcp://*:0", "tcp://*:*", "tcp://0.0.0.0:0"])
