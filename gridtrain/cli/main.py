@@ -5,16 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import click
 
 from gridtrain._version import __version__
+from gridtrain.cli.secret_arguments import hide_invitations
 from gridtrain.errors import GridtrainError
 
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
@@ -39,7 +37,6 @@ COMMANDS = {
     "demo": "Train a small model with four workers on this machine.",
 }
 
-_INVITATION = re.compile(rb"(gridtrain\d+:)([\w=-]+)")
 EXIT_CODES = """\b
 Exit codes of all commands except doctor:
   0    success
@@ -95,23 +92,6 @@ def cli() -> None:
     """Train a PyTorch model together on ordinary computers and internet connections."""
 
 
-def _hide_invitations() -> None:
-    """Overwrite the secrets of invitations in this process's command line, which any user can list.
-
-    Until this call they are visible.  Does nothing where there is no /proc.
-    """
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-        with open("/proc/self/mem", "r+b", buffering=0) as memory:
-            memory.seek(begin)
-            line = memory.read(end - begin)
-            hidden = _INVITATION.sub(lambda found: found[1] + b"*" * len(found[2]), line)
-            if hidden != line:
-                memory.seek(begin)
-                memory.write(hidden)
-
-
 def _near(word: str, options: Sequence[str]) -> list[str]:
     """Return the options similar to `word`, ignoring the dashes, which click includes in the comparison."""
     by_name = {option.lstrip("-"): option for option in options}
@@ -120,7 +100,7 @@ def _near(word: str, options: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program `gridtrain`.  Always raises `SystemExit`."""
-    _hide_invitations()
+    hide_invitations()
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
     except click.ClickException as error:

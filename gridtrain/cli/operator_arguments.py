@@ -51,7 +51,8 @@ def format_duration(seconds: float) -> str:
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
     """Return an operator client for the coordinator that runs `run` on this machine.
 
-    Waits up to `wait_s` for a coordinator that is starting.  Raises the errors of `CoordinatorEndpoint.find`.
+    Waits up to `wait_s` for a coordinator that is starting.  Raises the same errors as
+    `CoordinatorEndpoint.find`.
     """
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 

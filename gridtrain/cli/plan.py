@@ -393,7 +393,9 @@ def _print(
         whole = format_bytes(memory.total * each.load.parameters)
         click.echo(wrap_text(f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}", indent=4))
     if not described.is_uniform:
-        console.print("Members are ordered for each exchange by predicted time.", highlight=False)
+        console.print(
+            "For each exchange, members are ordered to minimize its predicted time.", highlight=False
+        )
         if rows[-1][0].world_size > described.workers and _is_live(described):
             text = f"Above {described.workers} workers, each further worker is assumed to equal a member."
             console.print(text, highlight=False)

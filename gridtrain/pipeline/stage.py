@@ -179,7 +179,7 @@ class Stage:
     def forward_fails(self, m: int, received: Any) -> bool:
         """Return whether the forward pass of micro-batch m fails with these values.
 
-        No state of the stage is changed.
+        The stage's state does not change.
         """
         try:
             with torch.no_grad():

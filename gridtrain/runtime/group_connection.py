@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gridtrain.config import JoinConfig
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import GridtrainError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -84,7 +84,7 @@ class GroupConnection:
         self,
         transport: FlowControlTransport,
         allowlist: PeerAllowlist,
-        joined: io.TrainerJoined,
+        joined: ev.TrainerJoined,
         *,
         reset: bool,
     ) -> None:
@@ -96,7 +96,8 @@ class GroupConnection:
             joined: the event with which the script joined, updated with the checkpoint that it holds now.
             reset: whether the model is neither the initial model of the script nor the model after a step.
 
-        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
+        Raises the same errors as `IoLoop.start`.  After an error, the call can be repeated with another
+        transport.
         """
         loop = self._make_loop(transport, allowlist)
         self.tasks.connect(loop)
@@ -110,7 +111,7 @@ class GroupConnection:
         self.loop, self._is_paused = loop, False
         self._limit_state()  # the upload limit may have changed meanwhile
         if reset:
-            self.submit(io.SnapshotLoading())
+            self.submit(ev.SnapshotLoading())
         stored = self.tasks.stored_checkpoints
         if stored is not None:
             joined = replace(joined, setup=replace(joined.setup, stage_checkpoints=stored))
@@ -121,7 +122,7 @@ class GroupConnection:
     ) -> None:
         """After `pause`, notify the coordinator that this worker will not rejoin.
 
-        Raises the errors of `IoLoop.start`.
+        Raises the same errors as `IoLoop.start`.
         """
         loop = self._make_loop(transport, allowlist)
         try:
@@ -187,7 +188,7 @@ class GroupConnection:
         names that worker or says why none has.
         """
         until_s = time.monotonic() + timeout_s
-        if self.wait(lambda here: here.phase is io.MemberPhase.RUNNING, timeout_s) is None:
+        if self.wait(lambda here: here.phase is ev.MemberPhase.RUNNING, timeout_s) is None:
             return False, "no generation is running"
         result = self.loop.residuals.transfer(pieces, max(0.0, until_s - time.monotonic()))
         if result is None:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 
 from gridtrain.core.commit.two_phase_commit import ROOT
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, MAX_OPEN_MEANS, WEIGHTS_INDEX, MeanKey
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
@@ -125,11 +125,11 @@ class GroupMeans:
         total = round(total_weight)
         return total if total >= weight else None  # otherwise a member has sent a wrong value
 
-    def _await(self, step: int, index: int) -> io.DeliverMean | None:
+    def _await(self, step: int, index: int) -> ev.DeliverMean | None:
         timeout_s = self._connection.config.deadlines.first_step_s
         return self._connection.loop.await_average(step, index, timeout_s)
 
-    def _await_calls(self, step: int, index: int) -> io.DeliverMean | None:
+    def _await_calls(self, step: int, index: int) -> ev.DeliverMean | None:
         """Wait for the other workers' calls, which an evaluation may delay; log a long wait."""
         soon_s = self._connection.config.deadlines.patience_floor_s
         answer = self._connection.loop.await_average(step, index, soon_s)
@@ -143,7 +143,7 @@ class GroupMeans:
             log.warning("grid.mean in step %d received no reply; using this worker's own value", step + 1)
         return answer
 
-    def _check_missing(self, answer: io.DeliverMean) -> None:
+    def _check_missing(self, answer: ev.DeliverMean) -> None:
         """Log a call that other workers have not made, and count it in the figures for `gridtrain status`.
 
         Raises `ConfigError` after `MAX_LONE_CALLS` such calls in a row, unless more than half of the workers

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import (
     VERSION,
@@ -110,7 +110,7 @@ class GroupSession:
         self.on_batch_dropped: Callable[[], None] = lambda: None
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self.is_state_unchanged: Callable[[], bool] = lambda: False
-        self._joined: io.TrainerJoined | None = None
+        self._joined: ev.TrainerJoined | None = None
         self.is_turn_done = self._has_closed = False
         self.is_in_task = False  # still set after a task that an exception has ended
         self.end_reason = self.failure = ""
@@ -139,15 +139,15 @@ class GroupSession:
             setup: the set-up of the training script.
             neighbours: a function that returns the neighbours of a rank.
             about: the description of this worker that users see.
-            choices: the value of `io.TrainerJoined.neighbours_by_exchange`.
-            may_be_absent: the value of `io.TrainerJoined.may_be_absent`.
+            choices: the value of `ev.TrainerJoined.neighbours_by_exchange`.
+            may_be_absent: the value of `ev.TrainerJoined.may_be_absent`.
 
         Raises `ConfigError` if this worker has already joined.
         """
         self.check_not_joined()
         if setup.checkpoint is not None:
             self.tasks.applied = setup.checkpoint.applied
-        self._joined = io.TrainerJoined(setup, neighbours, about, choices, may_be_absent)
+        self._joined = ev.TrainerJoined(setup, neighbours, about, choices, may_be_absent)
         self.connection.submit(self._joined)
 
     def check_not_joined(self) -> None:
@@ -187,7 +187,8 @@ class GroupSession:
                 continued.
             touched: whether the model has changed since the script created it.
 
-        Raises the errors of `IoLoop.start`.  After an error, the call can be repeated with another transport.
+        Raises the same errors as `IoLoop.start`.  After an error, the call can be repeated with another
+        transport.
         """
         assert self._joined is not None
         self._turn, self.is_turn_done, self._early_plan, self._submitted = None, False, None, None
@@ -337,7 +338,7 @@ class GroupSession:
                 )
                 assert snapshot is not None
                 must_save = any(
-                    isinstance(task, io.SaveCheckpoint | ApplyMissedSteps) for task in snapshot.tasks
+                    isinstance(task, ev.SaveCheckpoint | ApplyMissedSteps) for task in snapshot.tasks
                 )
                 if interrupts(snapshot) and not snapshot.is_finished and not must_save:
                     raise WaitInterrupted  # a due checkpoint is written first, because others need the state
@@ -646,7 +647,7 @@ class GroupSession:
         The members' digests are compared.  A worker whose digest differs from the majority's receives the
         state before its next step.
         """
-        self.connection.submit(io.CompareReplicas(step, digest))
+        self.connection.submit(ev.CompareReplicas(step, digest))
 
     def report_figures(self, figures: Mapping[str, float]) -> None:
         """Add or replace figures, which the heartbeats send and `gridtrain status` shows."""
@@ -677,7 +678,7 @@ class GroupSession:
         if self._turn is None:
             return None
         may_copy = not self.is_turn_done and self.is_state_unchanged()
-        copies = (CaptureState, CopySnapshot, io.SaveCheckpoint, ReadCheckpoint) if may_copy else ()
+        copies = (CaptureState, CopySnapshot, ev.SaveCheckpoint, ReadCheckpoint) if may_copy else ()
 
         def due(here: WorkerSnapshot) -> list[WorkerTask]:  # no generation waits for added residuals
             return [task for task in here.tasks if not isinstance(task, AddResiduals)]
@@ -764,7 +765,7 @@ class GroupSession:
         if reason := self._loop.waiting_reason:
             return reason
         snapshot = self._loop.mailbox.snapshot
-        if snapshot.phase is io.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
+        if snapshot.phase is ev.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
             return ""
         return describe_run_state(*snapshot.run_state)
 

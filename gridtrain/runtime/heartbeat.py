@@ -1,7 +1,7 @@
 """Composes a worker's heartbeat from its progress, its figures, and whether its trainer is waiting.
 
     trainer: add_figures, is_busy ---+
-    bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
+    bytes moved ---------------------+--> ev.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
     Mailbox.progress ----------------+
 
 From the heartbeats, the peers and the coordinator decide whether this worker is making enough progress.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES, STATE_LEFT
 from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.mailbox.mailbox import Mailbox
@@ -59,7 +59,7 @@ class HeartbeatSource:
         with self._mailbox.condition:
             self._figures[MISSED_STEPS] = self._figures.get(MISSED_STEPS, 0.0) + 1.0
 
-    def make_heartbeat(self, traffic: TrafficCounters, left_bytes: int) -> io.HeartbeatDue:
+    def make_heartbeat(self, traffic: TrafficCounters, left_bytes: int) -> ev.HeartbeatDue:
         """Return the event that makes the core send a heartbeat.
 
         Args:
@@ -85,7 +85,7 @@ class HeartbeatSource:
             counts.append((STATE_BYTES, float(state_bytes)))
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
-        return io.HeartbeatDue(progress, is_waiting, (*figures, *counts))
+        return ev.HeartbeatDue(progress, is_waiting, (*figures, *counts))
 
 
 def _count(counters: Sequence[Mapping[str, int]], kinds: Sequence[str]) -> int:

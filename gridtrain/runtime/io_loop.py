@@ -33,7 +33,7 @@ from random import SystemRandom
 
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import (
     STALLED,
@@ -84,11 +84,11 @@ QUIET_INTERVAL_S = 0.1
 """Longest housekeeping interval while payloads are in flight."""
 
 PEER_EFFECTS = (
-    io.ApplyToBuffer
-    | io.StoreStateBlock
-    | io.StoreCheckpointBlock
-    | io.DeliverCatchUpMessage
-    | io.StoreResidualBlock
+    ev.ApplyToBuffer
+    | ev.StoreStateBlock
+    | ev.StoreCheckpointBlock
+    | ev.DeliverCatchUpMessage
+    | ev.StoreResidualBlock
 )
 """Effects with data from a peer.  If the data are invalid, the peer has violated the protocol."""
 
@@ -96,7 +96,7 @@ ROUND_MESSAGES = frozenset({m.Data, m.Vote, m.Decision})
 """Messages that change only the round to which they belong."""
 
 ROUND_EFFECTS = frozenset(
-    {io.ApplyToBuffer, io.SendPayload, io.CollectiveCompleted, io.ComputeDigest, io.ResolveRound}
+    {ev.ApplyToBuffer, ev.SendPayload, ev.CollectiveCompleted, ev.ComputeDigest, ev.ResolveRound}
 )
 """The effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions, as long as the round
 does not fail.  Of these effects, only `ResolveRound` changes the snapshot, which is then published."""
@@ -155,7 +155,7 @@ class IoLoop:
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
-        self._averages: dict[tuple[int, int], io.DeliverMean] = {}  # for the trainer, by step and index
+        self._averages: dict[tuple[int, int], ev.DeliverMean] = {}  # for the trainer, by step and index
         self._is_payload_only = False  # only payloads were received and sent since the last iteration
         self._is_snapshot_due = False
         self._housekeeping_s = -math.inf  # when housekeeping was done last
@@ -198,9 +198,9 @@ class IoLoop:
         """
         with self.mailbox.condition:
             self._averages.clear()
-        self.mailbox.submit(io.RequestMean(step, index, value))
+        self.mailbox.submit(ev.RequestMean(step, index, value))
 
-    def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
+    def await_average(self, step: int, index: int, timeout_s: float) -> ev.DeliverMean | None:
         """Wait for the mean of the members' values and return it.
 
         Returns None if it does not arrive within `timeout_s`, or if the trainer has to stop waiting while no
@@ -209,7 +209,7 @@ class IoLoop:
         self.mailbox.wait(
             lambda here: (
                 (step, index) in self._averages
-                or (here.phase is not io.MemberPhase.RUNNING and self.mailbox.should_interrupt())
+                or (here.phase is not ev.MemberPhase.RUNNING and self.mailbox.should_interrupt())
             ),
             timeout_s,
         )
@@ -242,7 +242,7 @@ class IoLoop:
         """
         if reason and self.mailbox.error is None and self._thread.is_alive():
             self.mailbox.submit(self._send_heartbeat)  # so that the coordinator knows this worker's last step
-            self.mailbox.submit(io.LeaveGroup(reason, pausing))
+            self.mailbox.submit(ev.LeaveGroup(reason, pausing))
         self.mailbox.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
@@ -340,7 +340,7 @@ class IoLoop:
         sent += self.checkpoint_copier.send_next(self._transport, now_s, self._core.generation)
         if sent:
             self.mailbox.count_progress(sent)
-        if self._core.phase is io.MemberPhase.RUNNING:
+        if self._core.phase is ev.MemberPhase.RUNNING:
             self.state_sender.clear()
             self.state_receiver.forwarder.clear()
         is_leaving = self._core.residual_transfer.is_refusing
@@ -388,10 +388,10 @@ class IoLoop:
                     self._reconnect_policy.connected()
                     self._follow_interface(host)
                 self._link_probe.peer_up(peer, time.monotonic())
-                self._handle(io.PeerConnected(peer))
+                self._handle(ev.PeerConnected(peer))
             case PeerDown(peer, reason):
                 self._link_probe.peer_down(peer)
-                self._handle(io.PeerDisconnected(peer, reason))
+                self._handle(ev.PeerDisconnected(peer, reason))
             case ConnectionDenied(self._coordinator):
                 self._reconnect_policy.handle_denial(time.monotonic(), member=bool(self._core.term))
             case TransportViolation(self._coordinator, reason):
@@ -399,7 +399,7 @@ class IoLoop:
             case TransportViolation(None, reason):
                 log.info("an unknown peer violated the protocol: %s", reason)
             case TransportViolation(peer, reason) if peer is not None:
-                self._handle(io.ProtocolViolation(peer, reason))
+                self._handle(ev.ProtocolViolation(peer, reason))
 
     def _follow_interface(self, host: str) -> None:
         """Listen at another address if this machine now reaches the coordinator, at the IP address `host`,
@@ -414,7 +414,7 @@ class IoLoop:
                 log.warning("other workers cannot connect to this machine's new address: %s", error)
                 return
             log.info("this machine's address has changed; now listening at %s", self._addresses[interface])
-        self._handle(io.AddressChanged(self._config.advertise or self._addresses[interface]))
+        self._handle(ev.AddressChanged(self._config.advertise or self._addresses[interface]))
 
     def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
         match message:
@@ -426,13 +426,13 @@ class IoLoop:
                 self._is_payload_only = False  # housekeeping reports the results of the measurement
                 answers = self._link_probe.handle_message(peer, message, time.monotonic())
                 if isinstance(answers, str):
-                    self._handle(io.ProtocolViolation(peer, answers))
+                    self._handle(ev.ProtocolViolation(peer, answers))
                 else:
                     self._send_all([(peer, answer) for answer in answers])
             case _:
-                self._handle(io.MessageReceived(peer, message, nbytes))
+                self._handle(ev.MessageReceived(peer, message, nbytes))
 
-    def _handle(self, event: io.MemberEvent) -> None:
+    def _handle(self, event: ev.MemberEvent) -> None:
         """Pass an event to the core and execute the effects.
 
         If a peer has violated the protocol, its connection is closed, and this worker continues.
@@ -440,9 +440,9 @@ class IoLoop:
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
-            if not isinstance(event, io.MessageReceived):
+            if not isinstance(event, ev.MessageReceived):
                 raise
-            effects = self._core.handle(io.ProtocolViolation(event.peer, error.reason), time.monotonic())
+            effects = self._core.handle(ev.ProtocolViolation(event.peer, error.reason), time.monotonic())
         if not (_is_round_event(event) and all(map(_is_round_effect, effects))):
             self._is_payload_only = False
             self._allowlist.replace(self._core.known_peers)
@@ -457,14 +457,14 @@ class IoLoop:
         try:
             effects = self._core.receive_data(peer, data, nbytes, time.monotonic())
         except RemoteProtocolError as error:
-            self._handle(io.ProtocolViolation(peer, error.reason))
+            self._handle(ev.ProtocolViolation(peer, error.reason))
             return
         if not all(map(_is_round_effect, effects)):
             self._is_payload_only = False
             self._allowlist.replace(self._core.known_peers)
         self._execute(effects)
 
-    def _execute(self, effects: list[io.MemberEffect]) -> None:
+    def _execute(self, effects: list[ev.MemberEffect]) -> None:
         """Execute the effects in order, and then the effects that result from executing them."""
         queue = deque(effects)
         while queue:
@@ -474,56 +474,56 @@ class IoLoop:
             except RemoteProtocolError as error:
                 self._is_payload_only = False
                 self.step_rounds.mark_failed()
-                event: io.MemberEvent = io.RoundFailed(str(error))
+                event: ev.MemberEvent = ev.RoundFailed(str(error))
                 if isinstance(effect, PEER_EFFECTS):
-                    event = io.ProtocolViolation(effect.peer, error.reason)
+                    event = ev.ProtocolViolation(effect.peer, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._allowlist.replace(self._core.known_peers)
             except TransportError as error:
                 self._is_payload_only = False
-                queue.extend(self._core.handle(io.RoundFailed(str(error)), time.monotonic()))
+                queue.extend(self._core.handle(ev.RoundFailed(str(error)), time.monotonic()))
 
-    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+    def _execute_one(self, effect: ev.MemberEffect) -> list[ev.MemberEffect]:
         """Execute an effect on rounds or connections; return the effects that result from it."""
         match effect:
-            case io.SendPayload(peer):
+            case ev.SendPayload(peer):
                 if (data := self.step_rounds.payload_to_send(effect)) is not None:
                     self._transport.send(peer, data)
-            case io.ApplyToBuffer(channel, fill):
+            case ev.ApplyToBuffer(channel, fill):
                 self.step_rounds.apply_payload(channel, fill)
-            case io.CollectiveCompleted(channel, flags):
+            case ev.CollectiveCompleted(channel, flags):
                 self.step_rounds.mark_complete(channel, flags)
-            case io.ComputeDigest(flags):
+            case ev.ComputeDigest(flags):
                 digest = self.step_rounds.compute_vote_digest(flags)
                 if digest is not None:
-                    return self._core.handle(io.DigestComputed(digest), time.monotonic())
-            case io.ResolveRound(round_id, committed, flags, reason):
+                    return self._core.handle(ev.DigestComputed(digest), time.monotonic())
+            case ev.ResolveRound(round_id, committed, flags, reason):
                 self.step_rounds.resolve(round_id, committed, flags, reason)
-            case io.DeliverMean(step, index):
+            case ev.DeliverMean(step, index):
                 with self.mailbox.condition:
                     self._averages[step, index] = effect
                     self.mailbox.condition.notify_all()
-            case io.Send(peer, m.StateRequest() as request):
+            case ev.Send(peer, m.StateRequest() as request):
                 self._request_state(peer, request)
-            case io.Send(peer, message):
+            case ev.Send(peer, message):
                 self._send(peer, message)
-            case io.Dial(peer, address):
+            case ev.Dial(peer, address):
                 self._transport.dial(peer, address)
-            case io.Disconnect(peer):
+            case ev.Disconnect(peer):
                 self._transport.hang_up(peer)
-            case io.ProbePeers():
+            case ev.ProbePeers():
                 self._link_probe.begin(effect, time.monotonic())
-            case io.Stop(error):
+            case ev.Stop(error):
                 if not (isinstance(error, JoinRefused) and error.code == STALLED):
                     raise error
                 return self._await_trainer()
-            case io.LogEvent(event, fields):
+            case ev.LogEvent(event, fields):
                 log_event(event, fields)
             case _:
                 return self._execute_transfer(effect)
         return []
 
-    def _await_trainer(self) -> list[io.MemberEffect]:
+    def _await_trainer(self) -> list[ev.MemberEffect]:
         """Disconnect from the coordinator, which has removed this worker because its training loop stalled;
         return the effects that result.
 
@@ -531,39 +531,39 @@ class IoLoop:
         """
         self._transport.hang_up(self._coordinator)
         self._reconnect_policy.trainer_stalled()
-        effects = self._core.handle(io.PeerDisconnected(self._coordinator, "stalled"), time.monotonic())
-        return [effect for effect in effects if not isinstance(effect, io.LogEvent)]
+        effects = self._core.handle(ev.PeerDisconnected(self._coordinator, "stalled"), time.monotonic())
+        return [effect for effect in effects if not isinstance(effect, ev.LogEvent)]
 
-    def _execute_transfer(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+    def _execute_transfer(self, effect: ev.MemberEffect) -> list[ev.MemberEffect]:
         """Execute an effect that concerns state transfer; return the effects that result from it."""
         match effect:
-            case io.SendState():
+            case ev.SendState():
                 self.state_sender.request(effect)
-            case io.ForwardState(peer, term, generation, blocks_received):
+            case ev.ForwardState(peer, term, generation, blocks_received):
                 self.state_receiver.forwarder.request(peer, term, generation, blocks_received)
-            case io.ExpectStateDigest(generation, digest):
+            case ev.ExpectStateDigest(generation, digest):
                 self.state_receiver.set_expected_digest(generation, digest)
                 return self._reject_state()
-            case io.SaveCheckpoint() | io.LoadCheckpoints() | io.DiscardCheckpoints():
+            case ev.SaveCheckpoint() | ev.LoadCheckpoints() | ev.DiscardCheckpoints():
                 self.checkpoint_requests.add(effect)
-            case io.SendCheckpoint():
+            case ev.SendCheckpoint():
                 self.checkpoint_copier.send(effect)
-            case io.StoreCheckpointBlock(_, block):
+            case ev.StoreCheckpointBlock(_, block):
                 self.mailbox.count_progress()
                 self.checkpoint_copier.receive(block)
-            case io.BeginCatchUp() | io.SourceConnected() | io.SourceDisconnected() | io.SetCatchUpTarget():
+            case ev.BeginCatchUp() | ev.SourceConnected() | ev.SourceDisconnected() | ev.SetCatchUpTarget():
                 self._send_all(self.catch_up.execute(effect))
-            case io.DeliverCatchUpMessage(peer, message) if (
+            case ev.DeliverCatchUpMessage(peer, message) if (
                 self._core.rank_assignment is None or not self._core.is_synced
             ):
                 self._send_all(self.catch_up.handle_message(peer, message, time.monotonic()))
-            case io.DeliverCatchUpMessage(peer, message):
+            case ev.DeliverCatchUpMessage(peer, message):
                 self._send_all(
                     [(peer, answer) for answer in self.catch_up_source.handle_request(peer, message)]
                 )
-            case io.TakeSnapshot():
+            case ev.TakeSnapshot():
                 self.catch_up_source.set_receivers(effect)
-            case io.StoreStateBlock(peer, block):
+            case ev.StoreStateBlock(peer, block):
                 current = self._core.current_generation
                 if current is not None:
                     incoming = current.incoming_state
@@ -572,7 +572,7 @@ class IoLoop:
                     if self.state_receiver.receive_block(block, vouched=vouched, is_forwarding=is_forwarding):
                         return incoming.request()
                 return self._reject_state()
-            case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
+            case ev.StoreResidualBlock() | ev.AddResidual() | ev.DropResidual() | ev.ResidualTransferEnded():
                 event = self.residuals.execute(effect)
                 if event is not None:
                     return self._core.handle(event, time.monotonic())
@@ -588,14 +588,14 @@ class IoLoop:
             if remaining is not None:
                 self._send(peer, remaining)
 
-    def _reject_state(self) -> list[io.MemberEffect]:
+    def _reject_state(self) -> list[ev.MemberEffect]:
         """Drop the received state if it differs from the source's state; return the effects that follow.
 
         The core then requests the state again, from the state source itself.
         """
         if not self.state_receiver.drop_if_mismatched(self._core.generation):
             return []
-        return self._core.handle(io.StateDigestMismatch(self._core.generation), time.monotonic())
+        return self._core.handle(ev.StateDigestMismatch(self._core.generation), time.monotonic())
 
     def _send_all(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
         for peer, message in messages:
@@ -627,15 +627,15 @@ class IoLoop:
             self.mailbox.publish(snapshot, wake=has_ended)
 
 
-def _is_round_event(event: io.MemberEvent) -> bool:
+def _is_round_event(event: ev.MemberEvent) -> bool:
     """Return whether the event concerns only a round: a peer's message for it, or a submission."""
-    if type(event) is io.MessageReceived:
+    if type(event) is ev.MessageReceived:
         return type(event.message) in ROUND_MESSAGES
-    return type(event) is io.SubmitRound or type(event) is io.AddCollectives
+    return type(event) is ev.SubmitRound or type(event) is ev.AddCollectives
 
 
-def _is_round_effect(effect: io.MemberEffect) -> bool:
+def _is_round_effect(effect: ev.MemberEffect) -> bool:
     """Return whether the effect concerns only a round."""
-    if type(effect) is io.Send:
+    if type(effect) is ev.Send:
         return type(effect.message) in ROUND_MESSAGES
     return type(effect) in ROUND_EFFECTS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import Collective
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, PayloadBuffer
@@ -76,7 +76,7 @@ def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
         )
     )
     if mine.outcome is None:
-        mailbox.submit(io.AbandonRound())
+        mailbox.submit(ev.AbandonRound())
         mailbox.wait(lambda _: mine.outcome is not None)
     assert mine.outcome is not None
     return mine.outcome
@@ -92,7 +92,7 @@ class PipelineRound:
         """Add collectives, but not the last collective of the round, without waiting for their results."""
         with self._mailbox.condition:
             self._round.buffers |= buffers_of(parts)
-        self._mailbox.submit_payload(io.AddCollectives(self._round.id, collectives_of(parts)))
+        self._mailbox.submit_payload(ev.AddCollectives(self._round.id, collectives_of(parts)))
 
     def wait(self, *channels: m.Channel) -> bool:
         """Wait until the collectives of `channels` are complete; return False if the round fails first."""
@@ -113,7 +113,7 @@ class PipelineRound:
         with self._mailbox.condition:
             self._round.buffers[channel] = buffer
             self._round.voted_buffers = (buffer,)
-        self._mailbox.submit_payload(io.AddCollectives(self._round.id, {channel: last}, has_more=False))
+        self._mailbox.submit_payload(ev.AddCollectives(self._round.id, {channel: last}, has_more=False))
         return self.end()
 
     def fail(self, reason: str) -> None:
@@ -122,7 +122,7 @@ class PipelineRound:
         Returns immediately; `end` waits for the outcome.
         """
         if self._round.outcome is None:
-            self._mailbox.submit(io.AddCollectives(self._round.id, {}, failure=reason))
+            self._mailbox.submit(ev.AddCollectives(self._round.id, {}, failure=reason))
 
     def report_peer(self, rank: int, reason: str) -> None:
         """Report a violation by the member with this rank that only the trainer can detect.
@@ -131,7 +131,7 @@ class PipelineRound:
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):
-            self._mailbox.submit(io.ProtocolViolation(snapshot.shares[rank][0], reason))
+            self._mailbox.submit(ev.ProtocolViolation(snapshot.shares[rank][0], reason))
 
     def end(self) -> RoundOutcome:
         """Wait for the outcome of the round, even if the round has failed or is lost; return the outcome."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.generation import Generation
 from gridtrain.core.member.member import MemberCore
 from gridtrain.runtime.mailbox.step_plan import StepPlan
@@ -44,7 +44,7 @@ class SnapshotBuilder:
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
         spans, plan = self._step_data(core)
-        is_running = core.phase is io.MemberPhase.RUNNING
+        is_running = core.phase is ev.MemberPhase.RUNNING
         return WorkerSnapshot(
             is_welcomed=core.coordinator_link.is_welcomed,
             phase=core.phase,
@@ -83,8 +83,8 @@ class SnapshotBuilder:
             ApplyMissedSteps(missed) if (missed := self._step_rounds.last_missed) is not None else None,
             DoCatchUpWork() if self._catch_up.has_work else None,
             AddResiduals() if self._residuals.incoming.confirmed else None,
-            requests.task(io.DiscardCheckpoints),
-            requests.task(io.SaveCheckpoint),
+            requests.task(ev.DiscardCheckpoints),
+            requests.task(ev.SaveCheckpoint),
             self._state_sender.checkpoint_task,
             requests.load_task(core.term, core.generation, synced=core.is_synced)
             or self._load_state_task(core, digest),

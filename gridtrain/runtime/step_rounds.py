@@ -18,7 +18,7 @@ from typing import cast
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import BufferEffect, Collective
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import RoundBuffers, UpdateBuffer, buffers_by_channel
@@ -108,7 +108,7 @@ class StepRounds:
             if self.current is None or self.current.id != round_id:
                 self.current = OpenRound(round_id, {})
             self.current.buffers[channel] = buffer
-        self._mailbox.submit_payload(io.SubmitRound(round_id, {channel: collective}, is_complete=False))
+        self._mailbox.submit_payload(ev.SubmitRound(round_id, {channel: collective}, is_complete=False))
 
     def submit(
         self,
@@ -149,10 +149,10 @@ class StepRounds:
             self._submit(mine)
             # With the lock: for an interrupt (Ctrl-C) that comes while it is awaited, nothing is submitted.
             submit = self._mailbox.submit_payload if is_awaited else self._mailbox.submit
-            submit(io.SubmitRound(round_id, collectives, settings=settings))
+            submit(ev.SubmitRound(round_id, collectives, settings=settings))
         if mine.is_failed:
             # The other members cannot send the missing payload again, so all members must start over.
-            self._mailbox.submit(io.RoundFailed(REJECTED_EARLIER))
+            self._mailbox.submit(ev.RoundFailed(REJECTED_EARLIER))
         return mine
 
     def await_submitted(self, mine: OpenRound | None) -> RoundOutcome:
@@ -169,7 +169,7 @@ class StepRounds:
         latest = self.last_submitted
         if latest is None or not self._submitted:
             return NOT_COMMITTED
-        self._mailbox.submit(io.AbandonRound())
+        self._mailbox.submit(ev.AbandonRound())
         self._mailbox.wait(lambda _: latest.outcome is not None, timeout_s)
         return latest.outcome
 
@@ -180,7 +180,7 @@ class StepRounds:
         mine = OpenRound(round_id, buffers_of(parts), settings=settings)
         with self._mailbox.condition:
             self._submit(mine)
-        self._mailbox.submit(io.SubmitRound(round_id, collectives_of(parts), has_more=True))
+        self._mailbox.submit(ev.SubmitRound(round_id, collectives_of(parts), has_more=True))
         return PipelineRound(self._mailbox, mine)
 
     # -- steps from which the trainer is absent ------------------------------------------------------
@@ -217,7 +217,7 @@ class StepRounds:
 
     def contribute_nothing(
         self, round_id: m.RoundId, plan: StepPlan, settings: bytes
-    ) -> list[io.SubmitRound | io.StayPresent | io.RoundFailed]:
+    ) -> list[ev.SubmitRound | ev.StayPresent | ev.RoundFailed]:
         """Make an empty contribution to a round, from which the trainer is absent.
 
         Called in the I/O thread.  Returns the events for the core.  Returns only `StayPresent` if the trainer
@@ -230,21 +230,21 @@ class StepRounds:
         """
         with self._mailbox.condition:
             if sum(each.nbytes for each in self._missed) > MAX_MISSED_BYTES or self._make_empty is None:
-                return [io.StayPresent(round_id)]
+                return [ev.StayPresent(round_id)]
             before = self._aborted_absence if plan.attempt else None
             buffers = self._make_empty(plan, before.voted_buffers if before is not None else ())
             if buffers is None:
-                return [io.StayPresent(round_id)]
+                return [ev.StayPresent(round_id)]
             if self.current is not None:
-                return [io.StayPresent(round_id)] if self.current.id == round_id else []
+                return [ev.StayPresent(round_id)] if self.current.id == round_id else []
             channels = buffers_by_channel(buffers)
             is_failed = _was_failed_before(channels.values(), before)
             self.current = OpenRound(
                 round_id, {**channels}, buffers, settings=settings, is_failed=is_failed, is_absent=True
             )
         collectives = _make_collectives(channels, plan.rank, plan.world_size, absent_flag(plan.rank))
-        submitted = io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
-        return [submitted, io.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
+        submitted = ev.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
+        return [submitted, ev.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
 
     def _end_absent(self, ended: OpenRound, committed: bool, flags: int) -> None:
         """Keep the update of a committed step for the trainer, or the buffers of an aborted attempt."""
@@ -260,7 +260,7 @@ class StepRounds:
 
     # -- I/O thread ----------------------------------------------------------------------------------
 
-    def payload_to_send(self, effect: io.SendPayload) -> m.Data | None:
+    def payload_to_send(self, effect: ev.SendPayload) -> m.Data | None:
         """Return the message to send; None if the round is over on this worker, or has failed."""
         mine = self._usable
         if mine is None or mine.id != effect.round:

@@ -2,7 +2,7 @@
 
     WorkerSnapshot.tasks --> next_task --> run(task) --> the script's model, residual and disk
                                              |
-                                             +--> supply, finish, io.StateLoaded, ... --> I/O thread
+                                             +--> supply, finish, ev.StateLoaded, ... --> I/O thread
 
 Tasks that replace the model are performed only between two batches.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
@@ -47,7 +47,7 @@ ApplyMissed = Callable[[Sequence[MissedStep]], None]
 AddResidual = Callable[[str, SparseVector], None]
 """Adds the residual of the worker with this name."""
 
-LOAD_TASKS = (LoadState, io.LoadCheckpoints, DoCatchUpWork)
+LOAD_TASKS = (LoadState, ev.LoadCheckpoints, DoCatchUpWork)
 """Tasks that replace the model; they are performed only between two batches."""
 
 
@@ -179,7 +179,7 @@ class TrainerTasks:
 
     def report_checkpoints(self, states: tuple[m.CheckpointInfo, ...]) -> None:
         """Report to the group which checkpoints are now on this worker's disk."""
-        self._loop.mailbox.submit(io.StageCheckpointsChanged(states))
+        self._loop.mailbox.submit(ev.StageCheckpointsChanged(states))
 
     def disable_replay(self, reason: str) -> None:
         """Stop other workers from catching up from this worker by replaying updates.
@@ -253,14 +253,14 @@ class TrainerTasks:
                     self._do_catch_up_work()
                 case AddResiduals():
                     self._add_residuals()
-                case io.DiscardCheckpoints(after):
+                case ev.DiscardCheckpoints(after):
                     self._attached_disk().discard_after(after)
                     loop.checkpoint_requests.finish(task)
-                case io.SaveCheckpoint():
+                case ev.SaveCheckpoint():
                     self._save_checkpoint(task)
                 case ReadCheckpoint():
                     self._read_checkpoint(task)
-                case io.LoadCheckpoints():
+                case ev.LoadCheckpoints():
                     self._load_checkpoints(task, snapshot.applied)
                 case LoadState():
                     self._load_state(task, snapshot.applied, is_pipeline=is_pipeline)
@@ -296,7 +296,7 @@ class TrainerTasks:
 
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
-        self._loop.mailbox.submit(io.TrainerReturned())  # first, so that the next step is not missed, too
+        self._loop.mailbox.submit(ev.TrainerReturned())  # first, so that the next step is not also missed
         self._apply(self._loop.step_rounds.take_missed(last_step))
 
     def _apply(self, missed: Sequence[MissedStep]) -> None:
@@ -329,7 +329,7 @@ class TrainerTasks:
         for name, entries in self._loop.residuals.take_confirmed():
             self._add_residual(name, entries)
 
-    def _save_checkpoint(self, task: io.SaveCheckpoint) -> None:
+    def _save_checkpoint(self, task: ev.SaveCheckpoint) -> None:
         disk, checkpoint = self._attached_disk(), task.checkpoint
         try:
             disk.save_now(checkpoint)
@@ -340,7 +340,7 @@ class TrainerTasks:
         is_written = any(
             each.matches(checkpoint.layers, checkpoint.applied, checkpoint.history) for each in states
         )
-        self._loop.mailbox.submit(io.StageCheckpointsChanged(states, None if is_written else checkpoint))
+        self._loop.mailbox.submit(ev.StageCheckpointsChanged(states, None if is_written else checkpoint))
 
     def _read_checkpoint(self, task: ReadCheckpoint) -> None:
         disk = self._attached_disk()
@@ -353,7 +353,7 @@ class TrainerTasks:
             self.report_checkpoints(disk.stored_checkpoints())
         self._loop.state_sender.supply_checkpoint(task, blobs)
 
-    def _load_checkpoints(self, task: io.LoadCheckpoints, applied: int) -> None:
+    def _load_checkpoints(self, task: ev.LoadCheckpoints, applied: int) -> None:
         """Load the state after the step `applied` from this worker's disk.
 
         If the checkpoints cannot be read, they are reported as missing, and another member sends the state.
@@ -365,9 +365,9 @@ class TrainerTasks:
         except (ConfigError, RemoteProtocolError) as error:
             log.warning("%s", error)
             readable = (each for each in disk.stored_checkpoints() if each not in task.checkpoints)
-            event = io.StageCheckpointsChanged(tuple(readable))
+            event = ev.StageCheckpointsChanged(tuple(readable))
         self._loop.checkpoint_requests.finish(task)  # first, because the event may lead to another request
-        self._loop.mailbox.submit(event or io.StateLoaded(task.term, task.generation))
+        self._loop.mailbox.submit(event or ev.StateLoaded(task.term, task.generation))
 
     def _load_state(self, task: LoadState, applied: int, *, is_pipeline: bool) -> None:
         """Load the state after the step `applied` that the state source has sent."""
@@ -395,4 +395,4 @@ class TrainerTasks:
             self._loop.state_receiver.reject_state(generation, reason)
         else:
             self.applied = applied
-            self._loop.mailbox.submit(io.StateLoaded(term, generation))
+            self._loop.mailbox.submit(ev.StateLoaded(term, generation))

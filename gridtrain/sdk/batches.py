@@ -54,35 +54,37 @@ class Turns:
     """The turns of one worker in one run.  Use it on the training thread.
 
     Args:
-        trainer: the optimizer or pipeline whose steps the script takes.
+        optimizer: the optimizer or pipeline whose steps the script takes.
         sizes: the numbers of samples that the script requests.
 
     Attributes:
         is_finished: whether the run has ended.
-        is_stopped: whether this worker's agent has stopped it, or the run ended while it was paused.
-        is_stand_in: whether the batch of the current call is a stand-in; also before the first one.
+        is_stopped: whether the agent has stopped this worker, or the run ended while this worker was paused.
+        is_stand_in: whether the batch of the current call is a stand-in; True before the first call.
         feeds_loader: whether a `DataLoader` of the script draws the batches.
     """
 
     def __init__(
         self,
         session: GroupSession,
-        trainer: GridOptimizer | Pipeline,
+        optimizer: GridOptimizer | Pipeline,
         model_state: ModelState,
         pauses: PauseController,
         spec: LedgerSpec,
         sizes: BatchSizes,
     ) -> None:
-        self._session, self._trainer, self._model_state, self._pauses = session, trainer, model_state, pauses
+        self._session, self._optimizer = session, optimizer
+        self._model_state, self._pauses = model_state, pauses
         self.spec, self._sizes = spec, sizes
-        self._calls = trainer.calls_per_turn
-        is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages handle single samples themselves
-        single = SingleSampleBatches(trainer.model, batch_size_is_one=sizes.is_one) if is_whole else None
+        self._calls = optimizer.calls_per_turn
+        # A pipeline's stages handle single samples themselves.
+        is_whole = isinstance(optimizer, GridOptimizer)
+        single = SingleSampleBatches(optimizer.model, batch_size_is_one=sizes.is_one) if is_whole else None
         self._allow_single_samples = single.allow if single else nullcontext
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls to step()
         self._computed: Spans = ()  # the positions of the latest turn
-        self._rollback = TurnRollback(trainer.capture_turn_state)
+        self._rollback = TurnRollback(optimizer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = self.feeds_loader = False
         self.is_stand_in = True
@@ -110,24 +112,24 @@ class Turns:
             yield from self._iterate()
         except GeneratorExit:  # the script has left the loop
             # If the turn is not done, changes since its start do not belong to a step.
-            if self._session.is_turn_done and isinstance(self._trainer, GridOptimizer):
-                self._trainer.parameter_watch.record_end()
+            if self._session.is_turn_done and isinstance(self._optimizer, GridOptimizer):
+                self._optimizer.parameter_watch.record_end()
             raise
 
     def _resume(self) -> None:
         """End the turn in which the script has left an earlier iteration, if any."""
-        session, trainer = self._session, self._trainer
+        session, optimizer = self._session, self._optimizer
         if self.is_finished or self.is_stopped:
             return
         if session.is_in_task:
             raise interrupted_error(session.step, "a transfer of the group's state was interrupted")
-        if session.is_in_turn and isinstance(trainer, GridOptimizer):
-            trainer.resume()
+        if session.is_in_turn and isinstance(optimizer, GridOptimizer):
+            optimizer.resume()
         elif session.is_in_turn and not session.is_turn_done:
             raise interrupted_error(session.step, "its model has stages")
 
     def _iterate(self) -> Iterator[Spans]:
-        # The others wait for a stand-in, too.  Two samples in each batch, so that batch norm has statistics.
+        # The others also wait for a stand-in.  Two samples in each batch, so that batch norm has statistics.
         most = 2 * self._sizes.accumulate
         stand_in: Spans = (Span(0, min(self.spec.size, most)),)
         while (snapshot := self._next_turn()) is not None:
@@ -139,28 +141,28 @@ class Turns:
             self._model_state.begin_turn(snapshot)
             if self._pauses.is_controlled:
                 self._rollback.begin_turn(saves_now=self._calls > 1)
-            self._trainer.begin_turn(self._calls_with_samples(snapshot.spans))
-            if isinstance(self._trainer, OverlappedLocalSGDOptimizer) and self._is_empty(snapshot):
-                self._trainer.end_empty_turn()
+            self._optimizer.begin_turn(self._calls_with_samples(snapshot.spans))
+            if isinstance(self._optimizer, OverlappedLocalSGDOptimizer) and self._is_empty(snapshot):
+                self._optimizer.end_empty_turn()
                 continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
             stand_in = take_first(deque(spans[-1]), most)
             yield from self._call_by_call(spans, self._calls_with_samples(snapshot.spans))
             self._computed = snapshot.spans
             # With overlapped local steps, a turn's round may be done before the turn's last call.
-            if not self._session.is_turn_done or self._trainer.local_calls:
+            if not self._session.is_turn_done or self._optimizer.local_calls:
                 raise self._missing_call_error(snapshot.open_round.step + 1)
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
         """Yield, call by call, a batch that the group counts in this step but that must be recomputed,
         because its result was lost when this worker's process restarted."""
-        assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
+        assert isinstance(self._optimizer, OverlappedLocalSGDOptimizer)
         log.warning("this worker is recomputing its latest batch, which was not exchanged before its restart")
-        restore = self._trainer.capture_turn_state()
+        restore = self._optimizer.capture_turn_state()
         with_samples = self._calls_with_samples(spans)
-        self._trainer.begin_repeated_turn(with_samples)
+        self._optimizer.begin_repeated_turn(with_samples)
         yield from self._call_by_call(self._divide(spans), with_samples)
-        if self._trainer.local_calls:
+        if self._optimizer.local_calls:
             raise self._missing_call_error(self._session.step + 1)
         restore()  # schedulers: the other workers do not repeat the turn
         self._computed = spans
@@ -203,7 +205,7 @@ class Turns:
         agent has stopped this worker."""
         self._rollback.end_turn()
         if not self.is_finished and not self.is_stopped:
-            self._trainer.record_turn()
+            self._optimizer.record_turn()
         while not self.is_finished and not self.is_stopped:
             try:
                 snapshot = self._session.await_turn()
@@ -262,9 +264,9 @@ class Turns:
 
     def _missing_call_error(self, step: int) -> ConfigError:
         batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
-        called = f"{self._trainer.local_calls} times for {batches} of step {step}"
+        called = f"{self._optimizer.local_calls} times for {batches} of step {step}"
         more = LOADER_REMEDY if self.feeds_loader else ""
-        if not self._trainer.local_calls and isinstance(self._trainer, GridOptimizer):
+        if not self._optimizer.local_calls and isinstance(self._optimizer, GridOptimizer):
             more += SKIP_REMEDY + AGAIN_REMEDY
         return self._session.calls_error(called, more)
 

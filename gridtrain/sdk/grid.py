@@ -181,7 +181,7 @@ class Grid:
         """The number of the run's steps that this worker's parameters contain.
 
         A worker that missed steps, because it was cut off or its loop stalled, receives them with its next
-        batch; until then, the other workers may be further.
+        batch; until then, the other workers may be ahead.
         """
         return self._session.step
 
@@ -202,7 +202,7 @@ class Grid:
     def has_samples(self) -> bool:
         """Whether this worker's batch counts in a mean over samples (see `mean`).  The backward pass must run
         for every batch, also where this is False: for a stand-in batch (see `batches`), and for a sample that
-        a later micro-batch repeats.  It is False before the first batch, too.
+        a later micro-batch repeats.  It is also False before the first batch.
 
         If a step has fewer samples than micro-batches (`accumulate`), samples are repeated.  The gradient of
         each repetition counts with a part of the sample's weight; `has_samples` is true for the last one.

@@ -83,7 +83,7 @@ def join(
         state_dir: the folder for checkpoints; by default, a folder for this worker in the state directory.
         relay: whether to forward messages between two members that cannot reach each other; the messages are
             encrypted end to end.  True by default.
-        unencrypted: whether to disable encryption, for benchmarks; the coordinator must disable it, too.
+        unencrypted: whether to disable encryption, for benchmarks; the coordinator must also disable it.
 
     Raises:
         ConfigError: an argument or variable is malformed, or there is no invitation.
@@ -176,7 +176,7 @@ class _Connector:
             f"gridtrain {__version__}",
             gate=allowlist,
             encrypted=encrypted,
-            plain_anywhere=not encrypted,  # the coordinator has to allow it, too
+            plain_anywhere=not encrypted,  # the coordinator must also allow it
             upload_Bps=self._upload_Bps,
             download_Bps=self._download_Bps,
         )

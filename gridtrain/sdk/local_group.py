@@ -48,8 +48,8 @@ running."""
 class LocalGroup:
     """A context manager that runs a coordinator in a thread; `join` adds workers.
 
-    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a call
-    to a `Grid` that is waiting at that time raises `EndpointKilled`.
+    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a `Grid`
+    method that is waiting at that time raises `EndpointKilled`.
 
     Args:
         min_workers: the number of workers that the run needs to start.

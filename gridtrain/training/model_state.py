@@ -344,7 +344,7 @@ class ModelState(ABC):
         self._report_kept()
 
     def _report_kept(self) -> None:
-        """Report of which step this worker, which is leaving or pausing, keeps a checkpoint."""
+        """Report the step of the checkpoint that this worker keeps when it leaves or pauses."""
         kept = self._written_step or 0 if self._left_at is None else self._left_at.applied + 1
         self._session.report_figures({KEPT_STEP: float(kept)})
 

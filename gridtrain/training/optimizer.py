@@ -522,8 +522,8 @@ class GridOptimizer(WrappingOptimizer):
         self._statistics.restore()
 
     def resume(self) -> None:
-        """Prepare for the next batch after the script has left its loop, such as an interrupted cell of a
-        notebook: finish a step whose exchange has begun; otherwise undo what the turn has changed.
+        """Prepare for the next batch after the script has left its loop, for example because a notebook cell
+        was interrupted: finish a step whose exchange has begun; otherwise undo what the turn has changed.
 
         Raises:
             GridtrainError: the step can neither be finished nor undone.

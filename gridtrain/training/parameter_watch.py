@@ -25,7 +25,7 @@ _Reading = tuple[list[int], Tensor]  # numbers of changes by parameter, and the 
 
 
 class ParameterWatch:
-    """The parameters of a model as they were recorded last.
+    """The parameters of a model as they were last recorded.
 
     Torch counts changes, except those through `.data`: these are noticed if they change a sampled value.  A
     move to another device is not a change.
@@ -53,7 +53,7 @@ class ParameterWatch:
 
     def record_turn(self) -> bool:
         """Record the parameters when the script requests the first batch of the next turn; return whether
-        they have been written since they were recorded last."""
+        they have been written since they were last recorded."""
         is_written = self.is_written
         if is_written or self._recorded is None:
             self.record()
@@ -69,15 +69,15 @@ class ParameterWatch:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the parameters have changed, or were replaced in the model, since they were recorded last;
-        False if they were never recorded."""
+        """Whether the parameters have changed, or have been replaced in the model, since they were last
+        recorded; False if they were never recorded."""
         if self._recorded is None:
             return False
         return not {*self._parameters} <= {*self._model.parameters()} or self.is_written
 
     @property
     def is_written(self) -> bool:
-        """Whether the parameters have changed since they were recorded last; False if they were never
+        """Whether the parameters have changed since they were last recorded; False if they were never
         recorded."""
         return self._recorded is not None and _differ(self._recorded, self._read())
 

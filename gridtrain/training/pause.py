@@ -189,7 +189,7 @@ class PauseController:
                 "resumed"
             )
         elif not members:
-            log.warning("this worker was not a member yet")
+            log.warning("this worker had not yet become a member")
         elif not others_wait:
             log.warning("the other workers continue without this worker, unless they are also paused")
         self._agent.report(state="paused", reason=reason)

@@ -201,7 +201,7 @@ def test_a_coordinators_key_that_others_may_read_is_refused(
 @pytest.mark.integration
 @pytest.mark.executed
 def test_an_invitation_in_the_arguments_is_hidden_from_other_users() -> None:
-    hide = "from gridtrain.cli.main import _hide_invitations; _hide_invitations()"
+    hide = "from gridtrain.cli.secret_arguments import hide_invitations; hide_invitations()"
     show = "print(open('/proc/self/cmdline').read())"
     command = [sys.executable, "-c", f"{hide}; {show}", "worker", INVITATION, "--", "true"]
     done = subprocess.run(command, capture_output=True, check=True)

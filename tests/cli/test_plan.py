@@ -270,7 +270,7 @@ def test_sites_are_read_from_a_file(tmp_path: Path) -> None:
     done = run("--parameters", "25.6M", "--network", str(path), "--exchange", "gtopk,dense")
     assert done.exit_code == 0, done.output
     assert "Use gtopk at density 0.001 with 8 workers" in done.output
-    assert "Members are ordered for each exchange by predicted time." in done.output
+    assert "For each exchange, members are ordered to minimize its predicted time." in done.output
 
 
 def test_the_picture_has_a_line_for_each_exchange(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
 
 COORDINATOR = b"0" * 32
@@ -38,15 +38,15 @@ class ScriptedMember:
         self.me, self.now_s = me, 0.0
         join = m.Join("r", me[:1].decode(), address)
         self.core = MemberCore(me, COORDINATOR, join, limits or Deadlines())
-        self.hear(io.PeerConnected(COORDINATOR))
+        self.hear(ev.PeerConnected(COORDINATOR))
         self.say(m.Welcome(1, "r", ""))
-        self.hear(io.TrainerJoined(setup, neighbours, may_be_absent=may_be_absent))
+        self.hear(ev.TrainerJoined(setup, neighbours, may_be_absent=may_be_absent))
 
-    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
+    def hear(self, event: ev.MemberEvent) -> list[ev.MemberEffect]:
         return self.core.handle(event, self.now_s)
 
-    def say(self, message: m.Message, peer: m.PeerId = COORDINATOR) -> list[io.MemberEffect]:
-        return self.hear(io.MessageReceived(peer, message))
+    def say(self, message: m.Message, peer: m.PeerId = COORDINATOR) -> list[ev.MemberEffect]:
+        return self.hear(ev.MessageReceived(peer, message))
 
     def install(
         self,
@@ -57,7 +57,7 @@ class ScriptedMember:
         history: bytes | None = None,
         ledger: m.LedgerState | None = None,
         bounds: tuple[int, ...] = (),
-    ) -> list[io.MemberEffect]:
+    ) -> list[ev.MemberEffect]:
         """A member list and then its view, whose effects are returned; by default with its own history."""
         members = tuple(members)
         self.say(m.MemberListPage(1, generation, 0, 1, members))

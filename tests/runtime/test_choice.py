@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.group_means import GroupMeans
@@ -55,7 +55,7 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
     session.connection = session.tasks = Snapshots(frozen, open_again, chosen)
     setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 1, None)
     choices: Any = {"Dense()": None, chosen.exchange: None}
-    session._joined = io.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
+    session._joined = ev.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
     session._turn, session._early_plan, session._means = (
         OPEN,
         None,

@@ -11,7 +11,7 @@ import pytest
 
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import Received, TrafficCounters
 from gridtrain.runtime import io_loop as loop
@@ -61,7 +61,7 @@ class BusyTransport:
 class Core:
     """The core of a member in an exchange; records the times of heartbeats and the lateness of ticks."""
 
-    phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
+    phase, term, generation, pause_reason, is_synced = ev.MemberPhase.RUNNING, 1, 1, "", True
     rank_assignment = absent_round = current_generation = None
     known_peers = frozenset((COORDINATOR, PEER))
     residual_transfer = SimpleNamespace(is_refusing=False)
@@ -72,15 +72,15 @@ class Core:
         self.late_s: list[float] = []
         self.payloads = 0
 
-    def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
-        self.heartbeats += [now_s] if isinstance(event, io.HeartbeatDue) else []
+    def handle(self, event: ev.MemberEvent, now_s: float) -> list[ev.MemberEffect]:
+        self.heartbeats += [now_s] if isinstance(event, ev.HeartbeatDue) else []
         return []
 
-    def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[io.MemberEffect]:
+    def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[ev.MemberEffect]:
         self.payloads += 1
         return []
 
-    def tick(self, now_s: float) -> list[io.MemberEffect]:
+    def tick(self, now_s: float) -> list[ev.MemberEffect]:
         self.late_s.append(now_s - self.deadline_s)
         self.deadline_s = now_s + 0.5
         return []
@@ -145,7 +145,7 @@ def test_most_turns_do_no_housekeeping(busy: Any, catching_up: bool) -> None:
 
     busy.driver._link_probe.poll = poll
     if catching_up:  # updates are sent between the payloads
-        busy.driver.catch_up_source.set_receivers(io.TakeSnapshot(0, (PEER,)))
+        busy.driver.catch_up_source.set_receivers(ev.TakeSnapshot(0, (PEER,)))
     busy.run(1.0)
     shortest_s = loop.HOUSEKEEPING_INTERVAL_S if catching_up else loop.QUIET_INTERVAL_S
     due = 0 if catching_up else 1.0 / 0.25 + 1.0 / 0.5  # heartbeats and deadlines
@@ -159,13 +159,13 @@ def test_results_of_the_trainer_are_handled_in_the_next_turn(busy: Any, what: st
     driver.mailbox.is_stale, woken = False, busy.transport.woken
     match what:
         case "command":
-            driver.mailbox.submit(io.AbandonRound())
+            driver.mailbox.submit(ev.AbandonRound())
         case "state":
             driver.state_sender.supply_state(CaptureState(1, False), [b""])
         case "saved":
-            driver.checkpoint_requests.finish(io.SaveCheckpoint(checkpoint))
+            driver.checkpoint_requests.finish(ev.SaveCheckpoint(checkpoint))
         case "discarded":
-            driver.mailbox.finish_task(io.DiscardCheckpoints(3))
+            driver.mailbox.finish_task(ev.DiscardCheckpoints(3))
         case "residual":
             driver.residuals.take_confirmed()
     assert driver.mailbox.is_stale, "the snapshot is read again, whatever arrives meanwhile"
@@ -183,7 +183,7 @@ def test_a_trainer_that_waits_for_a_payload_is_woken_for_that_payload_only(
         """Replaces the wait by what the loop's thread does meanwhile."""
         assert timeout_s > 0 and len(woken) < 5
         for channel in (sent, awaited):
-            driver._execute_one(io.CollectiveCompleted(channel, 0))
+            driver._execute_one(ev.CollectiveCompleted(channel, 0))
 
     monkeypatch.setattr(driver.mailbox.condition, "wait", arrives)
     monkeypatch.setattr(
@@ -202,7 +202,7 @@ def test_a_bucket_that_is_sent_early_causes_no_housekeeping(busy: Any, whole: bo
     driver._housekeeping_s += 1.0  # it is not due
     driver.mailbox.is_stale = driver._is_snapshot_due = False
     (driver.mailbox.submit if whole else driver.mailbox.submit_payload)(
-        io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
+        ev.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
     driver._run_once()
     assert driver.mailbox.is_stale == whole
@@ -235,7 +235,7 @@ def test_a_submission_is_published_only_for_a_trainer_that_continues(busy: Any, 
     mine = rounds.submit(round_id, [], False, b"", is_awaited=awaited)
     assert mine is rounds.current
     assert mailbox.is_stale == (not awaited)
-    assert [type(command) for command in mailbox.take_commands()] == [io.SubmitRound]
+    assert [type(command) for command in mailbox.take_commands()] == [ev.SubmitRound]
 
 
 def test_a_command_of_the_trainer_makes_a_snapshot_due_in_its_turn(busy: Any) -> None:

@@ -191,7 +191,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
     together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
 ) -> None:
     """In every second step one worker's I/O loop fails the round, in the middle of backward."""
-    from gridtrain.core.group import member_events as io
+    from gridtrain.core.group import member_events as ev
 
     plain = together(lambda grid, number: train(grid, exchange, seed=3), 2)
     true = GroupSession.begin_bucket
@@ -204,7 +204,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
             breaks = plan.step % 2 == 1 and plan.step not in broken and bucket == 1
             broken.update({plan.step} if breaks else ())
         if breaks:
-            self.connection.submit(io.RoundFailed("injected by the test"))
+            self.connection.submit(ev.RoundFailed("injected by the test"))
 
     monkeypatch.setattr(GroupSession, "begin_bucket", send_early)
     torn = together(lambda grid, number: train(grid, exchange, seed=3), 2)

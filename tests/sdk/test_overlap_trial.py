@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training_loop import flat, sgd
 
 import gridtrain
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, OverlapTrial
 
@@ -108,7 +108,7 @@ def test_nothing_is_lost_when_overlap_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self.connection.submit(io.RoundFailed("injected by the test"))
+            self.connection.submit(ev.RoundFailed("injected by the test"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)

@@ -540,7 +540,7 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
 @pytest.mark.parametrize(
     ("members", "text"),
     [
-        (0, "this worker was not a member yet"),
+        (0, "this worker had not yet become a member"),
         (1, "no other worker is training: the run will continue when enough workers have joined or resumed"),
         (2, "the other workers continue without this worker, unless they are also paused"),
     ],

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.member.member import MemberCore
 from gridtrain_coordinator.membership.membership import Membership
@@ -79,7 +79,7 @@ def open_round(core: MemberCore) -> m.RoundId | None:
 class MemberBefore:
     """A member's state before an event."""
 
-    phase: io.MemberPhase
+    phase: ev.MemberPhase
     generation: int
     here: m.RoundId | None
     is_open: bool
@@ -117,8 +117,8 @@ class CommitCoverage:
         self,
         core: MemberCore,
         before: MemberBefore,
-        event: io.MemberEvent | None,
-        effects: Sequence[io.MemberEffect],
+        event: ev.MemberEvent | None,
+        effects: Sequence[ev.MemberEffect],
         *,
         coordinator_up: bool,
     ) -> None:
@@ -126,21 +126,21 @@ class CommitCoverage:
         if core.pause_reason:
             self.mark("10 PAUSED: a member fails while it is down")
         match event:
-            case io.MessageReceived(peer, m.MembershipView() as view) if peer == core.coordinator and effects:
+            case ev.MessageReceived(peer, m.MembershipView() as view) if peer == core.coordinator and effects:
                 self._record_view(core, before, view, effects)
-            case io.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
+            case ev.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
                 self._record_message(before, message, effects)
-            case io.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
+            case ev.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
                 self.mark("12 a newcomer receives the state and is ready")
             case _:
                 pass
         for effect in effects:
             match effect:
-                case io.Send(_, message):
+                case ev.Send(_, message):
                     self._record_sent(message)
-                case io.ResolveRound(round_id, True, flags, reason):
+                case ev.ResolveRound(round_id, True, flags, reason):
                     self._record_commit(round_id, is_skipped(flags), reason, coordinator_up=coordinator_up)
-                case io.LogEvent("old_coordinator"):
+                case ev.LogEvent("old_coordinator"):
                     self.mark("11 a lower term is refused")
 
     def _record_message(
@@ -148,8 +148,8 @@ class CommitCoverage:
     ) -> None:
         if before.here is None:
             return
-        if before.phase is io.MemberPhase.FROZEN:
-            answers = [effect for effect in effects if not isinstance(effect, io.LogEvent)]
+        if before.phase is ev.MemberPhase.FROZEN:
+            answers = [effect for effect in effects if not isinstance(effect, ev.LogEvent)]
             assert not answers, f"a frozen member answers {message} with {answers}"
             self.mark("5 frozen: neither votes nor applies")
         elif message.round < before.here:
@@ -193,9 +193,9 @@ class CommitCoverage:
         core: MemberCore,
         before: MemberBefore,
         view: m.MembershipView,
-        effects: Sequence[io.MemberEffect],
+        effects: Sequence[ev.MemberEffect],
     ) -> None:
-        ended = next((effect for effect in effects if isinstance(effect, io.ResolveRound)), None)
+        ended = next((effect for effect in effects if isinstance(effect, ev.ResolveRound)), None)
         away = 0 < before.generation < view.generation - 1
         if ended is None:
             pass
@@ -296,8 +296,8 @@ class CommitCoverage:
         self._members, self._started, self._restarted = members_now, False, False
 
 
-def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
-    return isinstance(effect, io.Send) and isinstance(effect.message, kind)
+def _is(effect: ev.MemberEffect, kind: type[m.Message]) -> bool:
+    return isinstance(effect, ev.Send) and isinstance(effect.message, kind)
 
 
 def table(histories: Sequence[Counter[str]]) -> str:

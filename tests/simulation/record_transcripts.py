@@ -57,7 +57,7 @@ from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.subgroup import Subgroup
 from gridtrain.core.collectives.tree import TreeExchange
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
@@ -99,20 +99,20 @@ HOOKS: tuple[tuple[type[Any], dict[str, Callable[..., Any]]], ...] = (
 
 HAVE_DEADLINES = (Membership, MemberCore)
 
-NOTES = (io.LogEvent, cio.LogEvent)
+NOTES = (ev.LogEvent, cio.LogEvent)
 """Effects that are log lines: left out."""
 
 TEXTS: dict[type[Any], tuple[int, ...]] = {
-    io.PeerDisconnected: (1,),
-    io.AddCollectives: (3,),
-    io.RoundFailed: (0,),
-    io.ProtocolViolation: (1,),
-    io.CatchUpFailed: (0,),
-    io.LeaveGroup: (0,),
-    io.ResolveRound: (3,),
-    io.DeliverMean: (3,),
-    io.AddResidual: (1,),
-    io.ResidualTransferEnded: (1,),
+    ev.PeerDisconnected: (1,),
+    ev.AddCollectives: (3,),
+    ev.RoundFailed: (0,),
+    ev.ProtocolViolation: (1,),
+    ev.CatchUpFailed: (0,),
+    ev.LeaveGroup: (0,),
+    ev.ResolveRound: (3,),
+    ev.DeliverMean: (3,),
+    ev.AddResidual: (1,),
+    ev.ResidualTransferEnded: (1,),
     cio.PeerDisconnected: (1,),
     cio.ProtocolViolation: (1,),
     cio.WorkerRemoved: (2, 3),
@@ -383,21 +383,21 @@ class PartwiseWorker(SimWorker):
     the first one, and the others follow; a few of those rounds fail.
     """
 
-    def handle(self, event: io.MemberEvent) -> None:
-        if not isinstance(event, io.SubmitRound) or len(event.collectives) < 2:
+    def handle(self, event: ev.MemberEvent) -> None:
+        if not isinstance(event, ev.SubmitRound) or len(event.collectives) < 2:
             super().handle(event)
             return
         round_id, collectives = event.round, sorted(event.collectives.items())
         first, rest = dict(collectives[:1]), dict(collectives[1:])
         dice = Random(f"{self.peer.hex()} {round_id.generation} {round_id.step} {round_id.attempt}")
         if dice.random() < 0.5:
-            super().handle(io.SubmitRound(round_id, first, is_complete=False))
-            super().handle(io.SubmitRound(round_id, rest))
+            super().handle(ev.SubmitRound(round_id, first, is_complete=False))
+            super().handle(ev.SubmitRound(round_id, rest))
             return
-        extension = io.AddCollectives(round_id, rest, has_more=False)
+        extension = ev.AddCollectives(round_id, rest, has_more=False)
         if dice.random() < 0.1:
-            extension = io.AddCollectives(round_id, {}, failure="it cannot go on")
-        super().handle(io.SubmitRound(round_id, first, has_more=True))
+            extension = ev.AddCollectives(round_id, {}, failure="it cannot go on")
+        super().handle(ev.SubmitRound(round_id, first, has_more=True))
         self.world.later(dice.uniform(0.0, 0.05), self.peer, partial(self.handle, extension))
 
 
@@ -551,7 +551,7 @@ class Trouble(Faults):
     def pause(self) -> None:
         """The owner of a machine needs it; the worker returns later."""
         for worker in self.some():
-            worker.handle(io.LeaveGroup("its owner plays", is_temporary=True))
+            worker.handle(ev.LeaveGroup("its owner plays", is_temporary=True))
             self.world.crash(worker.peer)
             self.after(4.0, partial(self.world.restart_process, worker.peer))
 
@@ -566,7 +566,7 @@ class Trouble(Faults):
         members = self.members
         for worker in self.world.alive if members else []:
             if worker.core.rank_assignment is None:
-                worker.handle(io.SnapshotLoading())
+                worker.handle(ev.SnapshotLoading())
                 source, step = self.random.choice(members), max(0, worker.core.step)
                 asked = self.random.choice(
                     (m.SnapshotRequest(), m.SnapshotBlocksRequest(step, (0, 1)), m.UpdatesRequest(step))
@@ -582,7 +582,7 @@ class Trouble(Faults):
     def refute(self) -> None:
         """A forwarded state turns out to be a different one."""
         for worker in self.world.alive:
-            worker.handle(io.StateDigestMismatch(worker.core.generation))
+            worker.handle(ev.StateDigestMismatch(worker.core.generation))
 
     def lie(self) -> None:
         """A member sends a message that no honest member sends, to the coordinator or to another member."""
@@ -697,12 +697,12 @@ def compare_sometimes(world: World, dice: Random) -> None:
             if core.applied == compared[worker.peer] or not core.is_synced:
                 continue
             compared[worker.peer] = core.applied
-            worker.handle(io.RequestMean(core.step, 0, float(worker.peer[0])))
+            worker.handle(ev.RequestMean(core.step, 0, float(worker.peer[0])))
             generation = core.current_generation
             if core.applied % 2 == 0 or (generation is not None and generation.is_comparison_due):
                 digest = dice.randbytes(16) if dice.random() < 0.03 else core.history[:16]
                 if dice.random() < 0.8:
-                    worker.handle(io.CompareReplicas(core.applied, digest))
+                    worker.handle(ev.CompareReplicas(core.applied, digest))
         world.at(world.now_s + 0.02, look)
 
     look()

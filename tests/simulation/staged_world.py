@@ -31,7 +31,7 @@ from gridtrain.core.collectives.collective import (
     StoreFromRank,
     check_expected,
 )
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankAssignment, RankLayout
 from gridtrain_coordinator.run import events as cio
 from simulation.commit_coverage import open_round
@@ -243,11 +243,11 @@ class StagedWorker(SimWorker):
         super().__init__(world, peer, self.trainer, mine)
         self.staged, self.memory_bytes = world, memory_bytes
         self.stored_checkpoints = disk
-        self._to_load: io.LoadCheckpoints | None = None
+        self._to_load: ev.LoadCheckpoints | None = None
         self._to_keep: m.CheckpointInfo | None = None
         self.has_returned = False
 
-    def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
+    def _run_core(self, event: ev.MemberEvent | None) -> list[ev.MemberEffect]:
         effects = super()._run_core(event)
         assignment = self.core.rank_assignment
         if (
@@ -259,34 +259,34 @@ class StagedWorker(SimWorker):
             self.trainer.begin(assignment.layers)
         return effects
 
-    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+    def _execute_one(self, effect: ev.MemberEffect) -> list[ev.MemberEffect]:
         match effect:
-            case io.SendState(peer, term, generation, _, m.CheckpointInfo() as checkpoint):
+            case ev.SendState(peer, term, generation, _, m.CheckpointInfo() as checkpoint):
                 if checkpoint in self.stored_checkpoints:
                     state = checkpoint.layers, self.stored_checkpoints[checkpoint]
                     self.world.send(self.peer, peer, m.StateBlock(term, generation, 0, 1, state))
                 return []
-            case io.LoadCheckpoints():
+            case ev.LoadCheckpoints():
                 self._to_load = effect
                 return []
-            case io.SaveCheckpoint(checkpoint):
+            case ev.SaveCheckpoint(checkpoint):
                 self._to_keep = checkpoint
                 return []
-            case io.SendCheckpoint(peer, term, generation, checkpoint):
+            case ev.SendCheckpoint(peer, term, generation, checkpoint):
                 if checkpoint in self.stored_checkpoints:
                     block = m.CheckpointBlock(
                         term, generation, checkpoint, 0, 1, self.stored_checkpoints[checkpoint]
                     )
                     self.world.send(self.peer, peer, block)
                 return []
-            case io.StoreCheckpointBlock(_, block):
+            case ev.StoreCheckpointBlock(_, block):
                 self.staged.copies += 1
                 written_s = self.world.random.uniform(0.0, 0.1)
                 self.world.later(
                     written_s, self.peer, partial(self.store_checkpoint, block.checkpoint, block.payload)
                 )
                 return []
-            case io.DiscardCheckpoints(after):
+            case ev.DiscardCheckpoints(after):
                 for checkpoint in [
                     checkpoint for checkpoint in self.stored_checkpoints if checkpoint.applied > after
                 ]:
@@ -310,11 +310,11 @@ class StagedWorker(SimWorker):
             return
         super()._go_on()
 
-    def _loaded(self, todo: io.LoadCheckpoints) -> None:
+    def _loaded(self, todo: ev.LoadCheckpoints) -> None:
         self._computing = False
         self._batch_step = -1
         if not all(checkpoint in self.stored_checkpoints for checkpoint in todo.checkpoints):
-            self.handle(io.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
+            self.handle(ev.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
             return
         self.staged.reloads += 1
         self.staged.merges += len(todo.checkpoints) > 1
@@ -329,7 +329,7 @@ class StagedWorker(SimWorker):
             )
         layers = range(todo.layers.start, todo.layers.stop)
         self.trainer.restore((todo.layers, tuple(known[layer] for layer in layers)))
-        self.handle(io.StateLoaded(todo.term, todo.generation))
+        self.handle(ev.StateLoaded(todo.term, todo.generation))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         super()._resolve(round_id, committed, skip)
@@ -354,7 +354,7 @@ class StagedWorker(SimWorker):
         for old in sorted(self.stored_checkpoints, key=lambda k: k.applied)[: -m.MAX_STAGE_CHECKPOINTS]:
             del self.stored_checkpoints[old]
         if self.alive:
-            self.handle(io.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
+            self.handle(ev.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +417,7 @@ class StagedWorld(World):
     def watch(self, peer: m.PeerId) -> None:
         """A member has just died: note when the last of the others knows that the open round is over."""
         others = [
-            w for w in self.alive if w.core.phase is io.MemberPhase.RUNNING and open_round(w.core) is not None
+            w for w in self.alive if w.core.phase is ev.MemberPhase.RUNNING and open_round(w.core) is not None
         ]
         opened = {w.peer: open_round(w.core) for w in others}
         died_s = self.now_s
@@ -425,7 +425,7 @@ class StagedWorld(World):
         def look() -> None:
             waiting = [
                 w for w in others
-                if w.alive and w.core.phase is io.MemberPhase.RUNNING and open_round(w.core) == opened[w.peer]
+                if w.alive and w.core.phase is ev.MemberPhase.RUNNING and open_round(w.core) == opened[w.peer]
             ]  # fmt: skip
             if waiting:
                 self.at(self.now_s + 0.01, look)

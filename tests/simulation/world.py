@@ -22,7 +22,7 @@ from compacted_journal import compacted
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import SKIP, absent_flag, is_skipped
 from gridtrain.core.member.member import MemberCore
@@ -162,7 +162,7 @@ class SimWorker:
         self.has_computed = False  # a batch, at least
         self._frozen = False
         self._offered: m.StateBlock | None = None
-        self._missed_events: list[io.MemberEvent] = []
+        self._missed_events: list[ev.MemberEvent] = []
         self._buffers: dict[m.Channel, Any] = {}
         self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
         self._forward_requests: list[
@@ -216,7 +216,7 @@ class SimWorker:
         round_id, _ = absent
         if self.world.declines_absence(self.peer, round_id.step):
             self.world.log.declined += 1
-            self._execute(self._run_core(io.StayPresent(round_id)))
+            self._execute(self._run_core(ev.StayPresent(round_id)))
             return
         self._is_absent, self._is_round_failed = True, False
         self._buffers = cast(StallingTrainer, self.trainer).prepare_empty(round_id, assignment)
@@ -225,7 +225,7 @@ class SimWorker:
             channel: buffer.make_collective(assignment.rank, assignment.world_size, flag)
             for channel, buffer in self._buffers.items()
         }
-        self.handle(io.SubmitRound(round_id, collectives, is_absent=True))
+        self.handle(ev.SubmitRound(round_id, collectives, is_absent=True))
 
     def _apply_missed(self) -> None:
         """Apply missed steps, as the trainer does first once it runs again."""
@@ -233,7 +233,7 @@ class SimWorker:
         for buffers, skipped in missed:
             if not skipped:
                 cast(StallingTrainer, self.trainer).apply_missed(buffers)
-        self.handle(io.TrainerReturned())
+        self.handle(ev.TrainerReturned())
 
     def _thaw(self) -> None:
         self._frozen, missed, self._missed_events = False, self._missed_events, []
@@ -243,7 +243,7 @@ class SimWorker:
             self.handle(event)
         self._go_on()
 
-    def handle(self, event: io.MemberEvent) -> None:
+    def handle(self, event: ev.MemberEvent) -> None:
         if not self.alive:
             return
         if self._frozen:
@@ -252,16 +252,16 @@ class SimWorker:
         try:
             effects = self._run_core(event)
         except RemoteProtocolError as error:
-            if not isinstance(event, io.MessageReceived):
+            if not isinstance(event, ev.MessageReceived):
                 raise
-            effects = self._run_core(io.ProtocolViolation(event.peer, error.reason))
+            effects = self._run_core(ev.ProtocolViolation(event.peer, error.reason))
         self._execute(effects)
 
     def tick(self) -> None:
         if self.alive and not self._frozen and self.world.now_s >= self.core.deadline_s:
             self._execute(self._run_core(None))
 
-    def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
+    def _run_core(self, event: ev.MemberEvent | None) -> list[ev.MemberEffect]:
         """Pass the event to the core; None is a tick."""
         world, before = self.world, MemberBefore.of(self.core)
         now_s = world.now_s
@@ -272,14 +272,14 @@ class SimWorker:
     def send_heartbeat(self) -> None:
         if self._frozen:
             return
-        self.handle(io.HeartbeatDue(self._progress, not self._computing, self.world.figures(self)))
+        self.handle(ev.HeartbeatDue(self._progress, not self._computing, self.world.figures(self)))
         self.tick()
 
     def enter(self) -> None:
         may_be_absent = self.world.may_be_absent
-        self.handle(io.TrainerJoined(self._setup, self.world.edges, None, self.world.choices, may_be_absent))
+        self.handle(ev.TrainerJoined(self._setup, self.world.edges, None, self.world.choices, may_be_absent))
 
-    def _execute(self, effects: list[io.MemberEffect]) -> None:
+    def _execute(self, effects: list[ev.MemberEffect]) -> None:
         queue = list(effects)
         while queue and self.alive:
             effect = queue.pop(0)
@@ -287,83 +287,83 @@ class SimWorker:
                 queue.extend(self._execute_one(effect))
             except RemoteProtocolError as error:
                 self._is_round_failed = True
-                culprit = effect.peer if isinstance(effect, io.ApplyToBuffer) else None
+                culprit = effect.peer if isinstance(effect, ev.ApplyToBuffer) else None
                 event = (
-                    io.RoundFailed(str(error))
+                    ev.RoundFailed(str(error))
                     if culprit is None
-                    else io.ProtocolViolation(culprit, error.reason)
+                    else ev.ProtocolViolation(culprit, error.reason)
                 )
                 queue.extend(self._run_core(event))
         self._contribute_if_absent()
         self._go_on()
 
-    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+    def _execute_one(self, effect: ev.MemberEffect) -> list[ev.MemberEffect]:
         world = self.world
         match effect:
-            case io.Send(peer, message):
+            case ev.Send(peer, message):
                 world.send(self.peer, peer, message)
-            case io.SendPayload() | io.ApplyToBuffer() | io.ComputeDigest() if self._is_round_failed:
+            case ev.SendPayload() | ev.ApplyToBuffer() | ev.ComputeDigest() if self._is_round_failed:
                 pass
-            case io.SendPayload(peer, round_id, channel, slot, flags):
+            case ev.SendPayload(peer, round_id, channel, slot, flags):
                 if not world.connected(self.peer, peer):
-                    return self._run_core(io.RoundFailed("edge is down"))
+                    return self._run_core(ev.RoundFailed("edge is down"))
                 payload = bytes(self._buffers[channel].payload(slot))
                 world.send(self.peer, peer, m.Data(round_id, channel, slot, flags, payload))
-            case io.ApplyToBuffer(channel, fill):
+            case ev.ApplyToBuffer(channel, fill):
                 self._progress += 1
                 self._buffers[channel].apply(fill)
-            case io.ComputeDigest(flags):
+            case ev.ComputeDigest(flags):
                 digest = b"" if is_skipped(flags) else self._buffers[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
-                return self._run_core(io.DigestComputed(digest + bytes([flags, flipped])))
-            case io.ResolveRound(round_id, committed, flags, _):
+                return self._run_core(ev.DigestComputed(digest + bytes([flags, flipped])))
+            case ev.ResolveRound(round_id, committed, flags, _):
                 self._resolve(round_id, committed, is_skipped(flags))
-            case io.Dial(peer, address):
+            case ev.Dial(peer, address):
                 world.dial(self.peer, peer, address)
-            case io.Disconnect(peer):
+            case ev.Disconnect(peer):
                 world.break_edge(self.peer, peer, None)
-            case io.ProbePeers(probe):
+            case ev.ProbePeers(probe):
                 if rates := world.rates_Bps(self.peer, [peer for peer, _ in probe]):
                     world.send(self.peer, COORDINATOR, m.LinkRates(rates))
-                return self._run_core(io.ProbeResults(()))
-            case io.SendState(peer, term, generation) as asked:
+                return self._run_core(ev.ProbeResults(()))
+            case ev.SendState(peer, term, generation) as asked:
                 self._state_requests.append((peer, term, generation, asked.digest_only))
-            case io.ForwardState(peer, term, generation):
+            case ev.ForwardState(peer, term, generation):
                 self._forward_requests.append((peer, term, generation))
                 self._forward_state()
-            case io.ExpectStateDigest():
+            case ev.ExpectStateDigest():
                 pass  # the simulator forwards no wrong state
-            case io.StoreStateBlock(_, block):
+            case ev.StoreStateBlock(_, block):
                 if self._has_state_of(block):
                     return []  # sent twice: complete already
                 world.log.state_transfers += 1
                 self._offered = self._received_block = block
                 self._forward_state()
-            case io.SourceConnected(peer):
+            case ev.SourceConnected(peer):
                 self._connected_sources.add(peer)
-            case io.SourceDisconnected(peer):
+            case ev.SourceDisconnected(peer):
                 self._connected_sources.discard(peer)
-            case io.BeginCatchUp():
+            case ev.BeginCatchUp():
                 # The copy is not simulated: it gets the state when it enters.
                 world.later(world.catch_up_s(), self.peer, self._catch_up)
-            case io.Stop(error):
+            case ev.Stop(error):
                 self._stop(error)
-            case io.StoreResidualBlock(peer, piece):
+            case ev.StoreResidualBlock(peer, piece):
                 self._pending_residuals[peer] = piece.payload
-                effects = self._run_core(io.ResidualReceived(peer))
-                answers = [x.message for x in effects if isinstance(x, io.Send)]
+                effects = self._run_core(ev.ResidualReceived(peer))
+                answers = [x.message for x in effects if isinstance(x, ev.Send)]
                 if any(isinstance(answer, m.ResidualReply) and answer.is_accepted for answer in answers):
                     world.log.acknowledged.append((peer, self.peer))
                 return effects
-            case io.AddResidual(peer):
+            case ev.AddResidual(peer):
                 world.log.added_residuals.append((peer, self.peer))
                 self.trainer.add_residual(self._pending_residuals.pop(peer))
-            case io.DropResidual(peer):
+            case ev.DropResidual(peer):
                 if self._pending_residuals.pop(peer, None) is not None:
                     world.log.void_residuals.append((peer, self.peer))
-            case io.ResidualTransferEnded():
+            case ev.ResidualTransferEnded():
                 self.depart()
-            case io.LogEvent():
+            case ev.LogEvent():
                 pass
         return []
 
@@ -377,8 +377,8 @@ class SimWorker:
         """Accept no residuals, end the open round, transfer the residual, leave."""
         if self._leave_deadline_s is None:
             self._leave_deadline_s = self.world.now_s + RESIDUAL_TRANSFER_S
-            self.handle(io.RefuseResiduals())
-            self.handle(io.AbandonRound())
+            self.handle(ev.RefuseResiduals())
+            self.handle(ev.AbandonRound())
             self._transfer_residual()
 
     def _transfer_residual(self) -> None:
@@ -392,17 +392,17 @@ class SimWorker:
         ready = (
             open_round(self.core) is None
             and not self._pending_residuals
-            and self.core.phase is io.MemberPhase.RUNNING
+            and self.core.phase is ev.MemberPhase.RUNNING
         )
         if ready and not self._is_transferring and not self._frozen:
             self._is_transferring = True
-            self.handle(io.TransferResidual((self.trainer.take_residual(),)))
+            self.handle(ev.TransferResidual((self.trainer.take_residual(),)))
         self.world.at(self.world.now_s + 0.05, self._transfer_residual)
 
     def depart(self) -> None:
         if self.alive:
             self.left = True
-            self.handle(io.LeaveGroup("leaves"))
+            self.handle(ev.LeaveGroup("leaves"))
             self.world.crash(self.peer)
 
     def _catch_up(self) -> None:
@@ -410,7 +410,7 @@ class SimWorker:
             self.world.later(0.2, self.peer, self._catch_up)
         elif self.core.rank_assignment is None and not self._frozen:
             fails = self.world.catch_up_s() > MAX_CATCH_UP_S * 0.9
-            self.handle(io.CatchUpFailed("on purpose") if fails else io.CaughtUp(0, b""))
+            self.handle(ev.CatchUpFailed("on purpose") if fails else ev.CaughtUp(0, b""))
             self.world.log.caught_up += 1
 
     def _stop(self, error: JoinRefused) -> None:
@@ -518,7 +518,7 @@ class SimWorker:
         self._batch, self._batch_step = (), -1  # a batch in hand was for another model
         self._missed.clear()  # the state contains these steps
         self.trainer.restore(block.payload)
-        self.handle(io.StateLoaded(block.term, block.generation))
+        self.handle(ev.StateLoaded(block.term, block.generation))
 
     def _submit(self) -> None:
         if self._frozen or self._is_stalled:
@@ -555,7 +555,7 @@ class SimWorker:
             channel: buffer.make_collective(assignment.rank, assignment.world_size, SKIP if skip else 0)
             for channel, buffer in self._buffers.items()
         }
-        self.handle(io.SubmitRound(round_id, collectives))
+        self.handle(ev.SubmitRound(round_id, collectives))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         if committed and self._is_absent:
@@ -1118,12 +1118,12 @@ class World:
         worker = self.workers[dst]
         match message:
             case _ConnectionChange(True):
-                worker.handle(io.PeerConnected(src))
+                worker.handle(ev.PeerConnected(src))
             case _ConnectionChange(False):
-                worker.handle(io.PeerDisconnected(src, "connection broke"))
+                worker.handle(ev.PeerDisconnected(src, "connection broke"))
             case _:
                 if self.connected(src, dst) or (src == COORDINATOR and dst in self._misdirected):
-                    worker.handle(io.MessageReceived(src, message))
+                    worker.handle(ev.MessageReceived(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
         if not self.coordinator_up or not (

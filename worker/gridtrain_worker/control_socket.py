@@ -333,7 +333,7 @@ def _matches(who: str, shown: Body) -> bool:
 
 
 def _may_match(who: str, shown: Body) -> bool:
-    """Return whether a worker of which only the run is known may have the name `who`, or be RUN/NAME."""
+    """Return whether a worker known only by its run may have the name `who`, or be RUN/NAME."""
     run, slash, _ = who.partition("/")
     return not slash or run == shown["run"]
 

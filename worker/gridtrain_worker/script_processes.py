@@ -58,7 +58,7 @@ class ScriptProcesses:
         self._next_reap_s = 0.0
 
     def begin(self, script: int) -> None:
-        """Begin with the script's process id, which is that of its process group, too."""
+        """Begin with the script's process id, which is also that of its process group."""
         self._script, self._has_group = script, True
         process = _read_process(script)
         self._start = process[0][1] if process else 0

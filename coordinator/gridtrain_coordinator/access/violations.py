@@ -54,7 +54,7 @@ def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
     """Return whether an accuser is probably at fault: it is the only accuser of two or more members.
 
     Args:
-        alone_with: the members of which it is the only accuser.
+        alone_with: the members that it alone accuses.
     """
     return len(alone_with) >= 2
 

@@ -33,7 +33,7 @@ class Cycle(Protocol):
 
 
 class Connection(Protocol):
-    """The part of uvicorn's connection that is used.
+    """The part of uvicorn's connection that this module uses.
 
     Attributes:
         cycle: the latest request; None until the head of the first request is complete.

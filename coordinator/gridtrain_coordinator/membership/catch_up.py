@@ -47,7 +47,7 @@ class CatchUp:
         self._started_s: dict[m.PeerId, float] = {}
         self._state_sources: tuple[m.PeerId, ...] = ()
         self._announced: tuple[m.PeerId, ...] = ()  # newcomers known to the sources
-        self._fetch_sent_s: dict[m.PeerId, float] = {}  # newcomers that know the sources, and since when
+        self._fetch_sent_s: dict[m.PeerId, float] = {}  # when newcomers were told the sources
         self._snapshot_step: tuple[int, float] | None = None  # the snapshot step, and when it was sent
 
     @property

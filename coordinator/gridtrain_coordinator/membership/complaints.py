@@ -191,7 +191,7 @@ class StalledStep:
 
     A member may also be suspected because its connection broke: it voted NO, or another member is not
     connected to it.  The accusation then concerns those members whose connections break most
-    (`LinkFailures.suspected_ends`), regardless of who reported it.  If nothing tells the two ends apart, they use
+    (`LinkFailures.suspected_ends`), regardless of the reporter.  If nothing tells the two ends apart, they use
     another route from the third stall on, and after the sixth the newer end is dismissed.  If the other end
     then loses a connection to another member, it is the suspect.
 

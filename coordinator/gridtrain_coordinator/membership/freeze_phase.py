@@ -54,7 +54,7 @@ class FreezePhase:
     _silent: m.PeerId = b""  # a member that had not reported when last checked
     _return_deadline_s: float = -math.inf
     _has_delayed: bool = False  # absent members have had time to return
-    _addressing_until_s: float = math.inf  # until when dial-backs are awaited; infinite if none is awaited
+    _addressing_until_s: float = math.inf  # the deadline of the dial-backs; infinite if there are none
 
     # -- beginning ---------------------------------------------------------------------------------
 

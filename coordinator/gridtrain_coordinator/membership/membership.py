@@ -422,7 +422,7 @@ class Membership:
         }
 
     def _predict_samples(self) -> int | None:
-        """Return how many samples are in the committed steps, as far as the latest generation shows."""
+        """Return how many samples are in the committed steps, according to the latest generation."""
         run, share = self.run, sum(member.share for member in self.run.member_list)
         if run.view is None or run.definition is None or not share:
             return None

@@ -80,7 +80,7 @@ class PipelineRecovery:
     def decide(
         self, reports: Mapping[m.PeerId, m.FreezeReport], patience_s: float, now_s: float
     ) -> list[Effect]:
-        """Continue from the latest step of which workers hold every stage; pause if there is none.
+        """Continue from the latest step for which workers hold every stage; pause if there is none.
 
         Called when all connected members have reported.
 
@@ -359,7 +359,7 @@ class PipelineRecovery:
         run = self._run
         if not data_ledger.is_finished(run.defined_setup.ledger, outcome.ledger):
             return False
-        done = {run.stage_of(peer) for peer in outcome.holders | run.finished_members}
+        done = {run.stage_of(peer) for peer in outcome.state_holders | run.finished_members}
         return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:

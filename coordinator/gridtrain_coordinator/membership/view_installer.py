@@ -100,8 +100,9 @@ class ViewInstaller:
         unchanged = [
             w for w in run.workers.values() if w.setup and not (w.setup.can_catch_up and run.has_started)
         ]
-        source = min(outcome.holders, key=run.workers.seniority)
-        outcome = replace(outcome, holders=outcome.holders | self._initial_state.holders(unchanged))
+        source = min(outcome.state_holders, key=run.workers.seniority)
+        state_holders = outcome.state_holders | self._initial_state.holders(unchanged)
+        outcome = replace(outcome, state_holders=state_holders)
         return self.install(outcome, now_s, source=source)
 
     def install_first(self, now_s: float) -> list[Effect]:
@@ -123,7 +124,7 @@ class ViewInstaller:
             holders = self._initial_state.start_with(run.workers[source], workers)
             again = self._next_generation if self._next_generation > 1 else 0
             ledger = m.LedgerState(restart_generation=again)
-            outcome = replace(initial_outcome(), holders=holders, ledger=ledger)
+            outcome = replace(initial_outcome(), state_holders=holders, ledger=ledger)
         step = outcome.applied + 1
         if run.highest_step > step:
             lost = {"from": run.highest_step, "to": step}
@@ -174,11 +175,11 @@ class ViewInstaller:
         """
         run = self._run
         self._member_lists.end_generation()
-        order, shares = self._planner.plan(run.eligible_workers(), outcome.holders, now_s, placement)
+        order, shares = self._planner.plan(run.eligible_workers(), outcome.state_holders, now_s, placement)
         self._addresses.begin_generation(order)
         if placement is None:
-            lacking = set(order) - outcome.holders
-            holders = [peer for peer in order if peer in outcome.holders]
+            lacking = set(order) - outcome.state_holders
+            holders = [peer for peer in order if peer in outcome.state_holders]
             stalled = {batch.peer for batch in outcome.ledger.late}
             source = source or self._sources.choose(holders, lacking, stalled)
             # Without a source, each of them receives the state from a nearby holder.

@@ -54,11 +54,11 @@ class RunState:
         partition: how the model is divided into stages.
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
-        highest_step: the number of committed steps, as far as generations and members' reports show.
+        highest_step: the number of committed steps, according to generations and members' reports.
         step_before: `highest_step` before the members' first generation, whose checkpoint may be a false one.
         latest_members: the members of the latest generation that trained or is in the journal, also when they
             no longer hold the model; empty for a new run.
-        left_step: the highest step of which a member that has left keeps a checkpoint; 0 if there is none
+        left_step: the highest step in a checkpoint that a former member keeps; 0 if there is none
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
             before this coordinator started.
@@ -350,9 +350,9 @@ class RunState:
         self.has_committed = self.has_committed or step > 0
 
     def record_report(self, peer: m.PeerId, step: int) -> None:
-        """Record a member's step, as far as others confirm it: the lower median of the members' steps.
+        """Record a member's step, and raise the run's step to the lower median of the members' steps.
 
-        The last steps of members that have left count, too: no member could commit a step without them.
+        Former members' last steps count too: no member could have committed a step without those members.
         """
         self.has_committed = self.has_committed or step > 0
         self._reported_steps[peer] = min(step, MAX_STEPS + 1)

@@ -74,7 +74,7 @@ def find_slow_member(
 
 
 def describe_idle(members: Sequence[Worker]) -> str:
-    """Return the alert that none of the members makes progress, as far as their heartbeats show; "" if one
+    """Return the alert that no member makes progress, according to their heartbeats; "" if one
     does, or if one has not reported a step yet.
 
     While others wait for a single idle member, it is dismissed (`Complaints`).

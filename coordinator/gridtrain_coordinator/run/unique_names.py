@@ -23,8 +23,8 @@ class WorkerNames:
         "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is absent     -> anna-2
 
     Args:
-        recovered: the names in the journal, which are those of members of a generation.  Members send their
-            assigned names when they rejoin.
+        recovered: the names in the journal, which records only workers that have been members.  Members send
+            their assigned names when they rejoin.
     """
 
     def __init__(self, recovered: Mapping[m.PeerId, str] = MappingProxyType({})) -> None:

@@ -124,7 +124,7 @@ class CheckpointCatalog:
         for peer, rank in placement.state_sources.items():
             source, layers = order[rank], spans[layout.stage_of(order.index(peer))]
             report = self._run.view_change.reports.get(source)
-            is_live = source in outcome.holders and report is not None and report.layers == layers
+            is_live = source in outcome.state_holders and report is not None and report.layers == layers
             if (source, layers) in known and not is_live and peer not in placement.pieces:
                 digests[peer] = known[source, layers]
         return digests

@@ -44,7 +44,7 @@ def locate_state(
     """
     at = (outcome.applied, outcome.history)
     number = {span: stage for stage, span in enumerate(stage_spans(bounds))}
-    own = {p: live[p] for p in reported if p in outcome.holders and p in live}
+    own = {p: live[p] for p in reported if p in outcome.state_holders and p in live}
     in_memory = {p: number[span] for p, span in own.items() if span in number}
     on_disk = {
         p: [x.layers for x in theirs if (x.applied, x.history) == at] for p, theirs in reported.items()

@@ -10,13 +10,17 @@ p // size over the data.  The sampler maps positions to samples by a permutation
     step 2, the end of the pass: a short step           a b
     step 3 begins the next pass                               a a b b
 
+Every position below the cursor has been assigned.  `commit` and `reassign` check that each is counted once:
+
+    cursor == consumed     in committed steps
+            + requeued     taken back from members that were lost or too late; assigned before others
+            + holders      kept by each member after an aborted step (`reassign`)
+            + late         the batches of absent members (see below)
+            + pending      batches whose gradients the next step exchanges (see below)
+            + leased       the rest of the shards that members read (`shard_leases`)
+
 The state is replicated.  It changes only when a step commits (`commit`), or when a MembershipView follows an
 aborted step (`reassign`).  All other values are computed from the state, identically on every worker.
-`commit` and `reassign` check an invariant:
-
-    cursor == consumed + requeued + holders + late + pending + leased      (each a number of samples)
-
-`holders` are the positions that members keep after an aborted step (`reassign`).
 
 A member can be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -28,7 +29,7 @@ class Outcome:
     Attributes:
         decided_round: the round that was committed; None for ABORT.
         applied, history, ledger: the state after the verdict.
-        holders: members that hold this state, or will hold it once they have executed the verdict.
+        state_holders: members that hold this state, or will hold it once they have executed the verdict.
     """
 
     verdict: m.Verdict
@@ -36,7 +37,7 @@ class Outcome:
     applied: int
     history: bytes
     ledger: m.LedgerState
-    holders: frozenset[m.PeerId]
+    state_holders: frozenset[m.PeerId]
 
 
 def decide_outcome(
@@ -71,31 +72,32 @@ def decide_outcome(
         survivors = () if in_stages else set(reports)
         state = data_ledger.reassign(spec, state, data_ledger.assign(spec, state, shares), survivors)
         state = data_ledger.release_holders(spec, state) if in_stages else state
-    holders = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
-    return Outcome(verdict, decided, applied, history, state, holders)
+    holding = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
+    return Outcome(verdict, decided, applied, history, state, holding)
 
 
 def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
     """Return the highest credible step of the reports, which begin with the longest-serving member's.
 
     A step requires a YES from all members, so correct members of a generation are at most one step apart, and
-    those behind are prepared for the step that the others have applied.  A step that exceeds the median by
-    more than one is ignored.  The highest remaining step is ignored if more members contradict it than
-    support it: a member one step behind supports it only if it is prepared for it.  If there are only two
-    members, or in a tie, the longest-serving one is trusted.
+    those behind are prepared for the step that the others have applied.  Therefore:
+
+    - A step that exceeds the median by more than one is ignored.  Of two members, the longest-serving one's
+      step takes the place of the median.
+    - The highest remaining step is ignored if more members contradict than support it; in a tie, the
+      longest-serving member decides.  Members one step behind support it if they are prepared for it, and
+      contradict it otherwise.
     """
     applied = [report.applied for report in reports]
-    median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]
-    highest = max(claim for claim in applied if claim <= median + 1)
+    usual = applied[0] if len(applied) == 2 else median_low(applied)
+    highest = max(step for step in applied if step <= usual + 1)
     history = _majority_report([report for report in reports if report.applied == highest]).history
-    doubts = [
-        report
-        for report in reports
-        if report.applied == highest - 1 and not _will_hold(report, highest, history)
-    ]
-    believes = sum(report.applied in (highest - 1, highest) for report in reports) - len(doubts)
-    is_doubted = len(doubts) > believes or (len(doubts) == believes and reports[0] in doubts)
-    return highest - 1 if is_doubted else highest
+    behind = [report for report in reports if report.applied == highest - 1]
+    doubters = [report for report in behind if not _will_hold(report, highest, history)]
+    supporters = applied.count(highest) + len(behind) - len(doubters)
+    if len(doubters) == supporters:
+        return highest - 1 if reports[0] in doubters else highest
+    return highest - 1 if len(doubters) > supporters else highest
 
 
 def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:

@@ -386,7 +386,7 @@ class Generation:
     def freeze(self) -> None:
         """Handle Freeze: stop voting and applying updates.
 
-        Averages continue, because some members may already have received the open average.
+        Averaging continues, because some members may already have received the pending average.
         """
         self.phase = MemberPhase.FROZEN
 

@@ -15,12 +15,13 @@ that is always slow is not late.  If no member is late, no message is sent.  A m
 the last step is asked to stay absent as soon as the others have submitted, so that a long stall delays
 the group only once (commit rule 14).
 
-The late member itself decides whether it is absent: if its trainer has begun to submit, the group waits.  The
-decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
-attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if that trainer were
-absent from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.
-Nor can the trainer be absent from the other buckets alone, because its late batch may be assigned again, and
-the part that was already sent would then be counted twice.
+The late member itself decides, for all attempts at the step, whether it is absent.  If its trainer has begun
+to submit, it takes part, and the group waits for it, even if the trainer stalls after sending some buckets:
+
+- It cannot be absent from the whole step.  The rings of the other members contain what it has sent, and a
+  retry continues these rings; `Decision` cannot announce that all must be restarted.
+- It cannot be absent from the remaining buckets alone.  Its batch may be assigned again, so the part that it
+  has sent would be counted twice.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ MIN_OBSERVATIONS = 8
 """A speed is considered measured after at least `MIN_OBSERVATIONS` observations with at least `MIN_SECONDS_S`
 of compute time in total (with the weights of `OBSERVATION_DECAY`)."""
 
-MIN_SPEEDUP = 1.15
+MIN_COMPUTE_SPEEDUP = 1.15
 """Different shares justify a new generation if a step is then computed at least this many times as fast."""
 
 MAX_MEDIAN_RATIO = 64.0
@@ -177,10 +177,10 @@ class WorkerSpeeds:
         now_s = slowest_compute_s(current, speeds)
         counts = divide_samples(sum(current), speeds, most)
         then_s = slowest_compute_s(counts, speeds)
-        if now_s < MIN_SPEEDUP * then_s:
+        if now_s < MIN_COMPUTE_SPEEDUP * then_s:
             # In a large group, the gain is small even if one worker of usual speed has a single sample.
-            planned = zip(peers, current, counts, strict=True)
-            if any(p in self._limited and 0 < MIN_SPEEDUP * share <= count for p, share, count in planned):
+            limited = (each for each in zip(peers, current, counts, strict=True) if each[0] in self._limited)
+            if any(0 < MIN_COMPUTE_SPEEDUP * share <= count for _, share, count in limited):
                 return "a worker that made no progress before is fast enough for a larger share"
             return ""
         return f"shares by measured speed make the computation of a step {now_s / then_s:.2f} times as fast"

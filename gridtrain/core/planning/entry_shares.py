@@ -20,7 +20,7 @@ from statistics import median
 from gridtrain.core.messages import WHOLE_SHARE, PeerId
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order import (
-    MIN_SPEEDUP,
+    MIN_EXCHANGE_SPEEDUP,
     LinkMeasurements,
     format_rate,
     with_entry_shares,
@@ -38,7 +38,7 @@ value is for a member that already has a smaller share."""
 
 KEPT_SPEEDUP = 1.1
 """Current shares are kept if they make the exchange at least this many times as fast as it is with whole
-shares; new shares need `MIN_SPEEDUP`."""
+shares; new shares need `MIN_EXCHANGE_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
 """A share is not changed by less than this factor."""
@@ -81,8 +81,8 @@ def choose_entry_shares(
 ) -> EntryShares:
     """Choose the members' shares of the k entries of a sparse exchange.
 
-    All members keep the whole share if no upload is slow, or if smaller shares do not make the exchange
-    sufficiently faster (`MIN_SPEEDUP`, `KEPT_SPEEDUP`).
+    All members keep their full share if no upload is slow, or if smaller shares do not speed up the exchange
+    enough (`MIN_EXCHANGE_SPEEDUP`, `KEPT_SPEEDUP`).
 
     Args:
         load: the workload; None if it is unknown.  A dense exchange has no shares.
@@ -114,7 +114,7 @@ def choose_entry_shares(
     chosen = {peer: share for peer, share in kept.items() if share < WHOLE_SHARE}
     with_s = exchange_s(chosen)
     without_s = best_order(load, network, CpuCosts(), roots).exchange_s
-    if without_s < (KEPT_SPEEDUP if current.keys() & set(peers) else MIN_SPEEDUP) * with_s:
+    if without_s < (KEPT_SPEEDUP if current.keys() & set(peers) else MIN_EXCHANGE_SPEEDUP) * with_s:
         return EntryShares()
     up_Bps = dict(zip(peers, network.up_Bps, strict=True))
     usual_Bps = median(rate for peer, rate in up_Bps.items() if peer not in thin)

@@ -49,7 +49,7 @@ from gridtrain.core.planning.exchange_facts import (
 )
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
-from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
+from gridtrain.core.planning.rank_order import MIN_EXCHANGE_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.topology_choice import (
     USUAL_TOPOLOGY,
@@ -253,7 +253,7 @@ class ExchangeChoice:
         if not self.topology.is_direct:
             return ""
         found = choose_topology(self.workload, size, network, True)
-        is_worth_it = not found.is_direct and found.usual_speedup >= MIN_SPEEDUP
+        is_worth_it = not found.is_direct and found.usual_speedup >= MIN_EXCHANGE_SPEEDUP
         return f"links have changed: {found.reason}" if is_worth_it else ""
 
     # -- choice of exchange ------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class ExchangeChoice:
           as long.
         - Otherwise, if workers compute for at least the desired share, a denser exchange is chosen with which
           they wait for at most half of the time that the desired share permits.
-        - If they compute for less, another exchange is chosen if steps can become at least `MIN_SPEEDUP`
-          times as fast.
+        - If they compute for less, another exchange is chosen if steps can become at least
+          `MIN_EXCHANGE_SPEEDUP` times as fast.
         - A choice that was made when the run had only one worker is replaced once there are several; without
           measurements, it becomes open again.
 
@@ -344,7 +344,7 @@ class ExchangeChoice:
             denser = [x for x in estimates if _density(x) > _density(current) and x.efficiency >= permitted]
             if denser:
                 return self._adopt(estimates, self._best_of(denser))
-        elif current.step_s >= MIN_SPEEDUP * fastest_estimate(estimates).step_s:
+        elif current.step_s >= MIN_EXCHANGE_SPEEDUP * fastest_estimate(estimates).step_s:
             return self._adopt(estimates, best)
         best = fastest_estimate(estimates)
         if best is current:
@@ -353,7 +353,7 @@ class ExchangeChoice:
         if gain > 1 + DENSE_PREFERENCE_MARGIN / 2:
             self._alternative_text = (
                 f"{format_exchange(best)} would now make steps {gain - 1:.0%} faster; the exchange changes "
-                f"if steps become at least {MIN_SPEEDUP - 1:.0%} faster"
+                f"if steps become at least {MIN_EXCHANGE_SPEEDUP - 1:.0%} faster"
             )
         return ""
 

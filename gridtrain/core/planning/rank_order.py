@@ -32,9 +32,9 @@ from gridtrain.core.planning.rank_order_search import (
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
 from gridtrain.quantities import format_count, format_seconds
 
-MIN_SPEEDUP = 1.2
+MIN_EXCHANGE_SPEEDUP = 1.2
 """Another order of ranks justifies a new generation only if it is predicted to make the exchange at least
-this many times as fast."""
+this many times as fast; other topologies, exchanges and new entry shares need the same gain."""
 
 MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
 MAX_LISTED_MEMBERS = 32  # number of members whose links the status shows
@@ -332,7 +332,7 @@ def compare_rank_orders(
     now_s = simulated_exchange_s(load, network, CpuCosts(), now)
     yield
     found = yield from _search_best_order(load, network, peers, peers, current)  # as in `search_rank_order`
-    if now_s < MIN_SPEEDUP * found.exchange_s:
+    if now_s < MIN_EXCHANGE_SPEEDUP * found.exchange_s:
         return ""
     is_corroborated = yield from _corroborate(load, measured, peers, now, found.order, shares)
     if not is_corroborated:
@@ -361,7 +361,7 @@ def _corroborate(
             return False
         network = with_entry_shares(network, peers, entry_shares)
         now_s, then_s = (simulated_exchange_s(load, network, CpuCosts(), order) for order in (now, then))
-        if now_s < MIN_SPEEDUP * then_s:
+        if now_s < MIN_EXCHANGE_SPEEDUP * then_s:
             return False
         yield
     return True

@@ -47,14 +47,14 @@ DEFAULT_ACTIVATION_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """The workers that hold the state with which a generation begins, among those that may be members.
+    """Which of the possible members hold the state with which a generation begins.
 
     Attributes:
         in_memory: the stage whose state each worker has in memory.
         on_disk: the stages whose state each worker has on its disk.
         initial_stages: the stages whose first replica creates the state, as at step 0.
         last_stage: the stage of each member of the last generation.
-        held_spans: the layers whose state each worker has in memory or on disk, in any partition.
+        held_spans: the layers whose state each worker has in memory or on disk, whatever the partition.
         is_initial: whether no step has been committed; if so, a stage that no worker has can be created.
     """
 

@@ -43,7 +43,7 @@ MAX_ORDERED_LAYERS = 64
 """The maximum number of layers for which all orders are tried.  The search blocks the coordinator, and each
 partition takes about 5 ms."""
 
-MIN_SPEEDUP = 1.1
+MIN_PIPELINE_SPEEDUP = 1.1
 """States are moved for a partition into more stages only if its slowest stage is at least this many times as
 fast as that of the best partition into the current number of stages."""
 
@@ -326,7 +326,7 @@ def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
 
 
 def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
-    """Return whether `stages` stages are at least `MIN_SPEEDUP` times as fast as the stages of `cuts`.
+    """Return whether `stages` stages are at least `MIN_PIPELINE_SPEEDUP` times as fast as those of `cuts`.
 
     The best partitions on equal devices without memory limits are compared.
     """
@@ -337,7 +337,7 @@ def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bo
         partition.best_partition(layers, [Device()] * count, None, running).period_s
         for count in (len(cuts) - 1, stages)
     )
-    return more * MIN_SPEEDUP <= few
+    return more * MIN_PIPELINE_SPEEDUP <= few
 
 
 # -- enough workers, but state of another partition ----------------------------------------------------

@@ -9,5 +9,6 @@ The loops use `interface.Transport`, which `stack` builds in layers:
 
 The layers inherit from `wrapping_transport`.  Both direct transports use `send_queue` (the order of
 sending), `rate_limiter` (rate caps), `access_control` (which keys may connect) and `identity` (key pairs);
-`receive_queue` applies the download cap over sockets.  `fault_injection` injects planned faults in tests.
+`receive_queue` applies the download cap over sockets, and `flood_detector` limits incoming messages.
+`fault_injection` injects planned faults in tests.
 """

@@ -90,7 +90,7 @@ class _RelayedConnection:
 
 
 class RelayTransport(WrappingTransport):
-    """Implements `Transport` over `inner`, and relays between other peers as far as `may_relay` permits.
+    """Implements `Transport` over `inner`, and relays between other peers if `may_relay` permits it.
 
     Args:
         inner: the transport with direct connections, which uses the same key pair.

@@ -39,7 +39,7 @@ class _RefusalLog:
 
 
 class RelayForwarder:
-    """Forwards packets between peers as far as `may_relay` permits."""
+    """Forwards packets between the peers for which `may_relay` permits it."""
 
     def __init__(self, inner: Transport, may_relay: RelayPolicy) -> None:
         self._inner = inner

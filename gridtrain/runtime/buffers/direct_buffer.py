@@ -63,7 +63,8 @@ class SparseDirectBuffer(ButterflyBuffer):
                  +--> truncated: the entries that the result leaves out
 
     Entries are rounded when they are selected.  In formats whose scale depends on the other entries, they are
-    rounded again when they are divided among the owners.  The rounding errors are truncated entries, too.
+    rounded again when they are divided among the owners.  The rounding errors also count as
+    truncated entries.
     """
 
     _rank: int

@@ -112,7 +112,7 @@ class CoordinatorClient:
     def status(self, timeout_s: float) -> dict[str, Any]:
         """Request and return the status of the run: `Membership.snapshot` and fields that the daemon adds.
 
-        Strings in the status are printable and have at most `MAX_TEXT` characters.  Raises the errors of
+        Strings in the status are printable and have at most `MAX_TEXT` characters.  Raises the same errors as
         `ask`.
         """
         reply = self.ask(StatusRequest(), timeout_s)

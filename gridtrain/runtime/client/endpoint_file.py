@@ -122,7 +122,7 @@ class EndpointFile:
         does not exist."""
         try:
             with open(folder / CONTACT_FILE, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may check, too
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may also check
         except BlockingIOError:
             return True
         except OSError:

@@ -179,7 +179,7 @@ class _ClaimedIdentity:
 def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Return a context manager that holds an identity which the coordinator admits.
 
-    It yields the path of the identity's file and the status of the run.  Raises the errors of `enroll`.
+    It yields the path of the identity's file and the status of the run.  Raises the same errors as `enroll`.
     """
     store = InvitationStore(folder)
     with contextlib.ExitStack() as others:  # prevents other processes from trying the same identities
@@ -247,7 +247,7 @@ def _present(store: InvitationStore, invitation: Invitation, one: _ClaimedIdenti
 
     An identity that this invitation has already admitted is enrolled with no other invitation.
 
-    Raises `JoinRefused` if no invitation is accepted, and the errors of `present_invitation`.
+    Raises `JoinRefused` if no invitation is accepted, and the same errors as `present_invitation`.
     """
     public, path = one.identity.public, one.path
     try:
@@ -340,7 +340,7 @@ def _status_if_admitted(
 
 
 def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any]:
-    """Request and return the status of the run.  Raises the errors of `CoordinatorClient.ask`."""
+    """Request and return the status of the run.  Raises the same errors as `CoordinatorClient.ask`."""
     with CoordinatorClient(
         invitation.address, invitation.coordinator, identity, encrypted=invitation.encrypted
     ) as client:

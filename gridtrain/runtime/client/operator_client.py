@@ -148,7 +148,10 @@ class OperatorClient:
         return reply.text
 
     def status(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """Return the status of the run.  See `CoordinatorClient.status`.  Raises the errors of `order`."""
+        """Return the status of the run.  See `CoordinatorClient.status`.
+
+        Raises the same errors as `order`.
+        """
         return self._ask(lambda client: client.status(timeout_s), timeout_s)
 
     def invite(self, uses: int, expires_s: float, address: str = "") -> Invitation:
@@ -161,7 +164,7 @@ class OperatorClient:
             expires_s: the time in seconds until the invitation expires.
             address: the coordinator's address in the invitation; "" for the address that workers use.
 
-        Raises the errors of `order`, and `ConfigError` if the address is invalid.
+        Raises the same errors as `order`, and `ConfigError` if the address is invalid.
         """
         there = self.endpoint.file
         token = secrets.token_bytes(32)
@@ -174,7 +177,7 @@ class OperatorClient:
     def withdraw(self, invitation: Invitation) -> str:
         """Invalidate an invitation, and return the text of the coordinator's reply.
 
-        Raises the errors of `order`.
+        Raises the same errors as `order`.
         """
         return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
 
@@ -206,7 +209,7 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 @contextlib.contextmanager
 def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
     """Return a context manager that raises more specific errors if the coordinator does not know the
-    operator's key, or if a coordinator on this machine has ended or does not answer."""
+    operator's key, or if a coordinator on this machine is not running or does not answer."""
     try:
         yield
     except CoordinatorUnreachable:

@@ -1,6 +1,6 @@
 """Measures this worker's links: first the round-trip times, and then the bandwidth with one burst at a time.
 
-    io.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
+    ev.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, ev.ProbeResults
 
 The bursts begin when each target has answered `PINGS_PER_PEER` pings, or after half of the time, so that a
 target that does not answer leaves time for those of the others.  Bursts are sent only to peers that have
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from random import Random
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.messages import relay_of
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
@@ -45,7 +45,7 @@ class LinkProbe:
         self._is_pinging = False  # until the bursts begin
         self._is_probing = False  # until the round-trip times are reported
 
-    def begin(self, probe: io.ProbePeers, now_s: float) -> None:
+    def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
         The bursts begin at the latest 40 % of `limit_s` from now, and the deadline is 80 % from now.
@@ -83,7 +83,7 @@ class LinkProbe:
                 return [request] if request is not None else []
         return []
 
-    def poll(self, now_s: float) -> tuple[m.LinkRates | None, io.ProbeResults | None]:
+    def poll(self, now_s: float) -> tuple[m.LinkRates | None, ev.ProbeResults | None]:
         """Advance the measurement; return the rates and the round-trip times that are ready to be reported.
 
         Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
@@ -102,7 +102,7 @@ class LinkProbe:
         rates, measured = self._bandwidth.take_new_rates(), None
         if self._is_probing and not waiting and (is_answered or now_s >= self._until_s):
             self._is_probing = False
-            measured = io.ProbeResults(
+            measured = ev.ProbeResults(
                 tuple((p, self._best_s[p]) for p in self._pings_left if p in self._best_s)
             )
         return None if rates is None else m.LinkRates(rates), measured

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import GridtrainError
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import WorkerTask
 
-Command = io.MemberEvent | Callable[[], None]
+Command = ev.MemberEvent | Callable[[], None]
 """An event for the core, or a function for the I/O thread to call."""
 
 WaitCondition = Callable[[WorkerSnapshot], bool]
@@ -101,7 +101,7 @@ class Mailbox:
             self._commands.append(command)
         self.mark_stale()
 
-    def submit_payload(self, event: io.AddCollectives | io.SubmitRound) -> None:
+    def submit_payload(self, event: ev.AddCollectives | ev.SubmitRound) -> None:
         """Submit a command that does not change the snapshot unless the round fails."""
         with self.condition:
             self._commands.append(event)

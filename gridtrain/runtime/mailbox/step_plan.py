@@ -47,8 +47,8 @@ class StepPlan:
 
 
 def is_comparison_due(step: int, every: int) -> bool:
-    """Whether replicas are compared after `step` in any case: after every `every` steps of the run, and, so
-    that short runs are compared, too, after its steps 1, 2, 4, 8, ... before that.  Never if `every` is 0."""
+    """Whether replicas are compared after `step` in any case: after every `every` steps of the run and,
+    so that short runs are also compared, after steps 1, 2, 4, 8, ... before that.  Never if `every` is 0."""
     taken = step + 1
     return every > 0 and (taken % every == 0 or (taken < every and taken & (taken - 1) == 0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.runtime.mailbox.worker_task import WorkerTask
 
@@ -41,7 +41,7 @@ class WorkerSnapshot:
     """
 
     is_welcomed: bool = False
-    phase: io.MemberPhase = io.MemberPhase.APART
+    phase: ev.MemberPhase = ev.MemberPhase.APART
     generation: int = 0
     rank: int = 0
     world_size: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ WorkerTask = (
     ApplyMissedSteps
     | DoCatchUpWork
     | AddResiduals
-    | io.DiscardCheckpoints
-    | io.SaveCheckpoint
+    | ev.DiscardCheckpoints
+    | ev.SaveCheckpoint
     | ReadCheckpoint
-    | io.LoadCheckpoints
+    | ev.LoadCheckpoints
     | LoadState
     | CaptureState
     | CopySnapshot

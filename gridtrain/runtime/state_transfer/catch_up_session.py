@@ -2,7 +2,7 @@
 
 `CatchUpReceiver` decides which data are requested from which source, and what the trainer has to do next.
 
-    io.BeginCatchUp, SourceConnected, ... --> CatchUpReceiver --DoCatchUpWork (task)--> trainer
+    ev.BeginCatchUp, SourceConnected, ... --> CatchUpReceiver --DoCatchUpWork (task)--> trainer
                                                     ^                          take_work, finish_work
     poll --> CaughtUp | CatchUpFailed               +------------------------- fail_work
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES, BlobReceiver
 from gridtrain.runtime.state_transfer.catch_up_receiver import (
@@ -60,7 +60,7 @@ class CatchUpSession:
         with self._mailbox.condition:
             work = self._receiver.take_work() if self._receiver is not None and self.has_work else None
         if isinstance(work, SnapshotWork):
-            self._mailbox.submit(io.SnapshotLoading())
+            self._mailbox.submit(ev.SnapshotLoading())
         return work
 
     def fail_work(self, reason: str) -> None:
@@ -92,18 +92,18 @@ class CatchUpSession:
         return self._receiver is None or self._receiver.has_reached_target
 
     def execute(
-        self, effect: io.BeginCatchUp | io.SourceConnected | io.SourceDisconnected | io.SetCatchUpTarget
+        self, effect: ev.BeginCatchUp | ev.SourceConnected | ev.SourceDisconnected | ev.SetCatchUpTarget
     ) -> PeerMessages:
         with self._mailbox.condition:
             receiver = self._receiver
             match effect:
-                case io.BeginCatchUp():
+                case ev.BeginCatchUp():
                     self._receiver = CatchUpReceiver(*self.limits)
-                case io.SourceConnected(peer) if receiver is not None:
+                case ev.SourceConnected(peer) if receiver is not None:
                     return receiver.source_up(peer)
-                case io.SourceDisconnected(peer) if receiver is not None:
+                case ev.SourceDisconnected(peer) if receiver is not None:
                     return receiver.source_down(peer)
-                case io.SetCatchUpTarget(applied, history) if receiver is not None:
+                case ev.SetCatchUpTarget(applied, history) if receiver is not None:
                     receiver.set_target(applied, history)
         return []
 
@@ -124,7 +124,7 @@ class CatchUpSession:
 
     def poll(
         self, now_s: float, *, is_member: bool, synced: bool
-    ) -> tuple[PeerMessages, io.CaughtUp | io.CatchUpFailed | None]:
+    ) -> tuple[PeerMessages, ev.CaughtUp | ev.CatchUpFailed | None]:
         """Advance the catch-up; return the requests to send to sources, and the event for the core or None.
 
         The catch-up ends if this worker is a member that holds the state.
@@ -157,10 +157,10 @@ class CatchUpSession:
 
     def _event(
         self, receiver: CatchUpReceiver, now_s: float, is_member: bool
-    ) -> io.CaughtUp | io.CatchUpFailed | None:
+    ) -> ev.CaughtUp | ev.CatchUpFailed | None:
         if receiver.failure:
-            return io.CatchUpFailed(receiver.failure)
+            return ev.CatchUpFailed(receiver.failure)
         if is_member or not receiver.is_caught_up or receiver.position is None or now_s < self._next_report_s:
             return None
         self._next_report_s = now_s + CAUGHT_UP_REPEAT_S
-        return io.CaughtUp(*receiver.position)
+        return ev.CaughtUp(*receiver.position)

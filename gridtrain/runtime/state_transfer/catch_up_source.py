@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from gridtrain.config import DEFAULT_DONATE_LIMIT, JoinConfig
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
@@ -133,7 +133,7 @@ class CatchUpSource:
         is_due = step is not None and not self._is_building and step <= applied != self._copied_step
         return CopySnapshot(step) if is_due and step is not None else None
 
-    def set_receivers(self, effect: io.TakeSnapshot) -> None:
+    def set_receivers(self, effect: ev.TakeSnapshot) -> None:
         """Set the workers that may catch up from this worker, and stop serving all other workers."""
         receivers = self._receivers = effect.receivers
         self._snapshot_sender.set_receivers(receivers)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES, BlockLayout
@@ -65,7 +65,7 @@ class CheckpointDisk(Protocol):
 class _OutgoingCopy:
     """Reads one checkpoint, block by block."""
 
-    def __init__(self, effect: io.SendCheckpoint, files: Sequence[Path]) -> None:
+    def __init__(self, effect: ev.SendCheckpoint, files: Sequence[Path]) -> None:
         self.effect = effect
         self._files: list[BinaryIO] = [path.open("rb") for path in files]
         self._lengths = [path.stat().st_size for path in files]
@@ -107,9 +107,9 @@ class CheckpointCopier:
 
     def __init__(self, disk: CheckpointDisk | None, rate_Bps: float | None, max_bytes: int) -> None:
         self.disk, self.rate_Bps, self.max_bytes = disk, rate_Bps, max_bytes
-        self._waiting: deque[io.SendCheckpoint] = deque()
+        self._waiting: deque[ev.SendCheckpoint] = deque()
         # The copies for which the group waits:
-        self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}
+        self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], ev.SendCheckpoint] = {}
         self._outgoing: _OutgoingCopy | None = None
         self._block: m.CheckpointBlock | None = None
         self._next_send_s = 0.0
@@ -125,7 +125,7 @@ class CheckpointCopier:
 
     # -- sending -------------------------------------------------------------------------------------
 
-    def send(self, effect: io.SendCheckpoint) -> None:
+    def send(self, effect: ev.SendCheckpoint) -> None:
         """Queue a checkpoint for another worker; without a disk, there is none to send."""
         if self.disk is None:
             return
@@ -284,7 +284,7 @@ def _in_thread(function: Callable[..., object], *args: object) -> threading.Thre
     return thread
 
 
-def _files_with_residual(files: Sequence[Path], effect: io.SendCheckpoint) -> list[Path]:
+def _files_with_residual(files: Sequence[Path], effect: ev.SendCheckpoint) -> list[Path]:
     residual = files[0].with_name(RESIDUAL_FILE)
     return [*files, residual] if effect.is_awaited and residual.exists() else list(files)
 

@@ -1,6 +1,6 @@
 """Keeps the core's requests to save, load and discard stage checkpoints until the trainer carries them out.
 
-    io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
+    ev.SaveCheckpoint, ev.LoadCheckpoints, ev.DiscardCheckpoints --> task --> trainer --> finish
 
 The training thread saves and loads checkpoints; the I/O thread copies them to and from other workers
 (`checkpoint_copy`).
@@ -8,10 +8,10 @@ The training thread saves and loads checkpoints; the I/O thread copies them to a
 
 from __future__ import annotations
 
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
-DiskTask = io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints
+DiskTask = ev.SaveCheckpoint | ev.LoadCheckpoints | ev.DiscardCheckpoints
 
 
 class CheckpointRequests:
@@ -49,10 +49,10 @@ class CheckpointRequests:
 
         The request is dropped if it belongs to another generation, or if this worker already holds the state.
         """
-        task = self._pending.get(io.LoadCheckpoints)
-        if isinstance(task, io.LoadCheckpoints) and (
+        task = self._pending.get(ev.LoadCheckpoints)
+        if isinstance(task, ev.LoadCheckpoints) and (
             synced or (task.term, task.generation) != (term, generation)
         ):
-            del self._pending[io.LoadCheckpoints]
+            del self._pending[ev.LoadCheckpoints]
             return None
         return task

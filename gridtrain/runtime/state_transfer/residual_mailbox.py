@@ -3,13 +3,13 @@
 `gridtrain.core.member.residual_recipients` decides which worker accepts a residual, and when the residual is
 confirmed.
 
-    io.StoreResidualBlock, AddResidual, ... --> IncomingResiduals --AddResiduals (task)--> take_confirmed
-    transfer --> io.TransferResidual --> core --> io.ResidualTransferEnded --> trainer
+    ev.StoreResidualBlock, AddResidual, ... --> IncomingResiduals --AddResiduals (task)--> take_confirmed
+    transfer --> ev.TransferResidual --> core --> ev.ResidualTransferEnded --> trainer
 """
 
 from __future__ import annotations
 
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
@@ -25,7 +25,7 @@ class ResidualMailbox:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self.incoming = IncomingResiduals()
-        self._transfer_result: io.ResidualTransferEnded | None = None
+        self._transfer_result: ev.ResidualTransferEnded | None = None
 
     # -- training thread -------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ class ResidualMailbox:
 
         Returns after at most `timeout_s`.
         """
-        self._mailbox.submit(io.RefuseResiduals())
+        self._mailbox.submit(ev.RefuseResiduals())
         self._mailbox.wait(lambda snapshot: not snapshot.is_residual_recipient, timeout_s)
 
     @property
@@ -51,35 +51,35 @@ class ResidualMailbox:
         with self._mailbox.condition:
             return self.incoming.unconfirmed_magnitude
 
-    def transfer(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.ResidualTransferEnded | None:
+    def transfer(self, pieces: tuple[memoryview, ...], timeout_s: float) -> ev.ResidualTransferEnded | None:
         """Transfer this worker's residual to another worker; return the result, or None after `timeout_s`.
 
         After this call, this worker must not take part in any step.
         """
-        self._mailbox.submit(io.TransferResidual(pieces))
+        self._mailbox.submit(ev.TransferResidual(pieces))
         self._mailbox.wait(lambda _: self._transfer_result is not None, timeout_s)
         return self._transfer_result
 
     # -- I/O thread ------------------------------------------------------------------------------
 
     def execute(
-        self, effect: io.StoreResidualBlock | io.AddResidual | io.DropResidual | io.ResidualTransferEnded
-    ) -> io.ResidualReceived | None:
+        self, effect: ev.StoreResidualBlock | ev.AddResidual | ev.DropResidual | ev.ResidualTransferEnded
+    ) -> ev.ResidualReceived | None:
         """Execute an effect; return the event that results from it, or None.
 
         Raises `RemoteProtocolError` if a received residual is invalid.
         """
         with self._mailbox.condition:
             match effect:
-                case io.StoreResidualBlock(peer, piece, world_size):
+                case ev.StoreResidualBlock(peer, piece, world_size):
                     self._mailbox.count_progress()
                     if self.incoming.receive_piece(peer, piece, world_size):
-                        return io.ResidualReceived(peer)
-                case io.AddResidual(peer, name):
+                        return ev.ResidualReceived(peer)
+                case ev.AddResidual(peer, name):
                     self.incoming.confirm(peer, name)
-                case io.DropResidual(peer):
+                case ev.DropResidual(peer):
                     self.incoming.remove_peer(peer)
-                case io.ResidualTransferEnded():
+                case ev.ResidualTransferEnded():
                     self._transfer_result = effect
                     self._mailbox.condition.notify_all()
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.blobs import BlobReceiver, Position
 from gridtrain.runtime.state_transfer.state_forwarder import StateForwarder
@@ -50,7 +50,7 @@ class StateReceiver:
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == generation and snapshot.state_source is not None:
-            self._mailbox.submit(io.ProtocolViolation(snapshot.state_source, reason))
+            self._mailbox.submit(ev.ProtocolViolation(snapshot.state_source, reason))
 
     # -- I/O thread ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 The core decides which worker sends to which worker; the training thread captures the state and reads the
 checkpoint.
 
-    io.SendState --> request --> CaptureState, ReadCheckpoint (tasks) --> trainer --> supply_...
+    ev.SendState --> request --> CaptureState, ReadCheckpoint (tasks) --> trainer --> supply_...
                                                                                           |
     BlobSender: sends blocks to members while the transport's queue for them has room <---+
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.mailbox.worker_task import CaptureState, ReadCheckpoint
@@ -53,7 +53,7 @@ class StateSender:
 
     # -- I/O thread ------------------------------------------------------------------------------
 
-    def request(self, effect: io.SendState) -> None:
+    def request(self, effect: ev.SendState) -> None:
         """Queue the state or the checkpoint for a member that needs it."""
         if effect.checkpoint is None:
             sender = self._state_sender

@@ -1,13 +1,14 @@
-"""Doctor's first checks of the connection: the coordinator's host name and port.
+"""Doctor's checks of the coordinator: its host name, its port, and whether its clock agrees with ours.
 
     1. resolve the host name              fails if the name is unknown
     2. connect over TCP                   fails if the address refuses or does not answer
     3. handshake (CURVE) with the         refused if the invitation is not valid; no answer if another program
        invitation's key                   or a coordinator with another key listens on the port
-    4. status, round trips, bursts, dial-back
+    4. status                             warns if this machine's clock differs from the coordinator's
+    5. round trips, bursts, dial-back
 
-Steps 3 and 4 are in `doctor_probe`.  Doctor does not enrol a key, so the invitation keeps all its uses; the
-handshake alone shows whether it is valid.
+`doctor_probe` does steps 3 to 5, except the comparison of clocks.  Doctor does not enrol a key, so the
+invitation keeps all its uses; the handshake alone shows whether it is valid.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.tools.doctor.findings import Finding, failure, ok
+from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 
 RESOLVE_TIMEOUT_S = 4.0
 CONNECT_TIMEOUT_S = 4.0
 MAX_ADDRESSES = 4
 SLOW_ROUND_TRIP_S = 0.25
+MAX_SKEW_S = 5.0
 
 _REFUSED = (errno.ECONNREFUSED,)
 _UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
@@ -114,3 +116,16 @@ def check_tcp(invitation: Invitation, addresses: list[SocketAddress], limit_s: f
     if any(error.errno in _UNREACHABLE_ERRNOS for error in errors):
         fix = "check this machine's network, and whether the address belongs to another network"
     return failure("port", f"{where} cannot be reached: {why}", fix)
+
+
+def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
+    """Compare the clock with the coordinator's; `theirs_s` is None if the coordinator did not report its
+    time."""
+    if theirs_s is None:
+        return ok("clock", "not compared, because the coordinator did not report its time")
+    skew_s = ours_s - theirs_s
+    text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
+    if abs(skew_s) > MAX_SKEW_S:
+        fix = "switch on time synchronization, which logs and invitations need, but training does not"
+        return warning("clock", text, fix, skew_s=skew_s)
+    return ok("clock", text, skew_s=skew_s)

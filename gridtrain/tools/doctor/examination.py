@@ -222,7 +222,7 @@ class Examination:
             return
         yield self._state_finding()
         yield from machine_check.check_packages(self._status.get("bundle"))
-        yield machine_check.check_clock(_wall_of(self._status), self._asked_wall_s)
+        yield connection_check.check_clock(_wall_of(self._status), self._asked_wall_s)
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
         measured = probe.measure_coordinator(
             self._deadline_s(COORDINATOR_TIMEOUT_S),

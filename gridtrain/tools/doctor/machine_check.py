@@ -1,4 +1,4 @@
-"""Doctor's checks of this machine: Python, torch, GPU, free memory, disk, clock and missing packages.
+"""Doctor's checks of this machine: Python, torch, GPU, free memory, disk and missing packages.
 
 torch is imported in another process with a deadline: an import can be slow, and a driver can hang.
 """
@@ -30,7 +30,6 @@ MIN_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES = 4 << 30
 LITTLE_DISK_BYTES = 2 << 30
 BAD_DISK_BYTES = 200 << 20
-MAX_SKEW_S = 5.0
 POLL_S = 0.05
 
 TORCH_PROBE = """
@@ -262,16 +261,3 @@ def check_packages(bundle: object) -> list[Finding]:
         return [failure("packages", error.reason, error.remedy)]
     names = ", ".join(f"{name} {version(name)}" for name, _ in required)
     return [ok("packages", f"installed for the run's script: {names}")] if names else []
-
-
-def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
-    """Compare the clock with the coordinator's; `theirs_s` is None if the coordinator did not report its
-    time."""
-    if theirs_s is None:
-        return ok("clock", "not compared, because the coordinator did not report its time")
-    skew_s = ours_s - theirs_s
-    text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
-    if abs(skew_s) > MAX_SKEW_S:
-        fix = "switch on time synchronization, which logs and invitations need, but training does not"
-        return warning("clock", text, fix, skew_s=skew_s)
-    return ok("clock", text, skew_s=skew_s)

@@ -288,8 +288,8 @@ class FlatGradient:
         device, or to None if the parameter is unused."""
         self._separate_gradients()
         used = self._used_P.tolist() or [1.0] * len(self._named)
-        for view, (_, parameter), share in zip(self._views_P, self._named, used, strict=True):
-            if not share:
+        for view, (_, parameter), is_used in zip(self._views_P, self._named, used, strict=True):
+            if not is_used:
                 parameter.grad = None
                 continue
             if parameter.grad is None:

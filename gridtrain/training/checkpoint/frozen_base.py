@@ -163,7 +163,7 @@ class FrozenBase:
     def describe(self) -> str:
         """Return the size and the digest; "" if there is no base.
 
-        Raises the errors of `digest`, unless each worker may have its own base.
+        Raises the same errors as `digest`, unless each worker may have its own base.
         """
         if not self._named:
             return ""
@@ -191,7 +191,7 @@ class FrozenBase:
 
     def facts(self) -> Facts:
         """Return the fact about the base that must be equal on all workers.  Returns no fact for a model
-        without a base, unless each worker may have its own base.  Raises the errors of `describe`."""
+        without a base, unless each worker may have its own base.  Raises the same errors as `describe`."""
         if self.rule == "any":
             return ((BASE_FACT, "any"),)
         return ((BASE_FACT, self.describe()),) if self._named else ()

@@ -237,7 +237,7 @@ def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> l
 
 
 def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a 32-byte digest of the result of `pack_state`.  Raises the errors of `read_state`."""
+    """Return a 32-byte digest of the result of `pack_state`.  Raises the same errors as `read_state`."""
     return _digest_of(read_state(document, tensors))
 
 
@@ -349,7 +349,7 @@ def _parse_values(blobs: Sequence[bytes | memoryview]) -> dict[str, Any]:
 def load_state(
     values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> None:
-    """Load the result of `read_state`, or values that were built from it.  Raises the errors of
+    """Load the result of `read_state`, or values that were built from it.  Raises the same errors as
     `restore_state`."""
     whole = "parameters" in values
     try:
@@ -469,7 +469,8 @@ def _read_tensors(data: memoryview) -> dict[str, Tensor]:
 
 @_reading()
 def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the packed values by part: parameters, buffers, ...  Raises the errors of `restore_state`."""
+    """Return the packed values by part: parameters, buffers, ...  Raises the same errors as
+    `restore_state`."""
     trackers = document.get("trackers")
     values = {name: unpack(document[name], tensors) for name in _PARTS if name in document}
     if trackers is not None:

@@ -118,7 +118,7 @@ class StageCheckpointStore:
             checkpoint_store.check_not_refused(folders, self._facts, self.folder)
 
     def latest_complete_step(self, layers: int) -> int:
-        """Return the latest step of which this disk alone has checkpoints of all layers; 0 if there is none.
+        """Return the latest step for which this disk alone has checkpoints of all layers; 0 if there is none.
 
         Args:
             layers: the number of layers in the model.
@@ -140,7 +140,7 @@ class StageCheckpointStore:
         self._latest = blocks, content.position.applied + 1
         store = self._store(blocks)
         self._drop_unaligned(blocks)
-        store.mark_verified()  # so that checkpoints of an earlier process are pruned, too
+        store.mark_verified()  # so that checkpoints of an earlier process are also pruned
         self._damaged.discard(self._path(blocks, content.position))
         store.write(content)
 
@@ -235,7 +235,7 @@ class StageCheckpointStore:
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises the
-        errors of `load`."""
+        same errors as `load`."""
         found = self.load(held)
         return serialization.frame_state(found.document, found.tensors)
 

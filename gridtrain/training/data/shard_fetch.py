@@ -354,7 +354,7 @@ def file_system(place: str) -> tuple[Any, str]:
 
 
 def open_remote(place: str) -> Any:
-    """Open a remote file for reading.  Raises the errors of `file_system`, and those of the library that
+    """Open a remote file for reading.  Raises the same errors as `file_system`, and those of the library that
     opens the URL."""
     if place.startswith(("http://", "https://")):
         return _request(place, 0)

@@ -367,8 +367,8 @@ class ShardCache:
             raise DataError(f"{place} {found}", kind=what, remedy=_CHANGED)
 
     def _fetch_compared(self, place: str, expected: ShardFile, copy: Copy) -> Path:
-        """Return the path of the file as it is stored, after comparing it with the index.  Raises the errors
-        of `open`."""
+        """Return the path of the file as it is stored, after comparing it with the index.  Raises the same
+        errors as `open`."""
         for is_last in (False, True):
             is_resumed, failed_before = (self.folder / f"{expected.sha256}.part").exists(), self.failed_reads
             raw = self._fetch(place, expected, copy)
@@ -388,7 +388,7 @@ class ShardCache:
 
     def _fetch(self, place: str, expected: ShardFile, copy: Copy) -> Path:
         """Return the path of the file as it is stored, after copying it to this machine if necessary.  Raises
-        the errors of `open`."""
+        the same errors as `open`."""
         if is_local(place):
             self._open_local(place).close()
             return Path(local_path(place))

@@ -10,7 +10,7 @@ from scripted_member import ScriptedMember
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.exchange_choice import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain_coordinator.membership import readiness
@@ -490,29 +490,29 @@ def member() -> MemberCore:
     return scripted.core
 
 
-def messages_sent(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
-    return [x.message for x in effects if isinstance(x, io.Send) and isinstance(x.message, kind)]
+def messages_sent(effects: list[ev.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
+    return [x.message for x in effects if isinstance(x, ev.Send) and isinstance(x.message, kind)]
 
 
 def test_a_connection_that_breaks_late_has_the_full_time_to_return() -> None:
     """The time counts from the disconnection, not from the view."""
     core = member()
-    core.handle(io.PeerConnected(B), 1.0)
-    core.handle(io.PeerDisconnected(B, "the link is full"), 40.0)
+    core.handle(ev.PeerConnected(B), 1.0)
+    core.handle(ev.PeerDisconnected(B, "the link is full"), 40.0)
     assert not messages_sent(core.tick(47.9), m.PeersUnreachable)
     assert messages_sent(core.tick(48.1), m.PeersUnreachable)
-    core.handle(io.PeerConnected(B), 50.0)
-    core.handle(io.PeerDisconnected(B, "again"), 60.0)
+    core.handle(ev.PeerConnected(B), 50.0)
+    core.handle(ev.PeerDisconnected(B, "again"), 60.0)
     assert messages_sent(core.tick(68.1), m.PeersUnreachable), "a new disconnection is reported again"
 
 
 def test_a_member_that_received_a_state_stops_reporting_its_initial_one() -> None:
     core = member()
-    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
+    again = core.handle(ev.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
     assert [x.initial_state_digest for x in messages_sent(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
-    core.handle(io.PeerConnected(B), 1.0)
-    core.handle(io.StateLoaded(1, 1), 2.0)
-    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
+    core.handle(ev.PeerConnected(B), 1.0)
+    core.handle(ev.StateLoaded(1, 1), 2.0)
+    again = core.handle(ev.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
     assert [x.initial_state_digest for x in messages_sent(again, m.Setup)] == [b""]  # type: ignore[attr-defined]
 
 

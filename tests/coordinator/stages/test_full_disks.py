@@ -16,7 +16,7 @@ from staged_run import SIX_LAYERS, StagedRun, repartitioned_without_b, state_aft
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain.core.stages.repartition import stage_spans
 from gridtrain_coordinator.run.events import RunPhase
@@ -136,7 +136,7 @@ class StagedMember(ScriptedMember):
         order: tuple[m.PeerId, ...],
         bounds: tuple[int, ...],
         pieces: dict[m.PeerId, tuple[tuple[m.Span, int], ...]],
-    ) -> list[io.MemberEffect]:
+    ) -> list[ev.MemberEffect]:
         members = (
             m.Member(p, p[:1].decode(), "", 0, False, -1, sources, b"", tuple(b"" for _ in sources))
             for p, sources in ((p, pieces.get(p, ())) for p in order)
@@ -152,19 +152,19 @@ def repartitioned_member() -> tuple[StagedMember, m.CheckpointInfo]:
     state.applied, state.history, state.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
     effects = member.repartition(2, (A, D, B), (0, 2, 4, 6), pieces)
-    (to_write,) = [effect.checkpoint for effect in effects if isinstance(effect, io.SaveCheckpoint)]
-    assert not any(isinstance(effect, io.Send) for effect in effects)
+    (to_write,) = [effect.checkpoint for effect in effects if isinstance(effect, ev.SaveCheckpoint)]
+    assert not any(isinstance(effect, ev.Send) for effect in effects)
     return member, to_write
 
 
 def test_a_member_that_cannot_write_reports_it_and_keeps_its_state() -> None:
     member, to_write = repartitioned_member()
     other = m.CheckpointInfo(0, b"k" * 32, m.LedgerState(step=1), m.Span(5, 6))
-    assert member.hear(io.StageCheckpointsChanged((other,))) == [], "the write has not failed yet"
-    assert member.hear(io.StageCheckpointsChanged((other,), to_write)) == [
-        io.Send(COORDINATOR, m.StageCheckpointList((other,), 2))
+    assert member.hear(ev.StageCheckpointsChanged((other,))) == [], "the write has not failed yet"
+    assert member.hear(ev.StageCheckpointsChanged((other,), to_write)) == [
+        ev.Send(COORDINATOR, m.StageCheckpointList((other,), 2))
     ]
-    (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Send)]
+    (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, ev.Send)]
     assert isinstance(report, m.FreezeReport) and report.is_synced and report.layers == A_HAS
     member.repartition(3, (A, B), (0, 3, 6), {})
     assert member.core.is_synced, "nothing was loaded meanwhile"
@@ -174,6 +174,6 @@ def test_a_member_that_has_written_loads_its_new_stage() -> None:
     """A checkpoint on disk has a digest."""
     member, to_write = repartitioned_member()
     written = replace(to_write, digest=b"d" * 32)
-    effects = member.hear(io.StageCheckpointsChanged((written,)))
-    assert io.Send(COORDINATOR, m.StageCheckpointList((written,), 2)) in effects
-    assert io.LoadCheckpoints(1, 2, (written,), m.Span(0, 2)) in effects
+    effects = member.hear(ev.StageCheckpointsChanged((written,)))
+    assert ev.Send(COORDINATOR, m.StageCheckpointList((written,), 2)) in effects
+    assert ev.LoadCheckpoints(1, 2, (written,), m.Span(0, 2)) in effects

@@ -10,7 +10,7 @@ from scripted_member import COORDINATOR, SETUP, ScriptedMember, no_neighbours
 from staged_run import StagedRun, repartitioned_without_b
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.core.member.residual_recipients import residual_recipients
 from gridtrain.core.stages import repartition
@@ -227,7 +227,7 @@ class Member(ScriptedMember):
         sources: dict[m.PeerId, int],
         applied: int = -1,
         history: bytes | None = None,
-    ) -> list[io.MemberEffect]:
+    ) -> list[ev.MemberEffect]:
         members = (m.Member(p, name_of(p), "", 0, p in sources, sources.get(p, -1)) for p in order)
         return self.install(generation, members, applied=applied, history=history)
 
@@ -247,9 +247,9 @@ def test_required_peers_are_neighbours_root_source_and_receivers() -> None:
 def test_a_joining_member_requests_the_state_from_the_source_of_its_stage() -> None:
     member = Member(D, 2)
     member.view(1, (A, B, C, D), {D: 2, B: 0})
-    assert member.hear(io.PeerConnected(A)) == []
-    (request,) = member.hear(io.PeerConnected(C))
-    assert request == io.Send(C, m.StateRequest(1, 1, True))
+    assert member.hear(ev.PeerConnected(A)) == []
+    (request,) = member.hear(ev.PeerConnected(C))
+    assert request == ev.Send(C, m.StateRequest(1, 1, True))
 
 
 def test_before_the_first_step_the_first_replica_of_each_stage_holds_its_state() -> None:
@@ -292,12 +292,12 @@ def test_a_member_that_may_have_begun_to_load_another_stage_no_longer_holds_its_
     for chunks in (1, 2):  # of the two of the other stage's state
         member = Member(B, 2)
         member.view(1, (A, B), {B: 0}, 9, b"h")
-        member.hear(io.StateLoaded(1, 1))
+        member.hear(ev.StateLoaded(1, 1))
         member.view(2, (A, B, C, D), {B: 0}, 9, b"h")
         assert not member.core.is_synced
         for index in range(chunks):
             member.say(m.StateBlock(1, 2, index, 2, b""), A)
-        (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Send)]
+        (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, ev.Send)]
         assert isinstance(report, m.FreezeReport)
         member.view(3, (A, B), {}, 9, b"h")
         is_held[chunks] = report.is_synced, member.core.is_synced
@@ -307,7 +307,7 @@ def test_a_member_that_may_have_begun_to_load_another_stage_no_longer_holds_its_
 def test_a_report_names_the_layers_of_its_state() -> None:
     member = Member(B, 2)
     member.view(1, (A, B), {})
-    reports = [e.message for e in member.say(m.Freeze(1, 1, "why")) if isinstance(e, io.Send)]
+    reports = [e.message for e in member.say(m.Freeze(1, 1, "why")) if isinstance(e, ev.Send)]
     assert [r.layers for r in reports if isinstance(r, m.FreezeReport)] == [m.Span(1, 2)]
 
 
@@ -315,21 +315,21 @@ def test_a_checkpoint_on_the_members_own_disk_is_loaded_without_a_request() -> N
     stored = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
     member = Member(B, 2, (stored,))
     effects = member.view(4, (A, B), {}, 9, b"h")
-    assert io.LoadCheckpoints(1, 4, (stored,), m.Span(1, 2)) in effects
+    assert ev.LoadCheckpoints(1, 4, (stored,), m.Span(1, 2)) in effects
     assert not member.core.is_synced
-    member.hear(io.PeerConnected(A))
-    ready = member.hear(io.StateLoaded(1, 4))
-    assert io.Send(COORDINATOR, m.Ready(1, 4, b"h")) in ready
+    member.hear(ev.PeerConnected(A))
+    ready = member.hear(ev.StateLoaded(1, 4))
+    assert ev.Send(COORDINATOR, m.Ready(1, 4, b"h")) in ready
 
 
 def test_a_state_that_cannot_be_loaded_is_requested() -> None:
     stored = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
     member = Member(D, 2, (stored,))
     member.view(4, (A, B, C, D), {D: 2}, 9, b"h")
-    assert member.hear(io.PeerConnected(C)) == []
-    effects = member.hear(io.StageCheckpointsChanged(()))
-    assert io.Send(COORDINATOR, m.StageCheckpointList((), 4)) in effects
-    assert io.Send(C, m.StateRequest(1, 4, True)) in effects
+    assert member.hear(ev.PeerConnected(C)) == []
+    effects = member.hear(ev.StageCheckpointsChanged(()))
+    assert ev.Send(COORDINATOR, m.StageCheckpointList((), 4)) in effects
+    assert ev.Send(C, m.StateRequest(1, 4, True)) in effects
 
 
 def test_a_source_sends_a_checkpoint_of_another_stage_from_its_disk() -> None:
@@ -337,13 +337,13 @@ def test_a_source_sends_a_checkpoint_of_another_stage_from_its_disk() -> None:
     member = Member(B, 2, (stored,))
     member.view(4, (A, B), {A: 1}, 9, b"h")
     effects = member.say(m.StateRequest(1, 4), A)
-    assert effects == [io.SendState(A, 1, 4, True, stored)]
+    assert effects == [ev.SendState(A, 1, 4, True, stored)]
 
 
 def test_a_source_without_the_requested_state_reports_it_to_the_coordinator() -> None:
     """Otherwise the coordinator would not know why the receiver waits."""
     stored = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
-    notice = io.Send(COORDINATOR, m.StageCheckpointList((stored,), 4))
+    notice = ev.Send(COORDINATOR, m.StageCheckpointList((stored,), 4))
     member = Member(B, 2, (stored,))
     assert notice not in member.view(4, (A, B), {A: 1}, 9, b"h")
     assert notice in member.say(m.StateRequest(1, 4), A), "it has no checkpoint of stage 0"
@@ -362,7 +362,7 @@ def test_a_source_that_is_still_loading_answers_afterwards() -> None:
     member = Member(C, 2, (stored,))
     member.view(4, (A, B, C, D), {D: 2}, 9, b"h")
     assert member.say(m.StateRequest(1, 4), D) == []
-    assert io.SendState(D, 1, 4, True, None) in member.hear(io.StateLoaded(1, 4))
+    assert ev.SendState(D, 1, 4, True, None) in member.hear(ev.StateLoaded(1, 4))
 
 
 def test_checkpoints_after_a_rollback_are_discarded() -> None:
@@ -370,12 +370,12 @@ def test_checkpoints_after_a_rollback_are_discarded() -> None:
     late = m.CheckpointInfo(19, b"i", m.LedgerState(step=20), layers=m.Span(1, 2))
     member = Member(B, 2, (early, late))
     member.view(4, (A, B), {}, 9, b"h")
-    member.hear(io.PeerConnected(A))
-    assert io.Send(COORDINATOR, m.Ready(1, 4, b"h")) in member.hear(io.StateLoaded(1, 4))
+    member.hear(ev.PeerConnected(A))
+    assert ev.Send(COORDINATOR, m.Ready(1, 4, b"h")) in member.hear(ev.StateLoaded(1, 4))
     effects = member.say(m.StartGeneration(1, 4))
     assert (
-        io.DiscardCheckpoints(9) in effects
-        and io.Send(COORDINATOR, m.StageCheckpointList((early,), 4)) in effects
+        ev.DiscardCheckpoints(9) in effects
+        and ev.Send(COORDINATOR, m.StageCheckpointList((early,), 4)) in effects
     )
 
 
@@ -386,20 +386,20 @@ def test_a_repeated_view_discards_no_checkpoint_of_a_returning_member() -> None:
     member = Member(B, 2, (early, late))
     effects = [*member.view(3, (A, B), {}, 13, b"h"), *member.say(m.Freeze(1, 3, "b left", ()))]
     effects += member.view(4, (A, B), {}, 14, b"i")
-    assert not [effect for effect in effects if isinstance(effect, io.DiscardCheckpoints)]
-    assert io.LoadCheckpoints(1, 4, (late,), m.Span(1, 2)) in effects
+    assert not [effect for effect in effects if isinstance(effect, ev.DiscardCheckpoints)]
+    assert ev.LoadCheckpoints(1, 4, (late,), m.Span(1, 2)) in effects
 
 
 def test_a_standby_leaves_the_group_and_returns_as_a_joining_member() -> None:
     member = Member(B, 2)
     member.view(1, (A, B), {})
-    member.hear(io.PeerConnected(A))
+    member.hear(ev.PeerConnected(A))
     notice = m.StandbyNotice(1, 2, -1, member.core.history, m.LedgerState(), "no rank")
     member.core._context.peer_links._dialled_addresses[A] = "tcp://a"
-    assert io.Disconnect(A) in member.say(notice)
-    assert member.core.phase is io.MemberPhase.APART and not member.core.is_synced
+    assert ev.Disconnect(A) in member.say(notice)
+    assert member.core.phase is ev.MemberPhase.APART and not member.core.is_synced
     member.view(3, (A, B), {B: 0}, 5, b"x")
-    assert member.core.phase is io.MemberPhase.FORMING and not member.core.is_synced
+    assert member.core.phase is ev.MemberPhase.FORMING and not member.core.is_synced
 
 
 def test_a_new_checkpoint_is_copied_to_the_next_stage_and_that_of_the_last_to_the_first() -> None:
@@ -407,15 +407,15 @@ def test_a_new_checkpoint_is_copied_to_the_next_stage_and_that_of_the_last_to_th
     for me, other, stage in ((A, C, 0), (C, A, 1), (D, B, 1)):
         member = Member(me, 2)
         for peer in (A, B, C, D):
-            member.hear(io.PeerConnected(peer))
+            member.hear(ev.PeerConnected(peer))
         member.view(1, (A, B, C, D), {})
         member.say(m.StartGeneration(1, 1))
         member.core.replica_state.applied, member.core.replica_state.is_synced = 9, True  # ten steps later
         stored = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), m.Span(stage, stage + 1))
-        effects = member.hear(io.StageCheckpointsChanged((stored,)))
-        assert io.SendCheckpoint(other, 1, 1, stored) in effects
+        effects = member.hear(ev.StageCheckpointsChanged((stored,)))
+        assert ev.SendCheckpoint(other, 1, 1, stored) in effects
         assert not [
-            e for e in member.hear(io.StageCheckpointsChanged((stored,))) if isinstance(e, io.SendCheckpoint)
+            e for e in member.hear(ev.StageCheckpointsChanged((stored,))) if isinstance(e, ev.SendCheckpoint)
         ]
 
 
@@ -423,7 +423,7 @@ def test_a_copy_is_accepted_only_of_the_preceding_stage() -> None:
     member = Member(C, 2)
     member.view(1, (A, B, C, D), {})
     good = m.CheckpointBlock(1, 1, m.CheckpointInfo(0, b"h", m.LedgerState(step=1)), 0, 1, b"state")
-    assert member.say(good, A) == [io.StoreCheckpointBlock(A, good)]
+    assert member.say(good, A) == [ev.StoreCheckpointBlock(A, good)]
     for wrong, sender in (
         (good, B),
         (replace(good, checkpoint=replace(good.checkpoint, layers=m.Span(1, 2))), A),
@@ -449,21 +449,21 @@ def test_a_piece_with_another_digest_than_the_confirmed_one_is_a_violation(known
         m.CheckpointBlock(1, 4, m.CheckpointInfo(9, b"h", state, layers, digest * 32), 0, 1, b"")
         for digest in (b"d", b"x")
     )
-    assert member.say(good, B) == [io.StoreCheckpointBlock(B, good)]
+    assert member.say(good, B) == [ev.StoreCheckpointBlock(B, good)]
     if known:
         with pytest.raises(
             RemoteProtocolError, match="rank 1 sent a checkpoint of layers 1 to 1 with the digest 7878"
         ):
             member.say(wrong, B)
     else:
-        assert member.say(wrong, B) == [io.StoreCheckpointBlock(B, wrong)]
+        assert member.say(wrong, B) == [ev.StoreCheckpointBlock(B, wrong)]
 
 
 def test_a_checkpoint_written_after_a_rollback_is_discarded() -> None:
     member = Member(B, 2)
     member.view(4, (A, B), {}, -1)
     late = m.CheckpointInfo(19, b"i", m.LedgerState(step=20), layers=m.Span(1, 2))
-    assert io.DiscardCheckpoints(-1) in member.hear(io.StageCheckpointsChanged((late,)))
+    assert ev.DiscardCheckpoints(-1) in member.hear(ev.StageCheckpointsChanged((late,)))
 
 
 def test_a_thousand_workers_are_placed() -> None:
@@ -482,7 +482,7 @@ def test_a_standby_keeps_its_checkpoints() -> None:
     stored = m.CheckpointInfo(19, b"i", m.LedgerState(step=20), layers=m.Span(1, 2))
     member = Member(C, 2, (stored,))
     effects = member.say(m.StandbyNotice(1, 3, 5, b"g", m.LedgerState(step=6), "no rank"))
-    assert not [effect for effect in effects if isinstance(effect, io.DiscardCheckpoints)]
+    assert not [effect for effect in effects if isinstance(effect, ev.DiscardCheckpoints)]
     assert member.core._context.checkpoints.stored == (stored,)
 
 

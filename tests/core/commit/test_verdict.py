@@ -37,7 +37,7 @@ def outcome_of(*reports: m.FreezeReport) -> Outcome:
 
 
 def holders(outcome: Outcome) -> str:
-    return "".join(sorted(chr(peer[0]) for peer in outcome.holders))
+    return "".join(sorted(chr(peer[0]) for peer in outcome.state_holders))
 
 
 def test_honest_members_are_one_step_apart_and_the_later_one_counts() -> None:

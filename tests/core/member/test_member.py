@@ -11,7 +11,7 @@ from scripted_member import COORDINATOR, SETUP, ScriptedMember
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.member.required_peers import RECONNECT_SHARE
 from gridtrain.core.member.scalar_means import KNOWN_INDEX, SUBMITTED_INDEX
@@ -27,7 +27,7 @@ class Worker(ScriptedMember):
     def __init__(self, setup: m.Setup = SETUP, *, may_be_absent: bool = False) -> None:
         super().__init__(ME, setup, address="tcp://me:1", limits=LIMITS, may_be_absent=may_be_absent)
 
-    def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
+    def view(self, generation: int, **addresses: str) -> list[ev.MemberEffect]:
         """A generation of other workers, by letter, and this one at the last rank."""
         addresses_by_peer = {name.encode() * 32: address for name, address in addresses.items()} | {ME: ""}
         return self.install(
@@ -36,8 +36,8 @@ class Worker(ScriptedMember):
         )
 
 
-def dials(effects: list[io.MemberEffect]) -> dict[m.PeerId, str]:
-    return {effect.peer: effect.address for effect in effects if isinstance(effect, io.Dial)}
+def dials(effects: list[ev.MemberEffect]) -> dict[m.PeerId, str]:
+    return {effect.peer: effect.address for effect in effects if isinstance(effect, ev.Dial)}
 
 
 def test_known_peers_are_the_coordinator_and_then_the_members() -> None:
@@ -45,10 +45,10 @@ def test_known_peers_are_the_coordinator_and_then_the_members() -> None:
     assert worker.core.known_peers == {COORDINATOR}
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
     assert worker.core.known_peers == {COORDINATOR, ME, A, B}
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
     effects = worker.view(2, b="tcp://b:1")
     assert worker.core.known_peers == {COORDINATOR, ME, B}
-    assert io.Disconnect(A) in effects and io.Disconnect(B) not in effects
+    assert ev.Disconnect(A) in effects and ev.Disconnect(B) not in effects
 
 
 def test_a_member_dials_addresses_and_relays() -> None:
@@ -83,8 +83,8 @@ def test_the_dialling_member_reports_an_unreachable_peer_once() -> None:
     worker.view(1, a="tcp://a:1", b="")
     assert worker.core.deadline_s == LIMITS.route_s
     worker.now_s = LIMITS.route_s
-    (effect,) = [e for e in worker.core.tick(worker.now_s) if isinstance(e, io.Send)]
-    assert effect == io.Send(COORDINATOR, m.PeersUnreachable(1, 1, (A,)))
+    (effect,) = [e for e in worker.core.tick(worker.now_s) if isinstance(e, ev.Send)]
+    assert effect == ev.Send(COORDINATOR, m.PeersUnreachable(1, 1, (A,)))
     assert worker.core.deadline_s == float("inf")
 
 
@@ -92,7 +92,7 @@ def test_unreachable_sources_are_reported_once_for_each_list_of_addresses() -> N
     worker = Worker()
     worker.say(m.Admitted(((A, "tcp://a:1"), (B, ""), (J, "tcp://j:1"))))
     worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"), (B, ""))))
-    worker.hear(io.PeerConnected(J))
+    worker.hear(ev.PeerConnected(J))
     assert worker.core.deadline_s == LIMITS.route_s
     assert worker.core.tick(LIMITS.route_s - 0.1) == []
     worker.now_s = LIMITS.route_s
@@ -101,24 +101,24 @@ def test_unreachable_sources_are_reported_once_for_each_list_of_addresses() -> N
     assert worker.core.deadline_s == float("inf")
     relayed = "relay:" + J.hex()
     assert dials(worker.say(m.CatchUpFrom(1, ((A, relayed), (B, ""))))) == {A: relayed}
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     assert worker.core.deadline_s == float("inf"), "one source is enough"
-    worker.hear(io.PeerDisconnected(A, "reset"))
+    worker.hear(ev.PeerDisconnected(A, "reset"))
     assert worker.core.deadline_s == worker.now_s + LIMITS.route_s, "the connection may be restored"
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     assert worker.core.tick(worker.now_s + 2 * LIMITS.route_s) == []
 
 
 def test_a_violator_is_excluded_and_reported_once_until_the_next_generation() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
-    effects = worker.hear(io.ProtocolViolation(A, "sent NaN"))
-    assert io.Disconnect(A) in effects
-    assert io.LogEvent("offence", {"peer": A.hex()[:8], "reason": "sent NaN"}) in effects
-    assert io.Send(COORDINATOR, m.ViolationReport(A, "sent NaN")) in effects
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
+    effects = worker.hear(ev.ProtocolViolation(A, "sent NaN"))
+    assert ev.Disconnect(A) in effects
+    assert ev.LogEvent("offence", {"peer": A.hex()[:8], "reason": "sent NaN"}) in effects
+    assert ev.Send(COORDINATOR, m.ViolationReport(A, "sent NaN")) in effects
     assert A not in worker.core.known_peers
-    assert worker.hear(io.ProtocolViolation(A, "sent NaN again")) == [io.Disconnect(A)]
+    assert worker.hear(ev.ProtocolViolation(A, "sent NaN again")) == [ev.Disconnect(A)]
     worker.view(2, a="tcp://a:1", b="")
     assert A in worker.core.known_peers
 
@@ -127,15 +127,15 @@ def test_a_violator_outside_of_the_generation_is_not_reported() -> None:
     worker = Worker()
     worker.view(1, a="")
     worker.say(m.ExpectProbes(((J, ""),)))
-    effects = worker.hear(io.ProtocolViolation(J, "sent garbage"))
-    assert io.Disconnect(J) in effects and not [e for e in effects if isinstance(e, io.Send)]
+    effects = worker.hear(ev.ProtocolViolation(J, "sent garbage"))
+    assert ev.Disconnect(J) in effects and not [e for e in effects if isinstance(e, ev.Send)]
 
 
 def test_from_a_source_that_violated_the_protocol_nothing_is_copied() -> None:
     worker = Worker(replace(SETUP, can_catch_up=True))
     worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"), (B, ""))))
-    worker.hear(io.PeerConnected(A))
-    assert io.SourceDisconnected(A) in worker.hear(io.ProtocolViolation(A, "sent garbage"))
+    worker.hear(ev.PeerConnected(A))
+    assert ev.SourceDisconnected(A) in worker.hear(ev.ProtocolViolation(A, "sent garbage"))
 
 
 @pytest.mark.parametrize("bounds", [(1, 2, 3), (0, 2, 1, 3), (0, 1, 1, 3), (0, 1, 2), (0,)])
@@ -150,7 +150,7 @@ def test_a_worker_that_has_not_reached_its_coordinator_yet_is_not_paused() -> No
     core = MemberCore(ME, COORDINATOR, m.Join("r", "me", ""), LIMITS)
     assert core.pause_reason == ""
     worker = Worker()
-    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    worker.hear(ev.PeerDisconnected(COORDINATOR, "reset"))
     assert "needs the coordinator" in worker.core.pause_reason
 
 
@@ -159,8 +159,8 @@ def test_a_worker_is_paused_while_an_earlier_coordinator_answers() -> None:
     worker = Worker()
     worker.say(m.Welcome(3, "r", ""))
     for term, is_paused in ((2, True), (3, False)):
-        worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
-        worker.hear(io.PeerConnected(COORDINATOR))
+        worker.hear(ev.PeerDisconnected(COORDINATOR, "reset"))
+        worker.hear(ev.PeerConnected(COORDINATOR))
         worker.say(m.Welcome(term, "r", ""))
         assert bool(worker.core.pause_reason) == is_paused
 
@@ -168,27 +168,27 @@ def test_a_worker_is_paused_while_an_earlier_coordinator_answers() -> None:
 def test_the_state_is_sent_until_the_generation_starts() -> None:
     worker = Worker()
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
-    sent = [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    worker.hear(ev.PeerConnected(A))
+    sent = [any(isinstance(e, ev.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
     worker.say(m.StartGeneration(1, 1))
-    sent += [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    sent += [any(isinstance(e, ev.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
     assert sent == [True, False]
 
 
 def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
     worker = Worker()
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
     for attempt in range(2):
         assert worker.core.next_round == m.RoundId(1, 1, 0, attempt)
-        worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, attempt), {}))
+        worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, attempt), {}))
         worker.say(m.Decision(m.RoundId(1, 1, 0, attempt), m.Verdict.ABORT, "on purpose"), A)
     assert worker.core.next_round is None
     stalled: list[tuple[float, m.RoundStalled]] = []
     for number in range(1, 5):
         worker.now_s = number * LIMITS.first_step_s / 2
-        sent = [e.message for e in worker.hear(io.HeartbeatDue(0, True, ())) if isinstance(e, io.Send)]
+        sent = [e.message for e in worker.hear(ev.HeartbeatDue(0, True, ())) if isinstance(e, ev.Send)]
         stalled += [(worker.now_s, message) for message in sent if isinstance(message, m.RoundStalled)]
     assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
 
@@ -200,40 +200,40 @@ def test_a_member_that_waits_in_a_round_reports_that_it_makes_no_more_calls(
     """With a delay, its trainer is already computing the next batch, and may call `grid.mean` for it."""
     worker = Worker(replace(SETUP, ledger=replace(SETUP.ledger, delay=delay)))
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
 
     def beat() -> list[int]:
-        sent = sent_messages(worker.hear(io.HeartbeatDue(0, True, ())))
+        sent = sent_messages(worker.hear(ev.HeartbeatDue(0, True, ())))
         return [x.step for x in sent if isinstance(x, m.MeanRequest) and x.index == SUBMITTED_INDEX]
 
     worker.say(m.MeanReply(1, 1, 0, SUBMITTED_INDEX, 1.0), A)
     assert beat() == [], "it may still call"
-    worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
+    worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
     assert [beat(), beat()] == [reported, []]
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     assert beat() == reported, "it may have been lost"
 
 
 def test_a_round_that_is_over_does_not_begin_again() -> None:
     worker = Worker()
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
     first, second = (m.RoundId(1, 1, 0, attempt) for attempt in range(2))
-    worker.hear(io.SubmitRound(first, {}))
+    worker.hear(ev.SubmitRound(first, {}))
     worker.say(m.Decision(first, m.Verdict.ABORT, "on purpose"), A)
-    refused = io.ResolveRound(first, False, 0, "the round can no longer begin")
-    assert worker.hear(io.SubmitRound(first, {})) == [refused]
+    refused = ev.ResolveRound(first, False, 0, "the round can no longer begin")
+    assert worker.hear(ev.SubmitRound(first, {})) == [refused]
     assert worker.core.next_round == second
 
 
 def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
     effects = worker.say(m.Freeze(1, 1, "a was removed", (A,)))
-    assert io.Disconnect(A) in effects
+    assert ev.Disconnect(A) in effects
     assert worker.core.known_peers == {COORDINATOR, ME, B}
 
 
@@ -241,42 +241,42 @@ def test_several_rejoins_lead_to_one_join() -> None:
     """For example if all messages of an interrupted connection arrive at once."""
     worker = Worker()
     joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not registered"))]
-    assert [e.message for e in joins if isinstance(e, io.Send)] == [
+    assert [e.message for e in joins if isinstance(e, ev.Send)] == [
         m.Join("r", "m", "tcp://me:1", is_rejoin=True)
     ]
 
 
-def sent_messages(effects: list[io.MemberEffect]) -> list[m.Message]:
-    return [effect.message for effect in effects if isinstance(effect, io.Send)]
+def sent_messages(effects: list[ev.MemberEffect]) -> list[m.Message]:
+    return [effect.message for effect in effects if isinstance(effect, ev.Send)]
 
 
 def test_a_mean_is_requested_again_when_the_root_reconnects() -> None:
     """Between two steps there is no open round whose end would end the wait."""
     worker = Worker()
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.view(1, a="tcp://a:1")
     worker.say(m.StartGeneration(1, 1))
-    (request,) = sent_messages(worker.hear(io.RequestMean(0, 0, 1.5)))
-    worker.hear(io.PeerDisconnected(A, "reset"))
-    assert request in sent_messages(worker.hear(io.PeerConnected(A)))
+    (request,) = sent_messages(worker.hear(ev.RequestMean(0, 0, 1.5)))
+    worker.hear(ev.PeerDisconnected(A, "reset"))
+    assert request in sent_messages(worker.hear(ev.PeerConnected(A)))
     worker.say(m.MeanReply(1, 1, 0, 0, 1.0), A)
-    assert request not in sent_messages(worker.hear(io.PeerConnected(A)))
+    assert request not in sent_messages(worker.hear(ev.PeerConnected(A)))
 
 
 @pytest.mark.parametrize("may_be_absent", [False, True])
 def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated(may_be_absent: bool) -> None:
     """If its trainer may be absent, the member reports the mean before the trainer repeats its call."""
     worker = Worker(may_be_absent=may_be_absent)
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.view(1, a="tcp://a:1")
     worker.say(m.StartGeneration(1, 1))
-    worker.hear(io.RequestMean(0, 0, 1.5)), worker.hear(io.RequestMean(0, 1, 1.5))
+    worker.hear(ev.RequestMean(0, 0, 1.5)), worker.hear(ev.RequestMean(0, 1, 1.5))
     worker.say(m.Freeze(1, 1, "b joins"))
-    assert worker.say(m.MeanReply(1, 1, 0, 1, 1.0), A) == [io.DeliverMean(0, 1, 1.0)]
-    worker.hear(io.RequestMean(0, 2, 1.5))
+    assert worker.say(m.MeanReply(1, 1, 0, 1, 1.0), A) == [ev.DeliverMean(0, 1, 1.0)]
+    worker.hear(ev.RequestMean(0, 2, 1.5))
     worker.view(2, a="tcp://a:1")
     reported = sent_messages(worker.say(m.StartGeneration(1, 2)))
-    (repeated,) = sent_messages(worker.hear(io.RequestMean(0, 1, 1.5)))
+    (repeated,) = sent_messages(worker.hear(ev.RequestMean(0, 1, 1.5)))
     assert repeated == m.MeanRequest(1, 2, 0, KNOWN_INDEX + 1, 1.0)
     assert reported == [repeated] * may_be_absent
 
@@ -284,15 +284,15 @@ def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated(may_
 def test_unreachable_peers_are_reported_again_to_a_coordinator_that_reconnects() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
-    worker.hear(io.PeerConnected(A))
-    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    worker.hear(ev.PeerConnected(A))
+    worker.hear(ev.PeerDisconnected(COORDINATOR, "reset"))
     worker.now_s += LIMITS.route_s
     assert m.PeersUnreachable(1, 1, (B,)) in sent_messages(worker.core.tick(worker.now_s)), (
         "this report is lost"
     )
-    worker.hear(io.PeerConnected(COORDINATOR))
+    worker.hear(ev.PeerConnected(COORDINATOR))
     assert m.PeersUnreachable(1, 1, (B,)) in sent_messages(worker.say(m.Welcome(1, "r", "")))
-    worker.hear(io.PeerConnected(B))
+    worker.hear(ev.PeerConnected(B))
     assert not [
         x for x in sent_messages(worker.say(m.Welcome(1, "r", ""))) if isinstance(x, m.PeersUnreachable)
     ]
@@ -300,7 +300,7 @@ def test_unreachable_peers_are_reported_again_to_a_coordinator_that_reconnects()
 
 def lone_view(
     worker: Worker, generation: int, applied: int, history: bytes, *joining: m.PeerId
-) -> list[io.MemberEffect]:
+) -> list[ev.MemberEffect]:
     """This worker is the only member or, if A joins, the first of two."""
     peers = (ME, A) if joining else (ME,)
     members = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
@@ -312,23 +312,23 @@ def lone_view(
 def test_a_model_overwritten_by_another_state_cannot_start_the_run(is_loaded: bool) -> None:
     """The state of step 501 arrives; after a Freeze no member holds it, and the run starts at step 0."""
     worker = Worker()
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     lone_view(worker, 1, 500, b"h" * 32, ME)
     assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
     worker.say(m.Freeze(1, 1, "a member left"))
     lone_view(worker, 2, 500, b"h" * 32, ME)
     if is_loaded:
-        worker.hear(io.StateLoaded(1, 1))
-    (stop,) = [e for e in lone_view(worker, 3, -1, EMPTY_HISTORY) if isinstance(e, io.Stop)]
+        worker.hear(ev.StateLoaded(1, 1))
+    (stop,) = [e for e in lone_view(worker, 3, -1, EMPTY_HISTORY) if isinstance(e, ev.Stop)]
     assert stop.error.code == "stale-model" and not worker.core.is_synced
     assert stop.error.reason.startswith("the run continues from a state that this worker no longer has")
     assert "--restarts" in stop.error.remedy
 
 
 @pytest.mark.parametrize(
-    "event", [io.SnapshotLoading(), io.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
+    "event", [ev.SnapshotLoading(), ev.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
 )
-def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> None:
+def test_catch_up_replaces_the_state_of_a_checkpoint(event: ev.MemberEvent) -> None:
     """After a pause at step 100 it catches up to step 140; its checkpoint of step 100 no longer counts."""
     checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
     worker = Worker(replace(SETUP, checkpoint=checkpoint, can_catch_up=True))
@@ -337,15 +337,15 @@ def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> N
     worker.hear(event)
     assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.replica_state.is_modified
     effects = lone_view(worker, 1, 99, b"h" * 32)
-    assert [e for e in effects if isinstance(e, io.Stop)], "the checkpoint is not in memory any more"
+    assert [e for e in effects if isinstance(e, ev.Stop)], "the checkpoint is not in memory any more"
 
 
 def test_catch_up_begins_again_after_a_failure() -> None:
     worker = Worker(replace(SETUP, can_catch_up=True))
     sources = m.CatchUpFrom(1, ((A, "tcp://a:1"),))
-    assert io.BeginCatchUp() in worker.say(sources) and io.BeginCatchUp() not in worker.say(sources)
-    assert sent_messages(worker.hear(io.CatchUpFailed("the disk is full"))) == [m.CatchUpReport(-1, b"")]
-    assert io.BeginCatchUp() in worker.say(sources)
+    assert ev.BeginCatchUp() in worker.say(sources) and ev.BeginCatchUp() not in worker.say(sources)
+    assert sent_messages(worker.hear(ev.CatchUpFailed("the disk is full"))) == [m.CatchUpReport(-1, b"")]
+    assert ev.BeginCatchUp() in worker.say(sources)
 
 
 def test_a_generation_that_ends_before_its_state_arrives_leaves_the_checkpoint_in_memory() -> None:
@@ -363,7 +363,7 @@ def test_a_state_that_has_arrived_leaves_no_checkpoint_in_memory() -> None:
     """The state of step 501 arrives and may be loaded; the checkpoint's state is not in memory any more."""
     checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
     worker = Worker(replace(SETUP, checkpoint=checkpoint))
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     lone_view(worker, 1, 500, b"k" * 32, ME)
     assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
     assert not sent_messages(lone_view(worker, 2, 99, b"h" * 32)) and not worker.core.is_synced
@@ -371,8 +371,8 @@ def test_a_state_that_has_arrived_leaves_no_checkpoint_in_memory() -> None:
 
 def test_checkpoints_that_are_stored_before_the_first_generation_are_reported_without_one() -> None:
     worker, stored = Worker(), m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
-    report = io.Send(COORDINATOR, m.StageCheckpointList((stored,), 0))
-    assert worker.hear(io.StageCheckpointsChanged((stored,), False)) == [report]
+    report = ev.Send(COORDINATOR, m.StageCheckpointList((stored,), 0))
+    assert worker.hear(ev.StageCheckpointsChanged((stored,), False)) == [report]
 
 
 def changes(generation: int, base: int, *members: m.Member) -> m.MemberListChanges:
@@ -399,7 +399,7 @@ def test_changes_of_another_list_lead_to_a_rejoin(base: int, name: str) -> None:
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
     wrong = changes(3, base, m.Member(ME, "me", "", 8, False))
     wrong = replace(wrong, members=(m.Member(ME, name, "", 8, False),))
-    joins = [x.message for x in worker.say(wrong) if isinstance(x, io.Send)]
+    joins = [x.message for x in worker.say(wrong) if isinstance(x, ev.Send)]
     assert joins == [m.Join("r", "m", "tcp://me:1", True, True, 1)]
     assert worker.say(verdict(worker, 3, 2)) == [] and worker.core.generation == 1
     worker.say(m.Welcome(1, "r", ""))
@@ -427,15 +427,15 @@ def test_a_run_that_its_owner_ends_is_over_for_a_member_that_holds_its_state() -
     for ended in (False, True):
         worker = Worker()
         worker.view(1, a="")
-        worker.hear(io.PeerConnected(A))
+        worker.hear(ev.PeerConnected(A))
         if ended:
             worker.say(m.RunStateUpdate("finished", "its owner has ended it after 0 steps"))
         finished = m.RunFinished(-1, EMPTY_HISTORY)
         assert (finished in sent_messages(worker.say(m.StartGeneration(1, 1)))) == ended
         assert (worker.core.next_round is None) == worker.core.is_finished == ended
-        asked = worker.hear(io.RequestMean(0, 0, 1.5))
-        assert (io.DeliverMean(0, 0, None) in asked) == ended, "the others may not call it any more"
-        worker.hear(io.PeerDisconnected(A, "it has left"))
+        asked = worker.hear(ev.RequestMean(0, 0, 1.5))
+        assert (ev.DeliverMean(0, 0, None) in asked) == ended, "the others may not call it any more"
+        worker.hear(ev.PeerDisconnected(A, "it has left"))
         assert (worker.core.deadline_s == float("inf")) == ended, "a connection is not missed any more"
 
 
@@ -446,12 +446,12 @@ def test_after_the_end_of_a_run_a_lost_connection_is_no_stall(is_declared: bool)
     at_end = m.LedgerState(consumed=SETUP.ledger.size)
     members = [m.Member(A, "a", "", 4, False), m.Member(ME, "m", "", 4, False)]
     worker.install(1, members, ledger=at_end)
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
     assert worker.core.is_finished and not worker.core.is_ended_early
     if is_declared:
         worker.say(m.RunStateUpdate("finished", "2 workers reached the end of the run"))
-    worker.hear(io.PeerDisconnected(A, "it has left"))
+    worker.hear(ev.PeerDisconnected(A, "it has left"))
     assert (worker.core.deadline_s == float("inf")) == is_declared
     stalls = sent_messages(worker.core.tick(min(worker.core.deadline_s, 100.0)))
     assert [type(each) for each in stalls] == ([] if is_declared else [m.RoundStalled])
@@ -461,12 +461,12 @@ def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_th
     worker = Worker()
     worker.view(1, a="")
     assert worker.core.tick(LIMITS.route_s) == [], "a dials"
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "reset"))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerDisconnected(A, "reset"))
     worker.now_s = 50.0
     worker.say(m.StartGeneration(1, 1))
     for lost_s in (50.0, 70.0):
         worker.now_s = lost_s
-        worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "reset"))
+        worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerDisconnected(A, "reset"))
         assert worker.core.deadline_s == lost_s + 2 * LIMITS.regreet_s
     worker.now_s = worker.core.deadline_s
     (report,) = sent_messages(worker.core.tick(worker.now_s))
@@ -476,9 +476,9 @@ def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_th
 def test_a_member_that_dials_a_lost_peer_reports_the_route_with_the_stall() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
     worker.say(m.StartGeneration(1, 1))
-    worker.hear(io.PeerDisconnected(A, "timed out")), worker.hear(io.PeerDisconnected(B, "timed out"))
+    worker.hear(ev.PeerDisconnected(A, "timed out")), worker.hear(ev.PeerDisconnected(B, "timed out"))
     worker.now_s = worker.core.deadline_s
     unreachable, stalled = sent_messages(worker.core.tick(worker.now_s))
     assert unreachable == m.PeersUnreachable(1, 1, (A,)), "b dials, so b reports this route"
@@ -489,17 +489,17 @@ def test_a_peer_that_was_lost_before_the_generation_is_reported_earlier() -> Non
     """Connecting again over the same route takes less time than connecting for the first time."""
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
-    worker.hear(io.PeerDisconnected(A, "timed out"))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
+    worker.hear(ev.PeerDisconnected(A, "timed out"))
     worker.now_s = 100.0
     worker.view(2, a="tcp://a:1", b="tcp://b:1")
     assert worker.core.deadline_s == 100.0 + RECONNECT_SHARE * LIMITS.route_s
-    worker.hear(io.PeerDisconnected(B, "reset"))
+    worker.hear(ev.PeerDisconnected(B, "reset"))
     assert worker.core.deadline_s == 100.0 + LIMITS.route_s, "b was not lost before"
-    worker.hear(io.PeerConnected(B)), worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(B)), worker.hear(ev.PeerConnected(A))
     worker.now_s = 200.0
     worker.view(3, a="tcp://a:1", b="tcp://b:1")
-    worker.hear(io.PeerDisconnected(A, "reset"))
+    worker.hear(ev.PeerDisconnected(A, "reset"))
     assert worker.core.deadline_s == 200.0 + LIMITS.route_s, "a was back meanwhile"
 
 
@@ -507,7 +507,7 @@ def test_a_member_that_stalled_itself_gives_a_lost_peer_its_time() -> None:
     """As after a suspension: connections are made only once the loop runs again."""
     worker = Worker()
     worker.view(1, a="tcp://a:1")
-    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "timed out"))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerDisconnected(A, "timed out"))
     worker.view(2, a="tcp://a:1")
     assert worker.core.deadline_s == RECONNECT_SHARE * LIMITS.route_s
     worker.core._view_changes.generation.extend_timeouts(100.0)
@@ -517,23 +517,23 @@ def test_a_member_that_stalled_itself_gives_a_lost_peer_its_time() -> None:
 def test_a_peer_that_was_disconnected_for_a_violation_keeps_its_route() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
-    worker.hear(io.ProtocolViolation(A, "sent garbage"))
+    worker.hear(ev.ProtocolViolation(A, "sent garbage"))
     worker.now_s = worker.core.deadline_s
     assert [type(each) for each in sent_messages(worker.core.tick(worker.now_s))] == [m.RoundStalled]
 
 
 def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
     worker = Worker()
-    worker.hear(io.PeerConnected(A))
-    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    worker.hear(ev.PeerConnected(A))
+    worker.hear(ev.PeerDisconnected(COORDINATOR, "reset"))
     reasons = []
     for event in (
         lambda: worker.view(1, a=""),
         lambda: worker.say(m.StartGeneration(1, 1)),
-        lambda: worker.hear(io.PeerDisconnected(A, "reset")),
-        lambda: worker.core.tick(worker.core.deadline_s) and worker.hear(io.PeerConnected(A)),
+        lambda: worker.hear(ev.PeerDisconnected(A, "reset")),
+        lambda: worker.core.tick(worker.core.deadline_s) and worker.hear(ev.PeerConnected(A)),
     ):
         event()
         reasons.append(worker.core.pause_reason)
@@ -546,8 +546,8 @@ def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
 
 
 def test_a_violation_of_the_coordinator_is_only_logged() -> None:
-    (logged,) = Worker().hear(io.ProtocolViolation(COORDINATOR, "sent garbage"))
-    assert logged == io.LogEvent("offence", {"peer": "the coordinator", "reason": "sent garbage"})
+    (logged,) = Worker().hear(ev.ProtocolViolation(COORDINATOR, "sent garbage"))
+    assert logged == ev.LogEvent("offence", {"peer": "the coordinator", "reason": "sent garbage"})
 
 
 @pytest.mark.parametrize(
@@ -556,8 +556,8 @@ def test_a_violation_of_the_coordinator_is_only_logged() -> None:
 def test_the_log_says_whether_the_coordinator_left_a_finished_run(state: Any, logged: str) -> None:
     worker = Worker()
     worker.say(m.RunStateUpdate(state, ""))
-    effects = worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
-    assert effects == [io.LogEvent(logged, {"reason": "reset"})]
+    effects = worker.hear(ev.PeerDisconnected(COORDINATOR, "reset"))
+    assert effects == [ev.LogEvent(logged, {"reason": "reset"})]
 
 
 def test_a_state_that_was_loaded_too_late_is_not_the_initial_one() -> None:
@@ -565,23 +565,23 @@ def test_a_state_that_was_loaded_too_late_is_not_the_initial_one() -> None:
     for _ in range(2):
         sent = sent_messages(worker.say(m.Welcome(1, "r", "")))
         digests += [message.initial_state_digest for message in sent if isinstance(message, m.Setup)]
-        worker.hear(io.StateLoaded(1, 1))
+        worker.hear(ev.StateLoaded(1, 1))
     assert digests == [b"as built", b""]
 
 
 def test_an_admitted_worker_dials_and_probes_the_others() -> None:
     targets, worker = ((A, "tcp://a:1"), (B, "")), Worker()
     effects = worker.say(m.Admitted(targets))
-    assert dials(effects) == {A: "tcp://a:1"} and io.ProbePeers(targets) in effects
+    assert dials(effects) == {A: "tcp://a:1"} and ev.ProbePeers(targets) in effects
     assert {A, B} <= worker.core.known_peers
 
 
 def test_a_state_that_is_requested_before_the_generation_is_known_is_sent_when_it_is() -> None:
     worker = Worker()
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     assert worker.say(m.StateRequest(1, 2), A) == []
-    assert [e.peer for e in worker.view(2, a="") if isinstance(e, io.SendState)] == [A]
+    assert [e.peer for e in worker.view(2, a="") if isinstance(e, ev.SendState)] == [A]
 
 
 @pytest.mark.parametrize(
@@ -590,15 +590,15 @@ def test_a_state_that_is_requested_before_the_generation_is_known_is_sent_when_i
 def test_a_round_that_is_open_on_standby_is_aborted(ended: m.LedgerState) -> None:
     worker = Worker()
     worker.view(1, a="")
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.say(m.StartGeneration(1, 1))
-    worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
+    worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
     worker.say(m.Freeze(1, 1, "b returns"))
     open_round, before = m.RoundId(1, 1, 0, 0), worker.core.current_generation
     assert before is not None and before.doomed_round == open_round
     assert worker.say(m.StandbyNotice(1, 1, -1, EMPTY_HISTORY, ended, "outdated")) == []
     effects = worker.say(m.StandbyNotice(1, 2, -1, EMPTY_HISTORY, ended, "b is faster"))
-    assert io.ResolveRound(open_round, False, 0, "b is faster") in effects
+    assert ev.ResolveRound(open_round, False, 0, "b is faster") in effects
     after = worker.core.current_generation
     assert (after is None) == (ended.step == 0) and worker.core.next_round is None
     assert after is None or after.doomed_round is None
@@ -613,44 +613,44 @@ def test_checkpoints_of_later_steps_are_discarded_only_by_a_member_that_is_ready
         worker.say(m.Freeze(1, 1, "a is lost"))
     else:
         lone_view(worker, 1, *((-1, EMPTY_HISTORY) if case == "ready" else (500, b"h" * 32, ME)))
-    effects = worker.hear(io.StageCheckpointsChanged((later,)))
-    assert (io.DiscardCheckpoints(worker.core.applied) in effects) == (case == "ready")
+    effects = worker.hear(ev.StageCheckpointsChanged((later,)))
+    assert (ev.DiscardCheckpoints(worker.core.applied) in effects) == (case == "ready")
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(prepared: bool) -> None:
     """Unless it has prepared an update, which the others may have committed: the next view decides."""
     worker = Worker(replace(SETUP, can_catch_up=True))
-    worker.hear(io.PeerConnected(A))
+    worker.hear(ev.PeerConnected(A))
     worker.install(1, [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)])
     worker.say(m.StartGeneration(1, 1))
     round_id = worker.core.next_round
     assert round_id is not None
-    worker.hear(io.SubmitRound(round_id, {}))
+    worker.hear(ev.SubmitRound(round_id, {}))
     if prepared:
-        worker.hear(io.DigestComputed(b"d" * 32))
+        worker.hear(ev.DigestComputed(b"d" * 32))
     effects = worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
-    resolved = [effect for effect in effects if isinstance(effect, io.ResolveRound)]
-    assert (worker.core.rank_assignment is None) is (io.BeginCatchUp() in effects) is (not prepared)
+    resolved = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
+    assert (worker.core.rank_assignment is None) is (ev.BeginCatchUp() in effects) is (not prepared)
     assert [(each.round, each.committed) for each in resolved] == ([] if prepared else [(round_id, False)])
     assert worker.core.is_synced, "its state is intact until catch-up overwrites it"
     committed = extend_history(EMPTY_HISTORY, b"d" * 32)
     members = [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, True)]
     effects = worker.install(3, members, applied=0, history=committed)
-    assert any(isinstance(e, io.ResolveRound) and e.committed for e in effects) is prepared
+    assert any(isinstance(e, ev.ResolveRound) and e.committed for e in effects) is prepared
     assert worker.core.is_synced is prepared
 
 
 @pytest.mark.parametrize(
     ("applied", "told"),
     [
-        (0, io.LogEvent("set_back", {"step": 2, "to": 1})),
-        (1, io.LogEvent("left_behind", {"step": 2, "to": 2})),
-        (7, io.LogEvent("left_behind", {"step": 2, "to": 8})),
+        (0, ev.LogEvent("set_back", {"step": 2, "to": 1})),
+        (1, ev.LogEvent("left_behind", {"step": 2, "to": 2})),
+        (7, ev.LogEvent("left_behind", {"step": 2, "to": 8})),
     ],
 )
 def test_a_member_that_was_away_is_told_whether_the_group_went_on_or_back(
-    applied: int, told: io.LogEvent
+    applied: int, told: ev.LogEvent
 ) -> None:
     worker = Worker()
     worker.view(1, a="")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from scripted_member import SETUP, ScriptedMember
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.state_forwarding import BLOCK_TIMEOUT_S, MAX_FIRST_BLOCK_TIMEOUT_S, StateForwarding
 
@@ -33,28 +33,28 @@ class Newcomer(ScriptedMember):
         state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
         self.dialled = self.install(1, members, applied=applied, history=b"h" * 32, ledger=state)
 
-    def hear(self, event: io.MemberEvent) -> list[str]:  # type: ignore[override]
+    def hear(self, event: ev.MemberEvent) -> list[str]:  # type: ignore[override]
         return self.describe(super().hear(event))
 
     def tick(self, now_s: float) -> list[str]:
         self.now_s = now_s
         return self.describe(self.core.tick(now_s))
 
-    def describe(self, effects: list[io.MemberEffect]) -> list[str]:
+    def describe(self, effects: list[ev.MemberEffect]) -> list[str]:
         words = []
         for effect in effects:
             match effect:
-                case io.Send(peer, m.StateRequest() as ask):
+                case ev.Send(peer, m.StateRequest() as ask):
                     words.append(f"ask {NAMES[peer]} for {'the digest' if ask.digest_only else 'blocks'}")
-                case io.Dial(peer):
+                case ev.Dial(peer):
                     words.append(f"dial {NAMES[peer]}")
-                case io.StoreStateBlock(peer):
+                case ev.StoreStateBlock(peer):
                     words.append(f"store a block of {NAMES[peer]}'s")
-                case io.ExpectStateDigest(_, digest):
+                case ev.ExpectStateDigest(_, digest):
                     words.append(f"expect {digest.decode()}")
-                case io.ForwardState(peer, _, _, have):
+                case ev.ForwardState(peer, _, _, have):
                     words.append(f"forward to {NAMES[peer]} from {have}")
-                case io.SendState(peer):
+                case ev.SendState(peer):
                     words.append(f"send our state to {NAMES[peer]}")
         return words
 
@@ -66,35 +66,35 @@ def block(index: int = 0) -> m.StateBlock:
 def test_blocks_come_from_upstream_and_the_digest_from_the_source() -> None:
     a = Newcomer()
     assert sorted(a.dialled) == ["dial c", "dial d", "dial source"]
-    assert a.hear(io.PeerConnected(B)) == ["ask source for the digest"]
-    assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
+    assert a.hear(ev.PeerConnected(B)) == ["ask source for the digest"]
+    assert a.hear(ev.PeerConnected(C)) == ["ask c for blocks"]
     assert a.say(m.StateDigest(1, 1, b"77"), B) == ["expect 77"]
     assert a.say(m.StateDigest(1, 1, b"66"), C) == [], "only the source may send it"
     assert a.say(block(), C) == ["store a block of c's"]
-    a.hear(io.PeerConnected(D))
+    a.hear(ev.PeerConnected(D))
     assert a.say(m.StateRequest(1, 1, blocks_received=3), D) == ["forward to d from 3"]
     assert a.say(block(), D) == [], "d was not asked"
 
 
 def test_the_first_joining_member_gets_all_from_the_source() -> None:
     a = Newcomer(joining="ad")
-    assert a.hear(io.PeerConnected(B)) == ["ask source for blocks"]
-    assert a.hear(io.PeerConnected(C)) == []
+    assert a.hear(ev.PeerConnected(B)) == ["ask source for blocks"]
+    assert a.hear(ev.PeerConnected(C)) == []
     assert a.say(block(), B) == ["store a block of source's"]
 
 
 def test_the_source_is_the_one_that_the_member_list_names() -> None:
     """The lowest rank only reports that it holds the state."""
     a = Newcomer(joining="a", applied=-1, source=3)
-    assert a.hear(io.PeerConnected(B)) == []
-    assert a.hear(io.PeerConnected(D)) == ["ask d for blocks"]
+    assert a.hear(ev.PeerConnected(B)) == []
+    assert a.hear(ev.PeerConnected(D)) == ["ask d for blocks"]
     assert a.say(block(), B) == []
     assert a.say(block(), D) == ["store a block of d's"]
 
 
 def test_an_upstream_member_that_sends_nothing_is_replaced_by_the_source() -> None:
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C)), a.hear(ev.PeerConnected(D))
     assert a.tick(50.0) == [], "the source may need long for its copy"
     a.now_s = 60.0
     a.say(m.StateDigest(1, 1, b"77"), B)
@@ -110,7 +110,7 @@ def test_an_upstream_member_that_sends_nothing_is_replaced_by_the_source() -> No
 def test_repeated_blocks_are_no_progress() -> None:
     """c sends its first block repeatedly, which would delay the generation until its deadline."""
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C)), a.hear(ev.PeerConnected(D))
     a.say(m.StateDigest(1, 1, b"77"), B)
     requests: list[str] = []
     for second in range(1, 2 * round(BLOCK_TIMEOUT_S)):
@@ -123,17 +123,17 @@ def test_repeated_blocks_are_no_progress() -> None:
 def test_blocks_lost_with_a_connection_are_accepted_after_later_ones() -> None:
     """c had sent blocks 1 to 4, and sends block 5 over the new connection before it reads the new request."""
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C))
     a.say(block(0), C)
-    a.hear(io.PeerDisconnected(C, "reset"))
-    assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
+    a.hear(ev.PeerDisconnected(C, "reset"))
+    assert a.hear(ev.PeerConnected(C)) == ["ask c for blocks"]
     a.say(block(5), C)
     assert a.say(block(1), C) == ["store a block of c's"]
 
 
 def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C))
     for index in range(5):
         assert a.tick(9.0 * index) == []
         assert a.say(block(index), C) == ["store a block of c's"]
@@ -163,7 +163,7 @@ def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -
 def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:
     """What c has sent meanwhile has not been read yet."""
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C)), a.hear(ev.PeerConnected(D))
     a.say(m.StateDigest(1, 1, b"77"), B)
     assert a.tick(30.0) == [] and a.core.deadline_s == 31.0
     assert a.tick(31.0) == ["ask source for blocks"]
@@ -171,15 +171,15 @@ def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:
 
 def test_an_upstream_member_that_violates_the_protocol_is_bypassed_at_once() -> None:
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
-    assert a.hear(io.ProtocolViolation(C, "a block of another size")) == ["ask source for blocks"]
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C))
+    assert a.hear(ev.ProtocolViolation(C, "a block of another size")) == ["ask source for blocks"]
 
 
 def test_a_state_with_another_digest_is_requested_from_the_source() -> None:
     a = Newcomer()
-    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
-    assert a.hear(io.StateDigestMismatch(7)) == [], "of another generation"
-    assert a.hear(io.StateDigestMismatch(1)) == ["ask source for blocks"]
+    a.hear(ev.PeerConnected(B)), a.hear(ev.PeerConnected(C))
+    assert a.hear(ev.StateDigestMismatch(7)) == [], "of another generation"
+    assert a.hear(ev.StateDigestMismatch(1)) == ["ask source for blocks"]
 
 
 def test_a_member_that_holds_the_state_waits_for_no_block() -> None:
@@ -192,10 +192,10 @@ def test_a_member_that_holds_the_state_waits_for_no_block() -> None:
 def test_after_catch_up_the_remaining_state_is_requested_from_the_source() -> None:
     """It is requested from the source, as the preceding member may lack the state itself."""
     a = Newcomer(replace(SETUP, can_catch_up=True))
-    assert a.hear(io.PeerConnected(B)) == ["ask source for blocks"]
-    assert a.hear(io.PeerConnected(C)) == []
+    assert a.hear(ev.PeerConnected(B)) == ["ask source for blocks"]
+    assert a.hear(ev.PeerConnected(C)) == []
 
 
 def test_before_the_first_step_there_is_no_catch_up() -> None:
     a = Newcomer(replace(SETUP, can_catch_up=True), applied=-1)
-    assert a.hear(io.PeerConnected(B)) == ["ask source for the digest"]
+    assert a.hear(ev.PeerConnected(B)) == ["ask source for the digest"]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gridtrain.core.planning.batch_shares import (
     MAX_BOUNDED_WORKERS,
+    MIN_COMPUTE_SPEEDUP,
     MIN_OBSERVATIONS,
-    MIN_SPEEDUP,
     SAMPLES_FIGURE,
     SECONDS_FIGURE,
     WorkerSpeeds,
@@ -158,7 +158,7 @@ def test_a_fixed_part_of_each_step_is_taken_into_account() -> None:
     workers = Workers({A: 100.0, B: 10.0}, fixed_s=0.5)
     shares, divisions = workers.settle(110, rounds=60)
     times_s = [0.5 + share / speed for share, speed in zip(shares, (100.0, 10.0), strict=True)]
-    assert max(times_s) / min(times_s) < MIN_SPEEDUP**2
+    assert max(times_s) / min(times_s) < MIN_COMPUTE_SPEEDUP**2
     assert 1 <= divisions <= 6
 
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Ping
-from gridtrain.network.transport import rate_limiter
+from gridtrain.network.transport import flood_detector
 from gridtrain.network.transport.interface import (
     ConnectionRole,
     PeerDown,
@@ -210,8 +210,8 @@ def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch
 
 def test_a_peer_that_talks_without_end_is_cut(zeromq_net, besieger, identity_of, monkeypatch):
     """It sends 300 pings where 200 are a flood."""
-    monkeypatch.setattr(rate_limiter, "FLOOD_MESSAGES", 200)
-    monkeypatch.setattr(rate_limiter, "FLOOD_MESSAGES_per_s", 0.0)
+    monkeypatch.setattr(flood_detector, "FLOOD_MESSAGES", 200)
+    monkeypatch.setattr(flood_detector, "FLOOD_MESSAGES_per_s", 0.0)
     bert = zeromq_net.add("bert")
     dealer, _ = besieger(bert, "mallory", sndhwm=0)
     dealer.send_multipart(hello(identity_of("mallory").public))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.runtime.link_probes.link_probe import LinkProbe
 
 ANNA, BERT = b"a" * 32, b"b" * 32
@@ -40,11 +40,11 @@ class Peers:
                 pass
 
 
-def measure(silent: set[m.PeerId]) -> tuple[dict[m.PeerId, tuple[float, float]], io.ProbeResults, float]:
+def measure(silent: set[m.PeerId]) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
     """The rates by peer, the round trips, and when the latter were reported."""
     peers = Peers(silent)
     probe = LinkProbe(peers, LIMIT_S, Random(1))  # type: ignore[arg-type]
-    probe.begin(io.ProbePeers(((ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1"))), 0.0)
+    probe.begin(ev.ProbePeers(((ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1"))), 0.0)
     measured: dict[m.PeerId, tuple[float, float]] = {}
     for tick in range(1, round(LIMIT_S / TICK_S)):
         answers, peers.answers = peers.answers, []

@@ -12,7 +12,7 @@ import pytest
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import extend_history
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.mailbox import Mailbox
@@ -75,7 +75,7 @@ class Source:
 
     def __init__(self, latest: int = 11) -> None:
         self.catch_up = CatchUpSource(None, lambda call: call())
-        self.catch_up.set_receivers(io.TakeSnapshot(4, (A,)))
+        self.catch_up.set_receivers(ev.TakeSnapshot(4, (A,)))
         self.catch_up._snapshot_sender.store(StateSnapshot.build(*START, b"own", COMMON))
         for update in STEPS:
             if update.step <= latest:
@@ -106,10 +106,10 @@ def test_a_source_that_sends_no_updates_is_replaced_if_there_is_another(others: 
     """The membership view names step 11; a sends only its snapshot, b also the updates."""
     session = CatchUpSession(Mailbox(lambda: None, lambda: False), BlobReceiver(), idle_s=5.0)
     session.limits = (1 << 30, N)
-    session.execute(io.BeginCatchUp())
+    session.execute(ev.BeginCatchUp())
     sources = {A: Source(), B: Source()} if others else {A: Source()}
-    requests = [request for peer in sources for request in session.execute(io.SourceConnected(peer))]
-    session.execute(io.SetCatchUpTarget(11, history_after(11)))
+    requests = [request for peer in sources for request in session.execute(ev.SourceConnected(peer))]
+    session.execute(ev.SetCatchUpTarget(11, history_after(11)))
     now_s, event = 0.0, None
     while now_s < 30.0 and event is None and not session.can_load_state:
         pending, requests = requests, []
@@ -123,7 +123,7 @@ def test_a_source_that_sends_no_updates_is_replaced_if_there_is_another(others: 
         more, event = session.poll(now_s, is_member=True, synced=False)
         requests += more
     assert 5.0 <= now_s < 9.0
-    assert isinstance(event, io.CatchUpFailed) is not others
+    assert isinstance(event, ev.CatchUpFailed) is not others
 
 
 def test_the_snapshot_is_loaded_and_then_the_voted_updates_are_replayed() -> None:
@@ -229,7 +229,7 @@ def test_repeated_requests_are_limited(request_: m.Message, answers: int) -> Non
 def test_a_worker_that_no_longer_catches_up_gets_no_updates() -> None:
     source = Source(latest=8)
     source.answers([(A, m.UpdatesRequest(4))])
-    source.catch_up.set_receivers(io.TakeSnapshot(-1, ()))
+    source.catch_up.set_receivers(ev.TakeSnapshot(-1, ()))
     source.catch_up.record_step(STEPS[4], N)
     assert source.answers([]) == []
 

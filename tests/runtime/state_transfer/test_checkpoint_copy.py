@@ -13,7 +13,7 @@ import pytest
 from brisk import WITHIN_S
 
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES, RESIDUAL_FILE, CheckpointCopier
@@ -70,7 +70,7 @@ class RecordingTransport:
 
 
 def sent_by(copies: CheckpointCopier, transport: Any, generation: int = 1) -> list[m.CheckpointBlock]:
-    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
     for now_s in range(20):
         copies.send_next(transport, float(now_s), generation)
     return list(transport.sent)
@@ -81,7 +81,7 @@ def test_an_awaited_checkpoint_that_was_pruned_is_checked(tmp_path: Path) -> Non
     disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, None, 10**8)
     (tmp_path / FILES[0]).unlink()
-    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
+    copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
     copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
     assert transport.sent == [] and disk.checked.wait(WITHIN_S)
 
@@ -104,9 +104,9 @@ def test_an_awaited_checkpoint_is_sent_first_at_full_rate_with_the_residual(tmp_
     disk, transport = Disk(tmp_path), RecordingTransport()
     (tmp_path / RESIDUAL_FILE).write_bytes(b"unsent")
     copies = CheckpointCopier(disk, rate_Bps=1.0, max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
     for _ in range(2):  # requested again after a broken connection
-        copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
+        copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
     for _ in range(8):
         copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
     assert [len(block.payload) for block in transport.sent] == [24, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 6, 16]
@@ -120,9 +120,9 @@ def test_an_awaited_checkpoint_is_sent_first_at_full_rate_with_the_residual(tmp_
 def test_an_awaited_checkpoint_does_not_wait_for_a_slow_copy(tmp_path: Path) -> None:
     disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, rate_Bps=1.0, max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
     assert copies.send_next(transport, 0.0, 1) == 1 and copies.due_s == 16.0  # type: ignore[arg-type]
-    copies.send(io.SendCheckpoint(b"q" * 32, 1, 1, CHECKPOINT, is_awaited=True))
+    copies.send(ev.SendCheckpoint(b"q" * 32, 1, 1, CHECKPOINT, is_awaited=True))
     for _ in range(8):
         copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
     assert [len(block.payload) for block in transport.sent] == [16, 16, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 16]
@@ -132,7 +132,7 @@ def test_an_awaited_checkpoint_does_not_wait_for_a_slow_copy(tmp_path: Path) -> 
 def test_copies_yield_to_rounds_and_respect_the_rate(tmp_path: Path) -> None:
     disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, rate_Bps=float(BLOCK_BYTES), max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    copies.send(ev.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
     transport.waiting_bytes = 1
     assert copies.send_next(transport, 0.0, 1) == 0  # type: ignore[arg-type]
     transport.waiting_bytes = 0

@@ -11,7 +11,7 @@ from scripted_member import COORDINATOR, SETUP, ScriptedMember, no_neighbours
 
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import TrafficCounters
@@ -52,7 +52,7 @@ class ManualLoop(ScriptedMember):
         self.install(generation, (m.Member(peer, peer[:1].decode(), "", 0, False, -1) for peer in order))
 
     def request(self, peer: m.PeerId, generation: int, stored: m.CheckpointInfo | None = None) -> None:
-        self.loop._execute_one(io.SendState(peer, 1, generation, True, stored, 0, False))
+        self.loop._execute_one(ev.SendState(peer, 1, generation, True, stored, 0, False))
 
     @property
     def snapshot(self) -> WorkerSnapshot:
@@ -152,13 +152,13 @@ def test_a_full_disk_is_reported_to_the_core(is_full: bool) -> None:
     worker = ManualLoop()
     tasks = TrainerTasks(worker.loop)
     tasks.attach_stage_checkpoints(FullDisk())  # type: ignore[arg-type]
-    worker.loop._execute_one(io.SaveCheckpoint(K1))
+    worker.loop._execute_one(ev.SaveCheckpoint(K1))
     snapshot = worker.snapshot
-    assert tasks.next_task(snapshot) == io.SaveCheckpoint(K1)
-    tasks.run(io.SaveCheckpoint(K1), snapshot, is_pipeline=True)
+    assert tasks.next_task(snapshot) == ev.SaveCheckpoint(K1)
+    tasks.run(ev.SaveCheckpoint(K1), snapshot, is_pipeline=True)
     events = [command for command in worker.loop.mailbox.take_commands() if not callable(command)]
     assert events == [
-        io.StageCheckpointsChanged((), K1) if is_full else io.StageCheckpointsChanged((written,), None)
+        ev.StageCheckpointsChanged((), K1) if is_full else ev.StageCheckpointsChanged((written,), None)
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other() -> None:
 
 def test_a_finished_task_is_offered_again_only_when_it_is_due_again() -> None:
     worker = ManualLoop()
-    mailbox, task = worker.loop.mailbox, io.SaveCheckpoint(K1)
+    mailbox, task = worker.loop.mailbox, ev.SaveCheckpoint(K1)
     worker.loop._execute_one(task)
     assert worker.tasks == (task,)
     computed = worker.loop._snapshot_builder.build(worker.core)
@@ -196,7 +196,7 @@ def test_a_finished_task_is_offered_again_only_when_it_is_due_again() -> None:
 
 def test_a_state_that_others_need_is_written_before_a_worker_leaves() -> None:
     """The worker is leaving while the model is repartitioned."""
-    snapshots = [WorkerSnapshot(tasks=(io.SaveCheckpoint(K1),)), WorkerSnapshot()]
+    snapshots = [WorkerSnapshot(tasks=(ev.SaveCheckpoint(K1),)), WorkerSnapshot()]
     done: list[object] = []
 
     def wait(ready: Any) -> WorkerSnapshot:
@@ -214,7 +214,7 @@ def test_a_state_that_others_need_is_written_before_a_worker_leaves() -> None:
     session._early_plan = session._submitted = session._joined = None
     with pytest.raises(WaitInterrupted):
         session._wait(lambda _: True, between_batches=True)
-    assert done == [io.SaveCheckpoint(K1)]
+    assert done == [ev.SaveCheckpoint(K1)]
 
 
 def test_a_worker_that_dropped_its_batch_requests_no_mean() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import TrafficCounters
 from gridtrain.runtime.io_loop import IoLoop
@@ -38,7 +38,7 @@ class IdleWorker:
             message = m.StateBlock(1, generation, index, len(blocks), block)
             self.loop.state_receiver.receive_block(message, vouched=True, is_forwarding=False)
 
-    def run(self, task: Any) -> list[io.MemberEvent]:
+    def run(self, task: Any) -> list[ev.MemberEvent]:
         """Runs a task; returns the resulting events."""
         self.tasks.run(task, WorkerSnapshot(tasks=(task,)), is_pipeline=False)
         return [command for command in self.loop.mailbox.take_commands() if not callable(command)]
@@ -52,9 +52,9 @@ def worker() -> IdleWorker:
 def test_the_next_generations_state_may_arrive_before_this_ones_is_loaded(worker: IdleWorker) -> None:
     """Otherwise trainer and I/O loop would wait for each other."""
     worker.receive(1, b"old")
-    assert worker.run(LoadState(1)) == [io.StateLoaded(1, 1)]
+    assert worker.run(LoadState(1)) == [ev.StateLoaded(1, 1)]
     worker.receive(2, b"new")
-    assert worker.run(LoadState(2)) == [io.StateLoaded(1, 2)]
+    assert worker.run(LoadState(2)) == [ev.StateLoaded(1, 2)]
     assert worker.loaded == [[b"old"], [b"new"]]
 
 
@@ -64,7 +64,7 @@ def test_a_replaced_state_is_not_loaded_for_another_generation(
     worker.receive(1, b"old")
     worker.receive(2, b"new")
     assert worker.run(LoadState(1)) == [] and worker.loaded == []
-    assert worker.run(LoadState(2)) == [io.StateLoaded(1, 2)] and worker.loaded == [[b"new"]]
+    assert worker.run(LoadState(2)) == [ev.StateLoaded(1, 2)] and worker.loaded == [[b"new"]]
 
 
 def test_a_residual_received_while_another_is_added_is_added_too(worker: IdleWorker) -> None:

@@ -407,8 +407,8 @@ def test_little_memory_and_a_wrong_clock_are_warnings() -> None:
     assert machine_check.check_memory(lambda: 1 << 30).level is FindingLevel.WARNING
     assert machine_check.check_memory(lambda: 64 << 30).text == "64.0 GiB of memory free"
     assert machine_check.check_memory(lambda: 0).level is FindingLevel.WARNING
-    assert machine_check.check_clock(100.0, 99.0).level is FindingLevel.OK
-    behind = machine_check.check_clock(100.0, 40.0)
+    assert connection_check.check_clock(100.0, 99.0).level is FindingLevel.OK
+    behind = connection_check.check_clock(100.0, 40.0)
     assert (behind.level, behind.text) == (FindingLevel.WARNING, "60.0 s behind the coordinator's")
 
 

@@ -18,8 +18,8 @@ import zmq
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import TransportError
+from gridtrain.network.transport.flood_detector import FloodDetector
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.rate_limiter import FloodDetector
 from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.transport.zmq.name_lookup import DIAL_WAIT_S, names
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection

@@ -3,10 +3,10 @@
     stranger --handshake--> ROUTER --request: domain, mechanism, key--> ZapHandler --> access policy
              <---- 400 -----        <------- 200 and User-Id, or 400 ----------
 
-    Hello --> well-formed? --> the proven key? -> access policy --> Connection of a peer
-                  |                 |                 +-----------> Connection of a pending member, with a
-                  |                 |                 |             generated name
-                  +--- no: RemoteProtocolError        +-----------> None for a stranger
+    Hello --> well-formed? --> authenticated key? -> access policy --> Connection of a peer
+                  |                 |                    +-----------> Connection of a pending member, with a
+                  |                 |                    |             generated name
+                  +--- no: RemoteProtocolError           +-----------> None for a stranger
 
 Without a ZAP handler libzmq admits every key.  Therefore the handler is bound before the transport listens,
 in the same context, and ZAP_ENFORCE_DOMAIN makes libzmq refuse all keys if there is no handler.

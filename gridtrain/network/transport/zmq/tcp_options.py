@@ -198,7 +198,7 @@ def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
 @functools.cache
 def _reserved_descriptors() -> tuple[int, int]:
     """Return two reserved descriptors: one that stays open on /dev/null, and one whose number each duplicated
-    socket takes over.
+    socket reuses.
 
     Raises:
         OSError: no descriptor is free.

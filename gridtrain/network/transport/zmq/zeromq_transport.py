@@ -35,6 +35,7 @@ import zmq
 from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Message, PeerId
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport import access_control
+from gridtrain.network.transport.flood_detector import FLOOD_BYTES, FLOOD_MESSAGES
 from gridtrain.network.transport.identity import Identity, require_curve
 from gridtrain.network.transport.interface import (
     AccessPolicy,
@@ -50,7 +51,7 @@ from gridtrain.network.transport.interface import (
     not_connected_error,
     own_key_error,
 )
-from gridtrain.network.transport.rate_limiter import FLOOD_BYTES, FLOOD_MESSAGES, UploadLimiter
+from gridtrain.network.transport.rate_limiter import UploadLimiter
 from gridtrain.network.transport.receive_queue import ReceiveQueue
 from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.transport.zmq import dialer, handshake, sockets
@@ -131,7 +132,7 @@ class ZeroMQTransport:
         self._events: list[TransportEvent] = []
         self._connections: dict[PeerId, list[Connection]] = {}  # we send over the first connection
         self._last_drained_s = time.monotonic()  # when the ROUTER was last empty
-        self._router_full_s = math.inf  # since when a ROUTER's queue has been full
+        self._router_full_s = math.inf  # when a ROUTER's queue became full
         self._next_check_s = 0.0
         self._closed = False
 
@@ -348,8 +349,7 @@ class ZeroMQTransport:
     def _try_write(
         self, connection: Connection, kind: str, frames: Frames, nbytes: int, now_s: float
     ) -> bool:
-        """Write a message with `_write`, return its result, and record since when a ROUTER's queue has been
-        full."""
+        """Write a message with `_write`, return its result, and record when a ROUTER's queue became full."""
         taken = self._write(connection, kind, frames, nbytes)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)

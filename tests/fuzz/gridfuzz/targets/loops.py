@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gridfuzz.targets.base import must
 from gridtrain.core import messages as m
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import TrafficCounters
@@ -38,7 +38,7 @@ class Before:
 
 class Watcher(Protocol):
     def state(self) -> Before: ...
-    def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None: ...
+    def check(self, cause: ev.MemberEvent | None, effects: list[ev.MemberEffect], before: Before) -> None: ...
 
 
 class Watched(MemberCore):
@@ -46,13 +46,13 @@ class Watched(MemberCore):
 
     watcher: Watcher
 
-    def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
+    def handle(self, event: ev.MemberEvent, now_s: float) -> list[ev.MemberEffect]:
         before = self.watcher.state()
         effects = super().handle(event, now_s)
         self.watcher.check(event, effects, before)
         return effects
 
-    def tick(self, now_s: float) -> list[io.MemberEffect]:
+    def tick(self, now_s: float) -> list[ev.MemberEffect]:
         before = self.watcher.state()
         effects = super().tick(now_s)
         self.watcher.check(None, effects, before)

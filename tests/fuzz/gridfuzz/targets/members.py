@@ -29,7 +29,7 @@ from gridtrain.core.collectives import allgather, butterfly, ring
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.attempts import MAX_EARLY_BYTES, MAX_EARLY_MESSAGES
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, ROOT, extend_history
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.peer_links import MAX_EXPECTED
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.access_control import PeerAllowlist
@@ -120,7 +120,7 @@ class WorkerHarness:
     def _enter(self) -> None:
         self.edge(COORDINATOR)
         self.receive_from_coordinator(m.Welcome(1, "run", "s"))
-        self.loop._handle(io.TrainerJoined(SETUP, EDGES[self.kind], may_be_absent=self.may_be_absent))
+        self.loop._handle(ev.TrainerJoined(SETUP, EDGES[self.kind], may_be_absent=self.may_be_absent))
         self.next_generation(KEYS, -1, EMPTY_HISTORY, m.LedgerState(), joining=KEYS[1:])
 
     def next_generation(
@@ -145,7 +145,7 @@ class WorkerHarness:
             if peer != self.me:
                 self.edge(peer)
         if not self.core.is_synced and self.source.byte() % 8 < 7:
-            self.loop._handle(io.StateLoaded(term, generation))
+            self.loop._handle(ev.StateLoaded(term, generation))
         self.receive_from_coordinator(m.StartGeneration(term, generation))
 
     def edge(self, peer: m.PeerId) -> None:
@@ -185,7 +185,7 @@ class WorkerHarness:
                     self.loop._execute(self.core.tick(self.now_s))
                 self.loop._transport.return_credit(self.core.early_bytes)
             case 15:
-                self.loop._handle(io.RequestMean(self.core.step, source.below(3), 1.5))
+                self.loop._handle(ev.RequestMean(self.core.step, source.below(3), 1.5))
             case 16:
                 self.receive_from_coordinator(m.Freeze(self.core.term, self.core.generation, "why"))
                 if source.byte() & 1:
@@ -198,7 +198,7 @@ class WorkerHarness:
                     self.loop._handle_transport_event(TransportViolation(peer, "x" * source.choice((1, 600))))
             case _:
                 self.loop._handle(
-                    source.choice((io.RoundFailed("here"), io.ProbeResults(()), io.LeaveGroup("why")))
+                    source.choice((ev.RoundFailed("here"), ev.ProbeResults(()), ev.LeaveGroup("why")))
                 )
         self.loop._contribute_if_absent()
         self.loop._publish()
@@ -332,7 +332,7 @@ class WorkerHarness:
         core = self.core
         if self.loop.step_rounds.last_missed is not None and not self.source.one_in(4):
             self.loop.step_rounds.take_missed()
-            self.loop._handle(io.TrainerReturned())
+            self.loop._handle(ev.TrainerReturned())
         if (
             self.core.rank_assignment is not None
             and self.loop.state_receiver.blobs.is_complete_for(core.generation)
@@ -356,7 +356,7 @@ class WorkerHarness:
         buffer = self._buffer(rank, payload, np.ones(N, np.float32))
         collective = buffer.make_collective(rank, self.world, int(self.source.one_in(16)))
         self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: buffer}, (buffer,), b"salt")
-        self.loop._handle(io.SubmitRound(round_id, {CHANNEL: collective}))
+        self.loop._handle(ev.SubmitRound(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
         try:
@@ -366,7 +366,7 @@ class WorkerHarness:
         if taken is None:
             return
         term, generation, _ = taken
-        self.loop._handle(io.StateLoaded(term, generation))
+        self.loop._handle(ev.StateLoaded(term, generation))
 
     # -- invariants ----------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class WorkerHarness:
             core.applied,
             prepared.round_id if prepared is not None else None,
             self._members(),
-            core.phase is io.MemberPhase.RUNNING,
+            core.phase is ev.MemberPhase.RUNNING,
         )
 
     def _members(self) -> frozenset[m.PeerId]:
@@ -391,31 +391,31 @@ class WorkerHarness:
             else frozenset()
         )
 
-    def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None:
+    def check(self, cause: ev.MemberEvent | None, effects: list[ev.MemberEffect], before: Before) -> None:
         core = self.core
-        if isinstance(cause, io.DigestComputed) and self.open is not None:
+        if isinstance(cause, ev.DigestComputed) and self.open is not None:
             self.yes.setdefault(self.open, {})[self.me] = cause.digest
-        by_view = isinstance(cause, io.MessageReceived) and isinstance(
+        by_view = isinstance(cause, ev.MessageReceived) and isinstance(
             cause.message, m.MembershipView | m.StandbyNotice
         )
         allowed = before.members | self._members() | core.known_peers | {COORDINATOR}
-        if isinstance(cause, io.MessageReceived):
+        if isinstance(cause, ev.MessageReceived):
             allowed |= {cause.peer}
         for effect in effects:
             match effect:
-                case io.Send(peer, message):
+                case ev.Send(peer, message):
                     must(peer in allowed and peer != self.me, f"posted to an unknown peer: {message}")
                     voted = isinstance(message, m.Vote)
                     must(
-                        not voted or before.running or core.phase is io.MemberPhase.RUNNING,
+                        not voted or before.running or core.phase is ev.MemberPhase.RUNNING,
                         "a vote while frozen",
                     )
-                case io.SendPayload(peer) | io.SendState(peer) | io.ForwardState(peer):
+                case ev.SendPayload(peer) | ev.SendState(peer) | ev.ForwardState(peer):
                     must(peer in allowed and peer != self.me, "sent to no member")
-                case io.ResolveRound(round_id, committed) if not by_view:
+                case ev.ResolveRound(round_id, committed) if not by_view:
                     self._check_resolved(round_id, committed, cause, before)
         must(core.term >= before.term, "the term decreases")
-        is_apart = core.phase is io.MemberPhase.APART  # after a StandbyNotice it is in no generation
+        is_apart = core.phase is ev.MemberPhase.APART  # after a StandbyNotice it is in no generation
         must(core.generation >= before.generation or is_apart, "the generation decreases")
         must(core.applied >= before.applied or by_view, "the applied step decreases without a MembershipView")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
@@ -431,7 +431,7 @@ class WorkerHarness:
 
     def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
         if (
-            isinstance(cause, io.SubmitRound)
+            isinstance(cause, ev.SubmitRound)
             and not committed
             and self.core._view_changes.generation is not None
         ):
@@ -452,11 +452,11 @@ class WorkerHarness:
                 must(len(same) == 1 and None not in same, "COMMIT without the YES of all for one digest")
             else:
                 must(
-                    isinstance(cause, io.MessageReceived) and cause.peer == root,
+                    isinstance(cause, ev.MessageReceived) and cause.peer == root,
                     f"COMMIT by {type(cause).__name__}",
                 )
         elif round_id == before.prepared and self.me != root:
-            decided = isinstance(cause, io.MessageReceived) and isinstance(cause.message, m.Decision)
+            decided = isinstance(cause, ev.MessageReceived) and isinstance(cause.message, m.Decision)
             must(decided and cause.peer == root, "aborts alone after its YES")
 
 

@@ -21,7 +21,7 @@ from gridtrain.core.commit.attempts import (
     StepCommitted,
 )
 from gridtrain.core.commit.two_phase_commit import ROOT
-from gridtrain.core.group import member_events as io
+from gridtrain.core.group import member_events as ev
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
@@ -137,7 +137,7 @@ class RoundHarness:
     def take(self, effects: list[AttemptEffect], by: int | None, cause: object = None) -> None:
         for effect in effects:
             match effect:
-                case io.Send(peer, message):
+                case ev.Send(peer, message):
                     must(
                         self.assignment.rank_of(peer) is not None and peer != self.assignment.own_id,
                         "posted to no member",
@@ -149,12 +149,12 @@ class RoundHarness:
                     if isinstance(message, m.Decision) and message.round in self.ended:
                         committed = message.verdict is m.Verdict.COMMIT
                         must(committed == self.ended[message.round], "another decision is repeated")
-                case io.SendPayload(peer):
+                case ev.SendPayload(peer):
                     must(
                         self.assignment.rank_of(peer) is not None and peer != self.assignment.own_id,
                         "sent to no member",
                     )
-                case io.ComputeDigest():
+                case ev.ComputeDigest():
                     self.yes.setdefault(self.current_round, set()).add(self.assignment.rank)
                     self.take(self.core.prepare(GOOD, self.now_s), None)
                 case StepCommitted(round_id):
@@ -166,7 +166,7 @@ class RoundHarness:
                     else:
                         by_root = self.decided.get(round_id) is m.Verdict.COMMIT or by == ROOT
                         must(by_root, f"COMMIT decided by rank {by}: {cause}")
-                case io.ResolveRound(round_id, committed):
+                case ev.ResolveRound(round_id, committed):
                     must(not committed, "Attempts resolves aborts alone")
                     self.end(round_id, False)
                 case _ if type(effect).__name__ == "Offended":
