@@ -27,7 +27,7 @@ from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, ViolationOutcome
 from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 
 Order = m.Invite | m.RemoveWorker | m.Unban | m.EndRun
 """A command of the operator."""
@@ -75,7 +75,7 @@ class AccessHandler:
     def is_pending(self, peer: m.PeerId) -> bool:
         return peer in self._pending_members
 
-    def refuse_ended_invitation(self, peer: m.PeerId) -> list[io.Effect] | None:
+    def refuse_ended_invitation(self, peer: m.PeerId) -> list[ev.Effect] | None:
         """Refuse a message from a pending member whose invitation has expired, was withdrawn or is used up.
 
         Returns None if the invitation is valid, or if `peer` is not a pending member.
@@ -85,10 +85,10 @@ class AccessHandler:
         refusal = self._authorization.invitation_refusal(self._pending_members[peer][0], self._wall())
         if refusal is None:
             return None
-        note = io.LogEvent("info", "not_enrolled", {"reason": refusal.reason})
-        return [note, io.Send(peer, refusal), io.Disconnect(peer)]
+        note = ev.LogEvent("info", "not_enrolled", {"reason": refusal.reason})
+        return [note, ev.Send(peer, refusal), ev.Disconnect(peer)]
 
-    def handle(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[io.Effect] | None:
+    def handle(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[ev.Effect] | None:
         """Handle a message that concerns access; return None if `Membership` has to handle the message.
 
         The caller passes the operator's commands to `execute_order` instead.
@@ -97,17 +97,17 @@ class AccessHandler:
             return self._handle_pending(peer, message)
         match message:
             case m.Invite() | m.RemoveWorker() | m.Unban() | m.EndRun():
-                return [io.Send(peer, authorization_limits.NOT_OPERATOR)]
+                return [ev.Send(peer, authorization_limits.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
-                return [io.Send(peer, authorization_limits.TOO_MANY_JOINS), io.Disconnect(peer)]
+                return [ev.Send(peer, authorization_limits.TOO_MANY_JOINS), ev.Disconnect(peer)]
             case _ if self.is_operator(peer):
                 text = f"a worker used the operator's key to send {type(message).__name__}"
-                return [io.Send(peer, m.Refused("operator", text, "join with an invitation"))]
+                return [ev.Send(peer, m.Refused("operator", text, "join with an invitation"))]
         return None
 
     def execute_order(
-        self, order: Order, now_s: float, record: Callable[[Sequence[io.Effect]], None]
-    ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
+        self, order: Order, now_s: float, record: Callable[[Sequence[ev.Effect]], None]
+    ) -> tuple[list[ev.Effect], m.OperatorReply | m.Refused]:
         """Carry out a command from the operator or the dashboard; return the further effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
@@ -132,7 +132,7 @@ class AccessHandler:
         is_ban = isinstance(order, m.RemoveWorker) and order.ban
         return self._remove_all(answer.removed, now_s, is_ban), answer.reply
 
-    def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
+    def record_violation(self, violation: ev.RecordViolation, now_s: float) -> list[ev.Effect]:
         """Record a violation; return the effects, among them the removals that it causes.
 
         The worker is removed from the generation or, after repeated violations, from the run.  An accusation
@@ -150,7 +150,7 @@ class AccessHandler:
             effects += self._remove(violation.peer, "offence", text, remedy, now_s)
         return effects
 
-    def tick(self, now_s: float) -> list[io.Effect]:
+    def tick(self, now_s: float) -> list[ev.Effect]:
         """Remove accusers whose accusations were not confirmed in time, and members with too many violations.
 
         Call once a second.
@@ -174,40 +174,40 @@ class AccessHandler:
 
     # -- internal ----------------------------------------------------------------------------------
 
-    def _handle_pending(self, peer: m.PeerId, message: m.Message) -> list[io.Effect]:
+    def _handle_pending(self, peer: m.PeerId, message: m.Message) -> list[ev.Effect]:
         invitation, host = self._pending_members[peer]
         if not isinstance(message, m.Enrol):
             del self._pending_members[peer]
             reason = f"a pending member sent {type(message).__name__}"
-            note = io.LogEvent("warning", "violation", {"peer": "a pending member", "reason": reason})
-            return [note, io.Disconnect(peer)]
+            note = ev.LogEvent("warning", "violation", {"peer": "a pending member", "reason": reason})
+            return [note, ev.Disconnect(peer)]
         answer = self._authorization.enrol(invitation, message.peer, address_range(host), self._wall())
         name = message.peer.hex()[:12]
         if isinstance(answer.reply, m.Refused):
-            note = io.LogEvent("info", "not_enrolled", {"peer": name, "reason": answer.reply.reason})
+            note = ev.LogEvent("info", "not_enrolled", {"peer": name, "reason": answer.reply.reason})
         else:
-            note = io.LogEvent("info", "enrolled", {"peer": name})
-        return [*answer.entries, note, io.Send(peer, answer.reply)]
+            note = ev.LogEvent("info", "enrolled", {"peer": name})
+        return [*answer.entries, note, ev.Send(peer, answer.reply)]
 
-    def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[io.Effect]:
+    def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[ev.Effect]:
         reason = "its accuser made false accusations"
         notes = [
-            io.LogEvent("info", "readmitted", {"peer": peer.hex()[:12], "reason": reason})
+            ev.LogEvent("info", "readmitted", {"peer": peer.hex()[:12], "reason": reason})
             for peer in outcome.restored
         ]
         return [*outcome.entries, *notes, *self._remove_all(outcome.removed, now_s)]
 
     def _remove_all(
         self, removed: Iterable[tuple[m.PeerId, str]], now_s: float, ban: bool = False
-    ) -> list[io.Effect]:
-        effects: list[io.Effect] = []
+    ) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
         for peer, reason in removed:
             remedy = authorization_limits.banned_remedy(peer) if ban else authorization_limits.REMOVED_REMEDY
             effects += self._remove(peer, "kicked", f"was removed from the run: {reason}", remedy, now_s)
         return effects
 
-    def _remove(self, peer: m.PeerId, code: str, reason: str, remedy: str, now_s: float) -> list[io.Effect]:
-        return self._membership.handle(io.WorkerRemoved(peer, code, reason, remedy), now_s)
+    def _remove(self, peer: m.PeerId, code: str, reason: str, remedy: str, now_s: float) -> list[ev.Effect]:
+        return self._membership.handle(ev.WorkerRemoved(peer, code, reason, remedy), now_s)
 
 
 def connection_gate(

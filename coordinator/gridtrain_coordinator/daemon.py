@@ -55,7 +55,7 @@ from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.message_batch import MessageBatch
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 from gridtrain_coordinator.run.journal_recovery import (
     RecoveredRun,
     SupersededEntries,
@@ -288,12 +288,12 @@ class Coordinator:
             if now_s >= self._backups.due_s:
                 self._backups.begin(self._store, now_s)
 
-    def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[io.Effect]:
+    def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[ev.Effect]:
         """Handle the events of one poll, in order; return the effects that are still to be carried out.
 
         Those before an operator's command are carried out first, so that it can be refused on its own.
         """
-        effects: list[io.Effect] = []
+        effects: list[ev.Effect] = []
         for event in events:
             if self._disk_full is not None:  # since an operator's command of this poll
                 self._carry_out(self._handle_event_disk_full(self._disk_full, event), set())
@@ -302,12 +302,12 @@ class Coordinator:
                 case Received(peer, order) if isinstance(order, Order) and self._access.is_operator(peer):
                     self._perform(effects, now_s)
                     effects = []
-                    self._carry_out([io.Send(peer, self._execute_order(order, now_s))], set())
+                    self._carry_out([ev.Send(peer, self._execute_order(order, now_s))], set())
                 case _:
                     effects += self._handle_event(event, now_s)
         return effects
 
-    def _handle_event(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
+    def _handle_event(self, event: TransportEvent, now_s: float) -> Sequence[ev.Effect]:
         self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
@@ -323,36 +323,36 @@ class Coordinator:
             case Received(peer, message):
                 if (effects := self._access.handle(peer, message, now_s)) is not None:
                     return effects
-                return self._membership.handle(io.MessageReceived(peer, message), now_s)
+                return self._membership.handle(ev.MessageReceived(peer, message), now_s)
             case PeerUp(peer, _, host):
                 if self._access.on_connected(event):
                     return []
-                return self._membership.handle(io.PeerConnected(peer, host), now_s)
+                return self._membership.handle(ev.PeerConnected(peer, host), now_s)
             case PeerDown(peer, reason):
                 if self._access.on_disconnected(peer):
                     return []
-                return self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
+                return self._membership.handle(ev.PeerDisconnected(peer, reason), now_s)
             case ReachResult(peer, address):
                 if (handled := self._checkups.on_dial_back_result(event)) is not None:
                     return handled
-                return self._membership.handle(io.DialBackResult(peer, address), now_s)
+                return self._membership.handle(ev.DialBackResult(peer, address), now_s)
             case TransportViolation(peer, reason):
                 return self._handle_violation(peer, reason, now_s)
             case ConnectionDenied(peer, address):
-                return [io.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
+                return [ev.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
 
-    def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
-        def note(name: str) -> io.LogEvent:
-            return io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
+    def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[ev.Effect]:
+        def note(name: str) -> ev.LogEvent:
+            return ev.LogEvent("warning", "violation", {"peer": name, "reason": reason})
 
         if peer is None:
             return [note("unknown, before the handshake")]
         if self._access.on_disconnected(peer):
-            return [note("a pending member"), io.Disconnect(peer)]
-        effects = self._membership.handle(io.ProtocolViolation(peer, reason), now_s)
+            return [note("a pending member"), ev.Disconnect(peer)]
+        effects = self._membership.handle(ev.ProtocolViolation(peer, reason), now_s)
         return [note(peer.hex()[:12]), *effects]
 
-    def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
+    def _perform(self, effects: Sequence[ev.Effect], now_s: float) -> None:
         """Write all journal entries in one transaction, then carry out the other effects in order.
 
         Writing an entry before the effects that precede the entry is harmless: to the peers, it looks as if
@@ -370,44 +370,44 @@ class Coordinator:
             losses = self._carry_out(effects, failed)
             effects = [effect for loss in losses for effect in self._membership.handle(loss, now_s)]
 
-    def _make_durable(self, effects: Sequence[io.Effect]) -> None:
-        entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.JournalEntry)]
+    def _make_durable(self, effects: Sequence[ev.Effect]) -> None:
+        entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, ev.JournalEntry)]
         if entries:
             self._store.append_all(entries)
             if self._backups is not None:
                 self._backups.request()
 
-    def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
+    def _carry_out(self, effects: Sequence[ev.Effect], failed: set[PeerId]) -> list[ev.PeerDisconnected]:
         """Carry out all effects except journal entries.
 
         Returns a `PeerDisconnected` for each peer to which a send failed, and adds these peers to `failed`;
         nothing more is sent to the peers in `failed`.
         """
-        losses: list[io.PeerDisconnected] = []
+        losses: list[ev.PeerDisconnected] = []
         batch = MessageBatch()
         for effect in effects:
             match effect:
-                case io.Send(peer, message) if peer not in failed:
+                case ev.Send(peer, message) if peer not in failed:
                     try:
                         self._transport.send(peer, message, batch.encode(message))
                     except TransportError as error:
                         failed.add(peer)
-                        losses.append(io.PeerDisconnected(peer, error.reason))
-                case io.Disconnect(peer):  # no `PeerDown` follows
+                        losses.append(ev.PeerDisconnected(peer, error.reason))
+                case ev.Disconnect(peer):  # no `PeerDown` follows
                     self._transport.hang_up(peer)
                     self._checkups.on_disconnected(peer)
                     self._access.on_disconnected(peer)
-                case io.DialBack(peer, addresses):
+                case ev.DialBack(peer, addresses):
                     self._transport.reach(peer, addresses, self._dial_back_timeout_s)
-                case io.LogEvent(level, event, fields):
+                case ev.LogEvent(level, event, fields):
                     self._log(level, event, fields)
         return losses
 
-    def _record_violations(self, effects: Iterable[io.Effect], now_s: float) -> list[io.Effect]:
+    def _record_violations(self, effects: Iterable[ev.Effect], now_s: float) -> list[ev.Effect]:
         """Record each `RecordViolation`, and replace it by the effects of that."""
-        replaced: list[io.Effect] = []
+        replaced: list[ev.Effect] = []
         for effect in effects:
-            if isinstance(effect, io.RecordViolation):
+            if isinstance(effect, ev.RecordViolation):
                 replaced += self._access.record_violation(effect, now_s)
             else:
                 replaced.append(effect)
@@ -424,15 +424,15 @@ class Coordinator:
             self._checkups.on_disconnected(event.peer)
             self._connected.discard(event.peer)
 
-    def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
+    def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[ev.Effect], now_s: float) -> None:
         mode = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
         self._disk_full = mode
         self._rates.restart(now_s)
         self._log_no_room(full, "free disk space; writing is retried every second")
         # A pending member does not wait for its reply, which is sent once its enrolment is durable.
-        asked = {effect.peer for effect in effects if isinstance(effect, io.Send)} - self._connected
-        refusals = [io.Send(peer, refusal(mode.cause)) for peer in sorted(asked)]
-        states = [io.Send(peer, mode.state()) for peer in sorted(self._connected)]
+        asked = {effect.peer for effect in effects if isinstance(effect, ev.Send)} - self._connected
+        refusals = [ev.Send(peer, refusal(mode.cause)) for peer in sorted(asked)]
+        states = [ev.Send(peer, mode.state()) for peer in sorted(self._connected)]
         self._carry_out([*refusals, *states], set())
 
     def _log_no_room(self, full: JournalFull, remedy: str) -> None:
@@ -452,7 +452,7 @@ class Coordinator:
             return
         self._leave_disk_full_mode(mode)
 
-    def _handle_event_disk_full(self, mode: DiskFullMode, event: TransportEvent) -> Sequence[io.Effect]:
+    def _handle_event_disk_full(self, mode: DiskFullMode, event: TransportEvent) -> Sequence[ev.Effect]:
         self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
@@ -460,11 +460,11 @@ class Coordinator:
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
                 return self._answer_status(peer, mode.core_stopped_s)
             case Received(peer) if self._access.is_pending(peer) or self._access.is_operator(peer):
-                return [io.Send(peer, refusal(mode.cause))]
+                return [ev.Send(peer, refusal(mode.cause))]
             case PeerUp(peer):
                 if self._access.on_connected(event):
                     return []
-                return [io.Send(peer, mode.state()), *mode.queue_event(event, self._real_clock())]
+                return [ev.Send(peer, mode.state()), *mode.queue_event(event, self._real_clock())]
             case PeerDown(peer) if self._access.on_disconnected(peer):
                 return []
             case ConnectionDenied():
@@ -483,7 +483,7 @@ class Coordinator:
         effects += [effect for event in mode.events for effect in self._handle_event(event, now_s)]
         snapshot = self._membership.snapshot(now_s)
         state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
-        self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._connected))], now_s)
+        self._perform([*effects, *(ev.Send(peer, state) for peer in sorted(self._connected))], now_s)
 
     def _poll_backup(self, backups: Backups, now_s: float) -> None:
         failed_before = backups.failure
@@ -511,7 +511,7 @@ class Coordinator:
         """Return the core's status; call it only from the loop's thread or after `run` has returned."""
         return self._membership.snapshot(self._clock())
 
-    def _answer_status(self, requester: PeerId, now_s: float) -> Sequence[io.Effect]:
+    def _answer_status(self, requester: PeerId, now_s: float) -> Sequence[ev.Effect]:
         """Return the effect that sends the status, or none if the requester has asked too often.
 
         Requests that are not answered are read quickly, so that the transport notices a flood of them.
@@ -519,7 +519,7 @@ class Coordinator:
         is_allowed = self._access.is_operator(requester) or self._status_requests.allow(
             requester, self._real_clock(), MAX_STATUS_REQUESTS
         )
-        return [io.Send(requester, StatusReply(self._encoded_status(requester, now_s)))] if is_allowed else []
+        return [ev.Send(requester, StatusReply(self._encoded_status(requester, now_s)))] if is_allowed else []
 
     def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
         is_operator = self._access.is_operator(requester)

@@ -21,7 +21,7 @@ from gridtrain.errors import describe_type
 from gridtrain.network.transport.interface import PeerUp, ReachResult
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access.request_rate import RequestRate
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 from gridtrain_coordinator.run.route_table import PeerLocation, dial_back_addresses
 
 MAX_OPEN_CHECKUPS = 32
@@ -29,7 +29,7 @@ MAX_PER_ADDRESS_RANGE, RATE_WINDOW_S, MAX_ADDRESS_RANGES = 6, 60.0, 1000
 MAX_PINGS = 32
 MAX_PROBED = 3
 
-Introduce = Callable[[m.PeerId, int], tuple[list[io.Effect], tuple[tuple[m.PeerId, str], ...]]]
+Introduce = Callable[[m.PeerId, int], tuple[list[ev.Effect], tuple[tuple[m.PeerId, str], ...]]]
 TOO_MANY_CHECKUPS = m.Refused(
     "too-many",
     "too many machines are being checked now, or too many checks came from your range of addresses",
@@ -74,16 +74,16 @@ class Checkups:
             peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstRequest)
         )
 
-    def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
+    def on_dial_back_result(self, event: ReachResult) -> list[ev.Effect] | None:
         """Return the effects of a `DialBack` result; None if the result does not belong to a check."""
         for requester, checkup in self._open.items():
             if checkup.key == event.peer:
-                return [io.Send(requester, m.Reachability(event.address))]
+                return [ev.Send(requester, m.Reachability(event.address))]
         return None
 
     def handle(
         self, peer: m.PeerId, message: m.Message, status: Callable[[], bytes], now_s: float
-    ) -> list[io.Effect]:
+    ) -> list[ev.Effect]:
         """Handle a message for which `accepts` returned True.
 
         A `DiagnosticRequest` for a check that has already begun is refused.  Any other message beyond the
@@ -98,39 +98,39 @@ class Checkups:
         match message:
             case m.Ping(nonce) if checkup.pings < MAX_PINGS:
                 checkup.pings += 1
-                return [io.Send(peer, m.Pong(nonce))]
+                return [ev.Send(peer, m.Pong(nonce))]
             case m.Burst(nonce, index, payload) if index == checkup.next_burst and _is_full_burst(payload):
                 checkup.next_burst += 1
                 if checkup.next_burst < m.BURST_MESSAGES:
                     return []
-                return [io.Send(peer, m.BurstReceived(nonce, bytes(memoryview(payload)[-8:])))]
+                return [ev.Send(peer, m.BurstReceived(nonce, bytes(memoryview(payload)[-8:])))]
             case m.BurstRequest(nonce) if not checkup.has_requested_burst:
                 checkup.has_requested_burst = True
                 return [
-                    io.Send(peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES)))
+                    ev.Send(peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES)))
                     for index in range(m.BURST_MESSAGES)
                 ]
         self.on_disconnected(peer)
-        return [io.Send(peer, _beyond_limits(message)), io.Disconnect(peer)]
+        return [ev.Send(peer, _beyond_limits(message)), ev.Disconnect(peer)]
 
     def _begin(
         self, peer: m.PeerId, message: m.DiagnosticRequest, status: Callable[[], bytes], now_s: float
-    ) -> list[io.Effect]:
+    ) -> list[ev.Effect]:
         host = self._hosts.get(peer, "")
         is_known = peer in self._open or any(known.key == message.peer for known in self._open.values())
         if is_known:
-            return [io.Send(peer, _beyond_limits(message))]
+            return [ev.Send(peer, _beyond_limits(message))]
         is_full = len(self._open) >= MAX_OPEN_CHECKUPS
         if is_full or not self._requests.allow(address_range(host), now_s, MAX_PER_ADDRESS_RANGE):
-            return [io.Send(peer, TOO_MANY_CHECKUPS)]
+            return [ev.Send(peer, TOO_MANY_CHECKUPS)]
         self._open[peer] = _Checkup(message.peer)
         effects, probe = self.introduce(message.peer, MAX_PROBED)
-        reply = io.Send(peer, m.DiagnosticReply(probe, status()))
-        note = io.LogEvent("info", "checkup", {"from": host})
+        reply = ev.Send(peer, m.DiagnosticReply(probe, status()))
+        note = ev.LogEvent("info", "checkup", {"from": host})
         addresses = _addresses_at(dial_back_addresses(PeerLocation(message.address, host, "")), host)
         # Always answer, even if there is no address to dial.
-        dial_back: io.Effect = (
-            io.DialBack(message.peer, addresses) if addresses else io.Send(peer, m.Reachability(""))
+        dial_back: ev.Effect = (
+            ev.DialBack(message.peer, addresses) if addresses else ev.Send(peer, m.Reachability(""))
         )
         return [note, *effects, reply, dial_back]
 

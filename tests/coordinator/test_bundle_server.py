@@ -8,7 +8,7 @@ from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.bundle.bundle_archive import pack
 from gridtrain.tools.options.runfile import RunDescription
 from gridtrain_coordinator.bundle_server import MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S, BundleServer
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 
 ANNA, BERT = b"a" * 32, b"b" * 32
 FILES = {"train.py": bytes(MAX_BLOCK_BYTES + 5), "run.toml": b""}
@@ -22,7 +22,7 @@ def answer(
     server: BundleServer, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST
 ) -> m.Message:
     (effect,) = server.answer(peer, m.BundleRequest(digest, index), now_s)
-    assert isinstance(effect, io.Send) and effect.peer == peer
+    assert isinstance(effect, ev.Send) and effect.peer == peer
     return effect.message
 
 

@@ -9,17 +9,17 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import PeerUp, ReachResult
 from gridtrain_coordinator.diagnostics import MAX_OPEN_CHECKUPS, MAX_PER_ADDRESS_RANGE, MAX_PINGS, Checkups
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 
 MEMBER = b"m" * 32
-EXPECT = io.Send(MEMBER, m.ExpectProbes(((b"k" * 32, ""),)))
+EXPECT = ev.Send(MEMBER, m.ExpectProbes(((b"k" * 32, ""),)))
 
 
 def new_checkups() -> Checkups:
     return Checkups(lambda peer, most: ([EXPECT], ((MEMBER, "tcp://10.0.0.9:7"),)[:most]))
 
 
-def ask(checkups: Checkups, number: int, host: str, address: str = "", now_s: float = 0.0) -> list[io.Effect]:
+def ask(checkups: Checkups, number: int, host: str, address: str = "", now_s: float = 0.0) -> list[ev.Effect]:
     peer = number.to_bytes(32, "big")
     checkups.on_connected(PeerUp(peer, host=host))
     message = m.DiagnosticRequest(bytes([1]) + peer[1:], address)
@@ -27,8 +27,8 @@ def ask(checkups: Checkups, number: int, host: str, address: str = "", now_s: fl
     return checkups.handle(peer, message, lambda: b"{}", now_s)
 
 
-def has_begun(effects: list[io.Effect]) -> bool:
-    return any(isinstance(e, io.Send) and isinstance(e.message, m.DiagnosticReply) for e in effects)
+def has_begun(effects: list[ev.Effect]) -> bool:
+    return any(isinstance(e, ev.Send) and isinstance(e.message, m.DiagnosticReply) for e in effects)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def has_begun(effects: list[io.Effect]) -> bool:
 )
 def test_only_the_requesting_host_is_dialled_back(address: str, dialled: tuple[str, ...]) -> None:
     effects = ask(new_checkups(), 1, "203.0.113.5", address)
-    calls = [e.addresses for e in effects if isinstance(e, io.DialBack)]
+    calls = [e.addresses for e in effects if isinstance(e, ev.DialBack)]
     assert [tuple(dict.fromkeys(addresses)) for addresses in calls] == [dialled]
     assert EXPECT in effects and has_begun(effects)
 
 
 def test_a_request_without_an_address_is_answered_at_once() -> None:
     effects = ask(new_checkups(), 1, "203.0.113.5")
-    assert io.Send((1).to_bytes(32, "big"), m.Reachability("")) in effects
+    assert ev.Send((1).to_bytes(32, "big"), m.Reachability("")) in effects
 
 
 def test_the_result_is_sent_to_the_requesting_peer() -> None:
@@ -59,7 +59,7 @@ def test_the_result_is_sent_to_the_requesting_peer() -> None:
         "the dial-back of a worker is not a checkup's"
     )
     assert checkups.on_dial_back_result(ReachResult(key, "tcp://a:1")) == [
-        io.Send((1).to_bytes(32, "big"), m.Reachability("tcp://a:1"))
+        ev.Send((1).to_bytes(32, "big"), m.Reachability("tcp://a:1"))
     ]
 
 
@@ -79,19 +79,19 @@ def test_requests_of_one_checkup_are_limited() -> None:
     assert not checkups.accepts(peer, m.Ping(1)), "not before a DiagnosticRequest"
     ask(checkups, 1, "203.0.113.5")
 
-    def handle(message: Any) -> list[io.Effect]:
+    def handle(message: Any) -> list[ev.Effect]:
         assert checkups.accepts(peer, message)
         return checkups.handle(peer, message, lambda: b"{}", 0.0)
 
     for nonce in range(MAX_PINGS):
-        assert handle(m.Ping(nonce)) == [io.Send(peer, m.Pong(nonce))]
+        assert handle(m.Ping(nonce)) == [ev.Send(peer, m.Pong(nonce))]
     end = bytes(m.BURST_MESSAGE_BYTES - 8) + b"12345678"
     answers = [handle(m.Burst(9, index, end)) for index in range(m.BURST_MESSAGES)]
-    assert answers == [[]] * (m.BURST_MESSAGES - 1) + [[io.Send(peer, m.BurstReceived(9, b"12345678"))]]
+    assert answers == [[]] * (m.BURST_MESSAGES - 1) + [[ev.Send(peer, m.BurstReceived(9, b"12345678"))]]
     assert len(handle(m.BurstRequest(3))) == m.BURST_MESSAGES
     refused, disconnected = handle(m.BurstRequest(4))
     assert "sent a BurstRequest beyond its limits" in refused.message.reason  # type: ignore[union-attr]
-    assert disconnected == io.Disconnect(peer) and not checkups.accepts(peer, m.Ping(1))
+    assert disconnected == ev.Disconnect(peer) and not checkups.accepts(peer, m.Ping(1))
 
 
 def test_a_second_request_is_not_taken_for_another_machine() -> None:

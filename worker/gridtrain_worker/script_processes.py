@@ -1,5 +1,4 @@
-"""Signals all processes of a script, also those in sessions of their own; ends them once the agent is gone,
-and stops them while it is stopped.
+"""Signals all processes of a script, in all of its sessions, and ends or stops them with the agent.
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
 reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script

@@ -20,7 +20,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import PeerUp, Received, TransportEvent
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 
 RETRY_S = 1.0
 MAX_EVENTS = 20_000
@@ -50,7 +50,7 @@ class DiskFullMode:
         core_s: the time at which the core's clock stopped.
     """
 
-    def __init__(self, cause: str, effects: Sequence[io.Effect], *, began_s: float, core_s: float) -> None:
+    def __init__(self, cause: str, effects: Sequence[ev.Effect], *, began_s: float, core_s: float) -> None:
         self.cause = cause
         self.effects = list(effects)
         self.events: deque[TransportEvent] = deque()
@@ -68,7 +68,7 @@ class DiskFullMode:
 
     @property
     def phase(self) -> str:
-        return str(io.RunPhase.PAUSED)
+        return str(ev.RunPhase.PAUSED)
 
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)
@@ -95,7 +95,7 @@ class DiskFullMode:
         age = f"except for heartbeats and broken connections, this status is {stopped_s:.0f} s old"
         snapshot |= {"phase": self.phase, "reason": f"{self.reason}; {age}"}
 
-    def queue_event(self, event: TransportEvent, real_s: float) -> list[io.Effect]:
+    def queue_event(self, event: TransportEvent, real_s: float) -> list[ev.Effect]:
         """Store an event for later; return the effects to carry out now.
 
         Heartbeats are not queued, because each one supersedes the last; the latest is kept for the status.
@@ -110,4 +110,4 @@ class DiskFullMode:
                 self.events += [Received(event.peer, last[0], event.nbytes)] if last is not None else []
             self.events.append(event)
             return []
-        return [io.Disconnect(event.peer)]
+        return [ev.Disconnect(event.peer)]

@@ -191,9 +191,9 @@ class StalledStep:
 
     A member may also be suspected because its connection broke: it voted NO, or another member is not
     connected to it.  The accusation then concerns those members whose connections break most
-    (`LinkFailures.suspected_ends`), whoever reported it.  If nothing tells the two ends apart, they use
-    another route from the third stall on, and after the sixth the newer end is dismissed.  If the other end
-    then loses a connection to another member, it is the suspect.
+    (`LinkFailures.suspected_ends`), regardless of the reporter.  If nothing tells the two ends apart, they
+    use another route from the third stall on, and after the sixth the newer end is dismissed.  If the other
+    end then loses a connection to another member, it is the suspect.
 
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
     is late, and which members it is not connected to.  After a dismissal the count restarts, but the reports

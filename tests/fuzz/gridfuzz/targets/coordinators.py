@@ -22,7 +22,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.network.wire.codec import encode as to_frames
 from gridtrain_coordinator.membership.membership import Membership
-from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run import events as ev
 from gridtrain_coordinator.run.journal_recovery import recover_run
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcde")
@@ -85,14 +85,14 @@ class CoordinatorHarness:
 
     def join(self, peer: m.PeerId) -> None:
         """A worker joins: the same process if it has a rank, else a new one each time."""
-        self.event(io.PeerConnected(peer, "10.0.0.1"))
+        self.event(ev.PeerConnected(peer, "10.0.0.1"))
         generation = self.views[peer].generation if peer in self.views else 0
         address = f"tcp://10.0.0.1:{peer[0]}"
         self.say(peer, m.Join("run", peer.decode()[:1], address, True, generation > 0, generation))
         if peer in self.calls:
             reached = self.calls.pop(peer)
             self.event(
-                io.DialBackResult(peer, "" if self.source.one_in(4) else reached[0] if reached else "")
+                ev.DialBackResult(peer, "" if self.source.one_in(4) else reached[0] if reached else "")
             )
         self.say(peer, SETUP)
         self.say(peer, m.LinkLatencies(tuple((other, 0.01) for other in KEYS if other != peer)))
@@ -145,15 +145,15 @@ class CoordinatorHarness:
                 sender = source.choice((*KEYS, STRANGER))
                 self.say(sender, drawing.message(source, ANY, self.hints()))
             case 11:
-                self.event(io.PeerDisconnected(peer, "broke"))
+                self.event(ev.PeerDisconnected(peer, "broke"))
             case 12:
-                self.event(io.ProtocolViolation(peer, "why"))
+                self.event(ev.ProtocolViolation(peer, "why"))
             case 13:
-                self.event(io.WorkerRemoved(peer, "kicked", "why", ""))
+                self.event(ev.WorkerRemoved(peer, "kicked", "why", ""))
             case 14:
                 address = source.choice((*self.calls.get(peer, ()), "", "tcp://10.0.0.9:1"))
                 self.calls.pop(peer, None)
-                self.event(io.DialBackResult(peer, address))
+                self.event(ev.DialBackResult(peer, address))
             case 15:
                 self.tick()
             case 16:
@@ -208,33 +208,33 @@ class CoordinatorHarness:
 
     def say(self, peer: m.PeerId, message: m.Message) -> None:
         if drawing.nbytes(message) is not None:
-            self.event(io.MessageReceived(peer, message))
+            self.event(ev.MessageReceived(peer, message))
 
-    def event(self, event: io.Event) -> None:
+    def event(self, event: ev.Event) -> None:
         self.take(self.core.handle(event, self.now_s))
         self.tick()
 
     # -- the daemon, and invariants --------------------------------------------------------------------
 
-    def take(self, effects: list[io.Effect]) -> None:
-        self.write([(e.kind, e.body) for e in effects if isinstance(e, io.JournalEntry)])
+    def take(self, effects: list[ev.Effect]) -> None:
+        self.write([(e.kind, e.body) for e in effects if isinstance(e, ev.JournalEntry)])
         for at, effect in enumerate(effects):
             match effect:
-                case io.Send(peer, message):
+                case ev.Send(peer, message):
                     to_frames(message)  # a LocalProtocolError here was caused by a worker
                     must(peer in (*KEYS, STRANGER), "sent to a peer that is not connected")
                     self.sent(peer, message)
-                case io.JournalEntry("generation", body):
+                case ev.JournalEntry("generation", body):
                     earlier = [
                         e
                         for e in effects[:at]
-                        if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
+                        if isinstance(e, ev.Send) and isinstance(e.message, m.MembershipView)
                     ]
                     sent_before = [view for view in earlier if view.message.generation == body["generation"]]
                     must(not sent_before, "a MembershipView is sent before it is in the journal")
-                case io.DialBack(peer, addresses):
+                case ev.DialBack(peer, addresses):
                     self.calls[peer] = addresses
-                case io.Disconnect(peer):
+                case ev.Disconnect(peer):
                     self.views.pop(peer, None)
 
     def look(self) -> None:
