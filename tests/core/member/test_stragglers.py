@@ -348,7 +348,7 @@ def test_a_message_about_another_step_is_ignored() -> None:
     ids=["a request of another member", "a report to another member", "endless settings"],
 )
 def test_a_violation_is_refused(rank: int, sender: int, message: m.Waiting | m.ProceedWithout) -> None:
-    with pytest.raises(RemoteProtocolError, match="disconnect the peer"):
+    with pytest.raises(RemoteProtocolError, match=f"rank {sender} sent {type(message).__name__} with"):
         Group(rank=rank).subject.receive(sender, message, 0, 1.0)
 
 
