@@ -225,25 +225,21 @@ class DoctorProbe:
                 return found
             took_s = self.responses.pongs[nonce] - sent_s
             found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
-        now_s = time.monotonic()
-        self._measure_download(transport, peer, now_s + (until_s - now_s) / 2, found)
-        burst_s = m.BURST_MESSAGES * m.BURST_MESSAGE_BYTES / up_Bps if up_Bps else 0.0
-        if time.monotonic() + burst_s < upload_until_s:
-            self._measure_upload(transport, peer, upload_until_s, found)
-        return found
-
-    def _measure_download(
-        self, transport: FlowControlTransport, peer: m.PeerId, until_s: float, found: LinkMeasurement
-    ) -> None:
         nonce, asked_s = secrets.randbits(62), time.monotonic()
         times_s = self.responses.bursts.setdefault(nonce, [])
         self._send(transport, peer, m.BurstRequest(nonce))
-        if self._poll_until(lambda: len(times_s) == m.BURST_MESSAGES, until_s, transport):
+        half_s = asked_s + (until_s - asked_s) / 2
+        self._poll_until(lambda: len(times_s) == m.BURST_MESSAGES, half_s, transport)
+        burst_s = m.BURST_MESSAGES * m.BURST_MESSAGE_BYTES / up_Bps if up_Bps else 0.0
+        if time.monotonic() + burst_s < upload_until_s:
+            self._measure_upload(transport, peer, upload_until_s, found)
+        if len(times_s) == m.BURST_MESSAGES:
             found.down_Bps = download_rate_Bps(asked_s, times_s, found.rtt_s or 0.0)
         elif times_s:  # the next message has not arrived completely
             nbytes = len(times_s) * m.BURST_MESSAGE_BYTES
             found.down_Bps = nbytes / max(MIN_BURST_S, time.monotonic() - times_s[0])
             found.is_down_bound = True
+        return found
 
     def _measure_upload(
         self, transport: FlowControlTransport, peer: m.PeerId, until_s: float, found: LinkMeasurement
