@@ -196,11 +196,21 @@ def test_an_address_is_not_looked_up(
     assert NameLookup().resolve(host) == address
 
 
-@pytest.mark.parametrize("host", ["lab.invalid", "1.2.3", "192.0.2.7%lab.invalid", "192.0.2.7:1;lab.invalid"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "lab.invalid",
+        "1.2.3",
+        "192.0.2.7%lab.invalid",
+        "192.0.2.7:1;lab.invalid",
+        "[fe80::1%1]:1;lab.invalid",
+        "[fe80::1%1;lab.invalid]",
+    ],
+)
 def test_libzmq_never_gets_a_name(host: str, zeromq_net: Any) -> None:
     """It would look it up in the thread that serves all connections."""
     anna = zeromq_net.add("anna")
-    assert name_lookup.numeric_host(host) == "" and not sockets.is_numeric(f"tcp://{host}:7700")
+    assert not sockets.is_numeric(f"tcp://{host}:7700")
     with (
         pytest.raises(TransportError, match="cannot dial"),
         anna.transport._dialer.open_socket(anna.key) as dealer,
