@@ -89,7 +89,7 @@ class LinkProbe:
         Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
         soon as it has the round-trip times.
         """
-        is_answered = not any(self._pings_left.values())
+        is_answered = all(left <= 0 for left in self._pings_left.values())
         if self._is_pinging and (is_answered or now_s >= self._bursts_from_s):
             self._is_pinging = False
             direct = {

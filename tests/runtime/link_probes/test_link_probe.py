@@ -40,11 +40,15 @@ class Peers:
                 pass
 
 
-def measure(silent: set[m.PeerId]) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
+def measure(
+    silent: set[m.PeerId], reconnected: tuple[m.PeerId, ...] = ()
+) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
     """The rates by peer, the round trips, and when the latter were reported."""
     peers = Peers(silent)
     probe = LinkProbe(peers, LIMIT_S, Random(1))  # type: ignore[arg-type]
     probe.begin(ev.ProbePeers(((ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1"))), 0.0)
+    for peer in reconnected:
+        probe.peer_up(peer, 0.0)
     measured: dict[m.PeerId, tuple[float, float]] = {}
     for tick in range(1, round(LIMIT_S / TICK_S)):
         answers, peers.answers = peers.answers, []
@@ -63,6 +67,12 @@ def test_both_directions_of_each_link_are_measured() -> None:
     measured, results, _ = measure(set())
     assert measured.keys() == {ANNA, BERT} and all(min(rates) > 0 for rates in measured.values())
     assert dict(results.rtt_s) == {ANNA: pytest.approx(TICK_S), BERT: pytest.approx(TICK_S)}
+
+
+def test_a_target_that_connects_again_before_it_answers_does_not_prolong_the_probe() -> None:
+    """It answers both first pings, and so more pings than are counted."""
+    _, results, reported_s = measure(set(), (BERT,))
+    assert dict(results.rtt_s).keys() == {ANNA, BERT} and reported_s < 0.4 * LIMIT_S
 
 
 def test_a_silent_target_does_not_prevent_the_bursts_to_the_others() -> None:
