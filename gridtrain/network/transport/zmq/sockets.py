@@ -239,6 +239,8 @@ def dialled_host(address: str) -> str:
     """Return the host of an address to dial; raise `TransportError` if the address is invalid."""
     try:
         _check_address(address)
+        if address.endswith(":*"):
+            raise zmq.ZMQError(errno.EINVAL)
     except zmq.ZMQError as error:
         raise _dial_error(address, error) from None
     return _host(address)
