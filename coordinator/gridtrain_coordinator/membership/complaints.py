@@ -7,7 +7,8 @@
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation (`access.violations`)
 
-One member's report about another is never by itself sufficient to dismiss either of them.
+One member's report about another is never by itself sufficient to dismiss either of them, unless the same
+step stalls six times: then the newer one is dismissed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S, LinkFailures
+from gridtrain_coordinator.run.link_failures import (
+    FAILURES_BEFORE_AVOIDING,
+    REMEMBERED_S,
+    WINDOW_S,
+    LinkFailures,
+)
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
@@ -193,7 +199,7 @@ class StalledStep:
     connected to it.  The accusation then concerns those members whose connections break most
     (`LinkFailures.suspected_ends`), regardless of the reporter.  If nothing tells the two ends apart, they
     use another route from the third stall on, and after the sixth the newer end is dismissed.  If the other
-    end then loses a connection to another member, it is the suspect.
+    end then loses a connection to another member within `REMEMBERED_S`, it is the suspect.
 
     The root, which counts the votes, knows which member is late.  Another member knows only whether the root
     is late, and which members it is not connected to.  After a dismissal the count restarts, but the reports
@@ -207,7 +213,8 @@ class StalledStep:
         self._accusers: defaultdict[m.PeerId, list[m.PeerId]] = defaultdict(list)
         self._accused: frozenset[m.PeerId] = frozenset()  # in the latest stall
         self._ends: frozenset[m.PeerId] = frozenset()  # of the connections that caused the latest stall
-        self._spared: set[m.PeerId] = set()  # ends that stayed when the other end was dismissed
+        # By end that stayed: the other end, which was dismissed, and when.
+        self._spared: dict[m.PeerId, tuple[m.PeerId, float]] = {}
 
     def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> int:
         """Record a stall; return the number of generations in which the step has stalled."""
@@ -218,18 +225,32 @@ class StalledStep:
             self._accusers.clear()
         self._reporters[None if reporter == run.member_order[0] else reporter] += 1
         self._accused = run.members & set(stalled.suspects)
-        self._ends, self._spared = frozenset(), self._spared & run.members
+        self._ends = frozenset()
         if not stalled.silent_s:
             root, size = run.member_order[0], len(run.members)
             ends = {
                 p: self._failures.suspected_ends(p, root, size, now_s) & run.members for p in self._accused
             }
             self._ends = frozenset().union(*ends.values())
-            self._ends = self._ends & self._spared or self._ends
+            self._ends = self._find_spared(now_s) or self._ends
             self._accused = frozenset(peer for peer in ends if not ends[peer]) | self._ends
         for peer in self._accused:
             self._accusers[peer].append(reporter)
         return self._reporters.total()
+
+    def _find_spared(self, now_s: float) -> frozenset[m.PeerId]:
+        """Return the ends that have lost a connection to another member, too, which was dismissed for it.
+
+        A member that comes back and accuses the same other end again is not another member.
+        """
+        self._spared = {
+            end: (dismissed, at_s)
+            for end, (dismissed, at_s) in self._spared.items()
+            if end in self._run.members and now_s < at_s + REMEMBERED_S
+        }
+        return frozenset(
+            end for end in self._ends & self._spared.keys() if self._spared[end][0] not in self._ends
+        )
 
     @property
     def rerouted_ends(self) -> frozenset[m.PeerId]:
@@ -247,7 +268,7 @@ class StalledStep:
         elif found := self._find_suspects(stalled, reporter, now_s):
             self._accusers.clear()
             del self._reporters[None]  # whoever accuses one root after the other remains noticed
-        elif found := self._find_newest(stalled.reason):
+        elif found := self._find_newest(stalled.reason, now_s):
             self._step = -1
         return found
 
@@ -267,7 +288,7 @@ class StalledStep:
             return {}
         return {most: (DISMISSED, f"reported {reports} of {times} stalls of step {self._step}: {reason}")}
 
-    def _find_newest(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
+    def _find_newest(self, reason: str, now_s: float) -> dict[m.PeerId, tuple[str, str]]:
         """Return the newest member if the step has stalled in many generations.
 
         If a broken connection caused the latest stall, only its ends are considered.
@@ -276,7 +297,7 @@ class StalledStep:
             return {}
         times, ends = self._reporters.total(), self._ends.intersection(self._run.present_members)
         newest = max(ends or self._run.present_members, key=self._run.workers.seniority)
-        self._spared |= ends - {newest}
+        self._spared |= {end: (newest, now_s) for end in ends - {newest}}
         what = "newer of two members whose connection breaks" if ends else "newest member"
         text = f"is the {what}, and step {self._step} failed in {times} generations: {reason}"
         return {newest: (DISMISSED, text)}

@@ -136,9 +136,8 @@ class Readiness:
         futile = self._futile(late, now_s)
         late = futile or late
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
-        if (
-            not futile and progressed_s + ready_s > now_s < self._forming_limit_s
-        ):  # a large state is being received
+        is_receiving = progressed_s + ready_s > now_s < self._forming_limit_s  # a large state
+        if is_receiving and not futile:
             run.view_change.wait_until(progressed_s + ready_s)
             return []
         run.view_change.wait_until(now_s + ready_s)
@@ -177,8 +176,12 @@ class Readiness:
             run.view_change.shorten_deadline(now_s)
 
     def _futile(self, late: Collection[m.PeerId], now_s: float) -> list[m.PeerId]:
-        """Return the newcomers whose connections broke repeatedly before any of the state arrived."""
-        run, failures = self._run, self._planner.link_failures
+        """Return the newcomers whose connections broke repeatedly before any of the state arrived.
+
+        One of them led to a member that may send the state: no other member can deny a newcomer its place.
+        """
+        run, failures, source = self._run, self._planner.link_failures, self._state_source()
+        senders = run.members if source is None else self._joining() | {source}
         root, size, ready = run.member_order[0], len(run.member_order), run.view_change.ready_histories
         waiting = self._joining().intersection(late).difference(ready)
         return [
@@ -186,6 +189,7 @@ class Readiness:
             for peer in sorted(waiting)
             if not run.workers[peer].state_progress.has_received
             and failures.failure_count(peer, now_s) >= FAILURES_BEFORE_FUTILE
+            and any(failures.has_broken(peer, sender, now_s) for sender in senders - {peer})
             and peer in failures.suspected_ends(peer, root, size, now_s)
         ]
 

@@ -16,7 +16,8 @@ the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of
 A member whose own link is bad reports each of its connections; its reports count like any others.
 
 A step that stalls because of a broken connection is a different question: one failure is enough, but its two
-ends are equally suspect until a second one of them fails (`suspected_ends`).
+ends are equally suspect until a second one of them fails (`suspected_ends`).  Two members that lie together
+can therefore have any third one dismissed, as they can with reports of other stalls.
 """
 
 from __future__ import annotations

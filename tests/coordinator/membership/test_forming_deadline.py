@@ -347,6 +347,16 @@ def test_a_newcomer_that_receives_the_state_is_waited_for_although_connections_b
     assert run.core.run.view_change.is_forming and run.present == "abc"
 
 
+def test_only_who_sends_the_state_can_end_the_wait_for_a_newcomer() -> None:
+    """b, which does not send it, reports that its connection to c breaks."""
+    run = Trained("abd", "c")
+    assert run.source == "a"
+    for _ in range(4):
+        run.say(run.by_letter["b"], m.ConnectionLost(1, run.core.generation, C))
+    run.seconds(1)
+    assert run.core.run.view_change.is_forming and run.source == "a" and run.present == "abcd"
+
+
 def test_newcomers_are_not_dismissed_for_the_connections_of_their_source() -> None:
     run = Trained("abe", "cd")
     run.seconds(3)

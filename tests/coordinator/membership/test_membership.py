@@ -38,7 +38,7 @@ from gridtrain_coordinator.run.events import (
     WorkerRemoved,
 )
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
-from gridtrain_coordinator.run.link_failures import LinkFailures
+from gridtrain_coordinator.run.link_failures import REMEMBERED_S, LinkFailures
 from gridtrain_coordinator.run.liveness import FEWEST_BEATS, MIN_SILENCE_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.unique_names import unique_name
@@ -777,6 +777,24 @@ def test_two_ends_of_a_broken_connection_use_another_route_before_either_is_dism
     ]
     assert rerouted == [False, False, True, True, True, False]
     assert [stall_by_link(run, D, [(B, D)])[0] for _ in range(3)] == [[], [], [B]]
+
+
+def test_who_is_dismissed_and_comes_back_cannot_cost_the_other_end_its_place() -> None:
+    """D alone reports that its connection to B breaks, and votes NO."""
+    run = Run(A, B, C, D)
+    assert [stall_by_link(run, D, [(D, B)])[0] for _ in range(6)] == [[]] * 5 + [[D]]
+    run.join(D)
+    for peer in (A, B, C):
+        run.report(peer)
+    run.start(A, B, C, D)
+    assert [stall_by_link(run, D, [(D, B)])[0] for _ in range(6)] == [[]] * 5 + [[D]]
+
+
+def test_who_stayed_when_another_was_dismissed_is_not_suspected_for_ever() -> None:
+    run = Run(A, B, C, D)
+    assert [stall_by_link(run, D, [(D, B)])[0] for _ in range(6)] == [[]] * 5 + [[D]]
+    run.now_s += REMEMBERED_S
+    assert [stall_by_link(run, C, [(C, B)])[0] for _ in range(6)] == [[]] * 5 + [[C]]
 
 
 def test_the_root_of_a_large_group_is_not_suspected_for_two_bad_links() -> None:

@@ -90,7 +90,7 @@ _NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 _monitors = itertools.count()
 _EVENT = struct.Struct("=Hi")  # a socket monitor's event: its number, and a descriptor or error number
-_ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
+_ADDRESS = re.compile(r"tcp://([^/\s;]+):(\d{1,5}|\*)")  # what follows a ";" libzmq would dial
 
 LOST_EVENTS = frozenset(
     {
@@ -239,6 +239,8 @@ def dialled_host(address: str) -> str:
     """Return the host of an address to dial; raise `TransportError` if the address is invalid."""
     try:
         _check_address(address)
+        if address.endswith(":*"):
+            raise zmq.ZMQError(errno.EINVAL)
     except zmq.ZMQError as error:
         raise _dial_error(address, error) from None
     return _host(address)
