@@ -228,6 +228,7 @@ class LocalSGDOptimizer(GridOptimizer):
     @torch.no_grad()
     def abort_turn(self) -> None:
         super().abort_turn()
+        self.local_calls = 0  # the parameters are the anchor, and a state that is loaded next replaces both
         if self._has_anchor:  # otherwise the parameters have not changed in this turn
             for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
                 parameter.copy_(anchor)
