@@ -91,13 +91,13 @@ DISMISSED = "dismissed"
 lost."""
 
 STALLED = "stalled"
+"""The code of a worker that was removed because its training loop made no progress while the other members
+waited.  The worker rejoins when its loop continues; no `JoinRefused` with this code is raised."""
 
 MTU_REMEDY = (
     "if small messages arrive and large ones do not, a router on the way drops large packets: lower the MTU "
     "of this machine's network interface, for example to 1280, or let the routers pass ICMP; then try again"
 )
-"""The code of a worker that was removed because its training loop made no progress while the other members
-waited.  The worker rejoins when its loop continues; no `JoinRefused` with this code is raised."""
 
 
 VERSION = "version"
