@@ -299,8 +299,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
         self._session.report_figures({})  # shows progress; the other workers may already wait in the round
-        if self._turn_start is not None and not self._has_changed_frozen:
-            self._session.serve_state()
+        if self._turn_start is not None:
+            self._session.serve_state(lambda: not self._has_changed_frozen)
 
     def _finish_local_steps(self) -> None:
         """Wait for the local steps on a GPU, so that the measured speed includes them."""

@@ -444,7 +444,13 @@ def test_a_state_that_is_captured_during_local_steps_is_that_of_the_last_exchang
     session, local, captured = optimizer._session, [], []
     before, shared = optimizer.capture_state(), flat(model)
     session.is_in_turn = True
-    session.serve_state = lambda: captured.append(optimizer.capture_state()) or local.append(flat(model))
+
+    def serve_state(may_copy):
+        assert may_copy()
+        captured.append(optimizer.capture_state())
+        local.append(flat(model))
+
+    session.serve_state = serve_state
     optimizer.begin_turn(EVERY)
     for step in range(EVERY):
         train_step(model, optimizer, step)
