@@ -94,14 +94,13 @@ STALLED = "stalled"
 """The code of a worker that was removed because its training loop made no progress while the other members
 waited.  The worker rejoins when its loop continues; no `JoinRefused` with this code is raised."""
 
+VERSION = "version"
+"""The code of `JoinRefused` for a worker with another version of the protocol."""
+
 MTU_REMEDY = (
     "if small messages arrive and large ones do not, a router on the way drops large packets: lower the MTU "
     "of this machine's network interface, for example to 1280, or let the routers pass ICMP; then try again"
 )
-
-
-VERSION = "version"
-"""The code of `JoinRefused` for a worker with another version of the protocol."""
 
 
 class JoinRefused(GridtrainError):

@@ -56,14 +56,15 @@ class RepartitionCache:
 
         Considers no more stages than the definition has.
         """
-        key = cuts, min(stages, setup.stages)
-        return self._cached("gain", key, lambda: repartition.is_worth_more_stages(setup, *key))
+        most = min(stages, setup.stages)
+        key = setup, cuts, most
+        return self._cached("gain", key, lambda: repartition.is_worth_more_stages(setup, cuts, most))
 
     def fit_fewer_stages(
         self, setup: m.Setup, peers: Sequence[m.PeerId], devices: Mapping[m.PeerId, Device], held: HeldSpans
     ) -> Repartition:
         """Return the result of `repartition.partition_over_fewer`, from the cache if possible."""
-        key = tuple(peers), tuple(devices.values()), tuple(held.items())
+        key = setup, tuple(peers), tuple(devices.values()), tuple(held.items())
         return self._cached(
             "fewer", key, lambda: repartition.partition_over_fewer(setup, peers, devices, held)
         )
@@ -80,7 +81,7 @@ class RepartitionCache:
         Only a failure is cached.  It depends on the devices alone, whereas a partition also depends on links,
         which change.
         """
-        key = tuple(peers), tuple(devices.values())
+        key = setup, tuple(peers), tuple(devices.values())
         assign = device_assignment.assign_devices
         result = self._cached("begin", key, lambda: assign(setup, peers, devices, cost_s))
         del self._latest["begin"]

@@ -124,8 +124,10 @@ class Identity:
 
 def make_private_folder(folder: Path) -> None:
     """Create the folder, accessible only to its owner, if it does not exist; likewise its parents."""
-    for each in (*reversed(folder.parents), folder):
-        each.mkdir(exist_ok=True, mode=0o700)
+    for parent in reversed(folder.parents):
+        if not parent.exists():
+            parent.mkdir(exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
 
 
 @contextlib.contextmanager

@@ -112,7 +112,8 @@ class LinkProbe:
         if peer not in self._pings_left:
             return
         self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
-        self._pings_left[peer] -= 1
+        # At least 0: a peer that connects during `begin` is pinged twice, and answers one ping more.
+        self._pings_left[peer] = max(0, self._pings_left[peer] - 1)
         if self._pings_left[peer] > 0:
             self._ping(peer, now_s)
 

@@ -529,7 +529,7 @@ def test_a_report_of_impossible_bounds_is_a_violation(bounds: tuple[int, ...]) -
     assert run.core.snapshot(run.now_s)["world_size"] == 0
 
 
-def test_a_partition_that_does_not_fit_is_searched_once_for_the_same_workers(
+def test_a_partition_that_does_not_fit_is_searched_once_for_the_same_workers_and_setup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched = []
@@ -539,8 +539,8 @@ def test_a_partition_that_does_not_fit_is_searched_once_for_the_same_workers(
         raise ConfigError("it does not fit", remedy="none")
 
     monkeypatch.setattr(repartition, "partition_over_fewer", search)
-    cache = RepartitionCache()
-    for peers in ((A, B), (A, B), (A, C)):
+    cache, other = RepartitionCache(), replace(SETUP, facts=(*SETUP.facts, "layers=2"))
+    for setup, peers in ((SETUP, (A, B)), (SETUP, (A, B)), (SETUP, (A, C)), (other, (A, C))):
         with pytest.raises(ConfigError):
-            cache.fit_fewer_stages(SETUP, peers, {}, {})
-    assert searched == ["a b", "a c"]
+            cache.fit_fewer_stages(setup, peers, {}, {})
+    assert searched == ["a b", "a c", "a c"], "before step 1, the same workers can define another setup"

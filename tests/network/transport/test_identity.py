@@ -15,7 +15,7 @@ import zmq
 
 from gridtrain.core.messages import Channel, CollectivePhase, Data, PayloadSlot, RoundId
 from gridtrain.errors import ConfigError, TransportError
-from gridtrain.network.transport.identity import Identity, claim_identity
+from gridtrain.network.transport.identity import Identity, claim_identity, make_private_folder
 from gridtrain.network.transport.interface import PeerUp, allow_all
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 
@@ -72,6 +72,12 @@ def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):
     assert modes == [0o600, 0o700, 0o700]
     assert Identity.load_or_create(file) == Identity.read(file) == identity
     assert [path.name for path in folder.iterdir()] == ["own.key"]  # nothing half-written is left
+
+
+def test_a_folder_below_a_file_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):  # not FileExistsError, because the folder does not exist
+        make_private_folder(tmp_path / "file" / "state")
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path):

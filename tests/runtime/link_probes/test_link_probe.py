@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -40,11 +41,15 @@ class Peers:
                 pass
 
 
-def measure(silent: set[m.PeerId]) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
+def measure(
+    silent: set[m.PeerId], connecting: Iterable[m.PeerId] = ()
+) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
     """The rates by peer, the round trips, and when the latter were reported."""
     peers = Peers(silent)
     probe = LinkProbe(peers, LIMIT_S, Random(1))  # type: ignore[arg-type]
     probe.begin(ev.ProbePeers(((ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1"))), 0.0)
+    for peer in connecting:
+        probe.peer_up(peer, 0.0)
     measured: dict[m.PeerId, tuple[float, float]] = {}
     for tick in range(1, round(LIMIT_S / TICK_S)):
         answers, peers.answers = peers.answers, []
@@ -71,3 +76,9 @@ def test_a_silent_target_does_not_prevent_the_bursts_to_the_others() -> None:
     assert measured.keys() == {ANNA} and min(measured[ANNA]) > 0
     assert dict(results.rtt_s) == {ANNA: pytest.approx(TICK_S)}
     assert reported_s == pytest.approx(0.8 * LIMIT_S)
+
+
+def test_a_target_that_connects_while_it_is_pinged_does_not_delay_the_report() -> None:
+    """The transport is connected when the probe begins, but its `PeerUp` is handled after that."""
+    _, _, reported_s = measure(set(), connecting={ANNA})
+    assert reported_s < 0.4 * LIMIT_S
