@@ -364,14 +364,21 @@ class GroupSession:
                 raise
             self.end_reason = refused.reason
 
-    def serve_state(self) -> None:
-        """Within a turn, perform the tasks that copy the state after the last step, without waiting.  Call
-        this method only if the function that captures the state leaves out what the turn has changed."""
+    def serve_state(self, may_copy: Callable[[], bool]) -> None:
+        """Within a turn, perform the tasks that copy the state after the last step, without waiting.
+
+        Args:
+            may_copy: a function that returns whether the function that captures the state leaves out what the
+                turn has changed.  It is called only if a copy is due.
+
+        If the I/O loop has ended, `begin` raises its error, unless the run has ended, too.
+        """
         while True:
-            snapshot = self.snapshot
+            snapshot = self._loop.mailbox.snapshot
             tasks = [task for task in snapshot.tasks if not isinstance(task, AddResiduals)]
             is_latest = snapshot.applied == self.tasks.applied  # otherwise an update is not applied yet
-            if not (tasks and is_latest and isinstance(tasks[0], CaptureState | CopySnapshot)):
+            is_due = tasks and is_latest and isinstance(tasks[0], CaptureState | CopySnapshot)
+            if not (is_due and may_copy()):
                 return
             self._run_task(tasks[0], snapshot)
 

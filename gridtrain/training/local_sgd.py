@@ -228,6 +228,7 @@ class LocalSGDOptimizer(GridOptimizer):
     @torch.no_grad()
     def abort_turn(self) -> None:
         super().abort_turn()
+        self.local_calls = 0  # the parameters are the anchor, and a state that is loaded next replaces both
         if self._has_anchor:  # otherwise the parameters have not changed in this turn
             for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
                 parameter.copy_(anchor)
@@ -298,8 +299,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
         self._session.report_figures({})  # shows progress; the other workers may already wait in the round
-        if self._turn_start is not None and not self._has_changed_frozen:
-            self._session.serve_state()
+        if self._turn_start is not None:
+            self._session.serve_state(lambda: not self._has_changed_frozen)
 
     def _finish_local_steps(self) -> None:
         """Wait for the local steps on a GPU, so that the measured speed includes them."""

@@ -274,6 +274,23 @@ def test_a_newcomer_receives_the_state_during_a_turn(new_group: Any) -> None:
     assert (first, step) == (0, 1) and model == same
 
 
+def test_an_error_of_the_connection_ends_no_turn_before_its_exchange(new_group: Any) -> None:
+    """A run that has ended ends its loops in order, also if the coordinator has gone since."""
+    calls = []
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        def each(loop: Loop) -> None:
+            calls.append(loop.optimizer.local_calls)
+            grid._session.connection.loop.mailbox.fail(EndpointKilled("the test"))
+
+        Loop(grid, gridtrain.Dense(), **OUTER).run(grid.batches(Numbered(100), batch_size=2, steps=4), each)
+
+    with new_group(workers=1) as group, pytest.raises(EndpointKilled):
+        group.start(train)
+        group.finish()
+    assert calls == [*range(EVERY)]
+
+
 @every_exchange
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @with_and_without_overlap

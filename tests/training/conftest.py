@@ -135,7 +135,7 @@ class _Session:
         self.plans.append(plan)
         return replace(plan)
 
-    def serve_state(self):
+    def serve_state(self, may_copy):
         pass
 
     def predict_plan(self):

@@ -444,13 +444,35 @@ def test_a_state_that_is_captured_during_local_steps_is_that_of_the_last_exchang
     session, local, captured = optimizer._session, [], []
     before, shared = optimizer.capture_state(), flat(model)
     session.is_in_turn = True
-    session.serve_state = lambda: captured.append(optimizer.capture_state()) or local.append(flat(model))
+
+    def serve_state(may_copy):
+        assert may_copy()
+        captured.append(optimizer.capture_state())
+        local.append(flat(model))
+
+    session.serve_state = serve_state
     optimizer.begin_turn(EVERY)
     for step in range(EVERY):
         train_step(model, optimizer, step)
         scheduler.step()
     assert captured == [before] * (EVERY - 1)
     assert not any(torch.equal(shared, each) for each in local)
+
+
+def test_a_state_that_is_loaded_after_an_interrupted_turn_is_the_one_that_is_sent(network):
+    other, source = trained(network)
+    model, optimizer = trained(network)
+    train_step(other, source, 7)
+    source.abort_turn()
+    for step in range(EVERY):
+        train_step(other, source, step)
+    optimizer.begin_turn(EVERY)
+    train_step(model, optimizer, 0)
+    optimizer.abort_turn()
+    assert optimizer.local_calls == 0 and not torch.equal(flat(model), flat(other))
+    state = source.capture_state()
+    optimizer.restore_state(state)
+    assert optimizer.capture_state() == state
 
 
 def test_replayed_updates_give_the_same_bits(network):

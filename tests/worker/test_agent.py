@@ -653,6 +653,20 @@ if os.fork() == 0:  # in a session of its own, as the processes of torchrun
 child = os.read(read, 10).decode()
 if ORPHAN: os.wait()
 """
+PASSES_SIGTERM_ON = """
+import os, signal, time
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+read, write = os.pipe()
+if (child := os.fork()) == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(0)))
+    os.write(write, b"1")
+    while True: time.sleep(600)
+os.read(read, 1)
+signal.signal(signal.SIGTERM, lambda *_: (os.kill(child, signal.SIGTERM), os.waitpid(child, 0), os._exit(0)))
+print("ready", child, sep="\\n", flush=True)
+while True: time.sleep(600)
+"""
 SAYS_WHAT_IT_STARTED = 'print("ready", child, sep="\\n", flush=True)\n'
 LEAVES_AN_ORPHAN_THAT_ENDS = """
 import os, time
@@ -964,6 +978,17 @@ def test_a_killed_agent_leaves_no_orphan_in_another_session(agent: StartAgent, i
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == -signal.SIGKILL
+
+
+@needs_proc
+def test_what_a_stopped_and_killed_agent_leaves_can_end_in_order(agent: StartAgent) -> None:
+    process = agent(PASSES_SIGTERM_ON, grace_s=600)
+    assert process.stdout is not None
+    started = process.stdout.readline().strip()
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: state_of(started) == "T")
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.communicate(timeout=WITHIN_S)[0] == "saved\n"
 
 
 @needs_proc

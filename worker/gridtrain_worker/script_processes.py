@@ -276,6 +276,7 @@ def watch(grace_s: float, mark: str) -> None:
     found = read_processes()
     known = with_descendants(roots | _marked(found, mark), found)
     has_group = signal_group(script, signal.SIGTERM)
+    send(known, signal.SIGCONT)  # those that were stopped can then end in order
     until_s = time.monotonic() + grace_s
     for _ in range(math.ceil(grace_s / WATCH_S) + MAX_SEARCHES):
         found = read_processes()

@@ -454,7 +454,8 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     After an error it is removed, and `path` stays as it is."""
     partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_private_folder(path.parent)
+    partial.mkdir()
     try:
         yield partial
         sync_files(partial)

@@ -33,7 +33,6 @@ from gridtrain.core.messages import Facts
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command, require
-from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.quantities import make_printable
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store
@@ -419,7 +418,6 @@ class RemoteStore:
             is_same = found.position.history.hex() == manifest.history
             if is_same and checkpoint_store.matches_facts(found.facts, facts):
                 return  # a copy would not have its residual
-        make_private_folder(parent)
         with checkpoint_store.replaced_folder(path) as copy:
             for file in manifest.files:
                 source = f"{self._folder(manifest.step)}/{file.stored_name}"

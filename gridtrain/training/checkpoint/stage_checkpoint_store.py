@@ -229,8 +229,6 @@ class StageCheckpointStore:
         if content is None:
             log.warning("the state of step %d is no longer in memory", held.applied + 1)
             return
-        folder = self.folder_of(held.layers)
-        make_private_folder(folder)
         checkpoint_store.save(content, self._replace(held.layers, held))
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:

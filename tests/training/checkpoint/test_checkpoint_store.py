@@ -38,6 +38,18 @@ def test_only_the_owner_may_read_a_new_folder(tmp_path: Path) -> None:
     assert modes == [0o700, 0o755], "permissions of an existing folder do not change"
 
 
+def test_only_the_owner_may_read_a_checkpoint_of_a_run_that_keeps_none(tmp_path: Path) -> None:
+    """Such as the residual of a worker that has left; nothing has made the folder before."""
+    before = os.umask(0o022)
+    try:
+        with checkpoint_store.replaced_folder(tmp_path / "run" / "state" / "left") as folder:
+            (folder / "note").write_text("1")
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "state")]
+    assert modes == [0o700, 0o700] and (tmp_path / "run" / "state" / "left" / "note").read_text() == "1"
+
+
 def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
