@@ -18,7 +18,8 @@ import gridtrain
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
-from gridtrain.pipeline.executor import StageExecutor, _StepExecution
+from gridtrain.pipeline.executor import StageExecutor
+from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.sdk.local_group import local
 
 SEED, STEPS = 3, 6
@@ -149,10 +150,10 @@ def test_a_stage_that_violates_the_agreed_spec_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would be a member of each generation, and each attempt would fail."""
-    real, hostile = _StepExecution._send, threading.Event()
+    real, hostile = RoundStageLink.send, threading.Event()
     culprit: list[str] = []
 
-    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
+    def send(self: RoundStageLink, to: int, channel: Any, buffers: Any) -> None:
         if hostile.is_set() and culprit == [threading.current_thread().name]:
             buffers = [buffers[0][:-4]]
         real(self, to, channel, buffers)
@@ -166,7 +167,7 @@ def test_a_stage_that_violates_the_agreed_spec_is_removed(
             pipe.step(inputs, targets)
         return "finished"
 
-    monkeypatch.setattr(_StepExecution, "_send", send)
+    monkeypatch.setattr(RoundStageLink, "send", send)
     with ThreadedGroup(tmp_path, workers=4, deadlines=LOSING) as group:
         group.start_all(train)
         ended = {f"worker-{number}": str(end) for number, end in enumerate(group.ends())}

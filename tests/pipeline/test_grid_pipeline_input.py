@@ -24,9 +24,10 @@ import gridtrain
 from gridtrain.core.stages.schedule import fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError, LineBroken
 from gridtrain.pipeline.boundary_specs import lone_sample_layer
-from gridtrain.pipeline.executor import StageExecutor, _StepExecution, share_tied_parameters
+from gridtrain.pipeline.executor import StageExecutor, share_tied_parameters
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
+from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
 from gridtrain.pipeline.validation import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
 from gridtrain.sdk.local_group import local
@@ -315,11 +316,11 @@ TOKENS = [(torch.tensor(i % 11), torch.tensor([float(i % 3)])) for i in range(64
 def test_a_stage_that_sends_an_unknown_token_is_removed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, lock = _StepExecution._send, threading.Lock()
+    real, lock = RoundStageLink.send, threading.Lock()
     culprit: list[str] = []
 
-    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
-        if culprit == [threading.current_thread().name] and self._number == 0:
+    def send(self: RoundStageLink, to: int, channel: Any, buffers: Any) -> None:
+        if culprit == [threading.current_thread().name] and self._stage == 0:
             numbers = np.frombuffer(buffers[1], np.int64).copy()
             numbers[0] = 10**9
             buffers = [buffers[0], numbers.view(np.uint8).data]
@@ -334,7 +335,7 @@ def test_a_stage_that_sends_an_unknown_token_is_removed_and_the_others_go_on(
             pipe.step(x, y)
         return "finished"
 
-    monkeypatch.setattr(_StepExecution, "_send", send)
+    monkeypatch.setattr(RoundStageLink, "send", send)
     with ThreadedGroup(tmp_path, workers=4, deadlines=LOSING) as group:
         group.start_all(train)
         ended = {f"worker-{number}": str(end) for number, end in enumerate(group.ends())}
@@ -346,17 +347,17 @@ def test_a_stage_that_sends_an_unknown_token_is_removed_and_the_others_go_on(
 def test_activations_that_are_not_finite_skip_the_step_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, skipped = _StepExecution._send, list[bool]()
+    real, skipped = RoundStageLink.send, list[bool]()
     sent: list[int] = []
 
-    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
-        if self._number == 0:
+    def send(self: RoundStageLink, to: int, channel: Any, buffers: Any) -> None:
+        if self._stage == 0:
             sent.append(1)
             if len(sent) == 3:  # the second step's first micro-batch
                 buffers = [np.full(buffers[0].nbytes // 4, np.nan, np.float32).view(np.uint8).data]
         real(self, to, channel, buffers)
 
-    monkeypatch.setattr(_StepExecution, "_send", send)
+    monkeypatch.setattr(RoundStageLink, "send", send)
 
     def step_recorded(pipe: Pipeline, x: Any, y: Any) -> float | None:
         loss = pipe.step(x, y)

@@ -31,7 +31,7 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.core.commit.attempts import Attempts, EarlyViolation
-from gridtrain.core.group.member_events import ApplyToBuffer, Send
+from gridtrain.core.group.member_events import ApplyToBuffer, Send, SendState
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.dense_payload import encode_slice, slice_bytes
@@ -594,7 +594,7 @@ def test_the_states_that_one_worker_requests_are_bounded() -> None:
     )
     sender.store(5, [b"own", bytes(1000)])
     for _ in range(10 * MAX_STATE_REQUESTS):
-        sender.request(C, 1, 5)
+        sender.request(SendState(C, 1, 5))
         sender.send_pending(transport)
     assert MAX_STATE_REQUESTS <= len(sent) <= 3 * MAX_STATE_REQUESTS
 

@@ -28,7 +28,7 @@ MAX_ITEMS = 64
 RUN_KEYS = ("name", "about", "script", "digest", "arguments", "files", "requires", "image", "data")
 DATA_KEYS = ("index", "file", "digest", "url", "bytes", "where")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_CODE = re.compile(r".*\.(py[cdow]?|pth|so[.0-9]*|dylib|dll|sh|exe|bat|cmd)", re.IGNORECASE)
+_CODE = re.compile(r".*\.(py[cdow]?|so[.0-9]*|dylib|dll|sh|exe|bat|cmd)", re.IGNORECASE)
 _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*>=\s*(\d+(?:\.\d+){0,3}))?")
 
 
