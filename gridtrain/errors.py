@@ -31,13 +31,14 @@ class GridtrainError(Exception):
         super().__init__(f"{reason} -> {remedy}" if remedy else reason)
 
 
-_NEVER_SENT = "disconnect the peer; a correct peer of the same version never sends this message"
+NEVER_SENT = "disconnect the peer; a correct peer of the same version never sends this message"
+"""The remedy of a `RemoteProtocolError` that has no other one."""
 
 
 class RemoteProtocolError(GridtrainError):
     """A peer violated the protocol.  The peer is disconnected; this process continues."""
 
-    def __init__(self, reason: str, *, remedy: str = _NEVER_SENT) -> None:
+    def __init__(self, reason: str, *, remedy: str = NEVER_SENT) -> None:
         super().__init__(reason, remedy=remedy)
 
 

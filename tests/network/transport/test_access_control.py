@@ -14,6 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Ping
+from gridtrain.errors import NEVER_SENT
 from gridtrain.network.transport import flood_detector
 from gridtrain.network.transport.interface import (
     ConnectionRole,
@@ -148,7 +149,8 @@ def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
     dealer.send_multipart(codec.encode(Ping(1)))
     next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert)
     mallory, anna = (identity_of(name).public.hex()[:8] for name in ("mallory", "anna"))
-    assert bert.events == [TransportViolation(None, f"key {mallory} sent a Hello as key {anna}")]
+    reason = f"key {mallory} sent a Hello as key {anna} -> {NEVER_SENT}"
+    assert bert.events == [TransportViolation(None, reason)]
     assert bert.transport.traffic.sent_messages == {}
 
 

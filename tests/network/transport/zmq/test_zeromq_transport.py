@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Ping, Pong, StateBlock
-from gridtrain.errors import TransportError
+from gridtrain.errors import NEVER_SENT, TransportError
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import (
@@ -116,7 +116,7 @@ def test_before_hello_nothing_is_listened_to(zeromq_net, mallory):
     dealer = mallory(bert)
     dealer.send_multipart(codec.encode(Ping(1)))
     zeromq_net.until(lambda: bert.events, bert)
-    assert bert.events == [TransportViolation(None, "Ping arrived before Hello")]
+    assert bert.events == [TransportViolation(None, f"Ping arrived before Hello -> {NEVER_SENT}")]
 
 
 def test_a_second_hello_does_not_rename_a_peer(zeromq_net, mallory, mallory_key):
