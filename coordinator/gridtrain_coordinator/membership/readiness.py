@@ -45,7 +45,6 @@ Without this limit, a member that sends or receives very slowly could delay the 
 LOADING_PERIODS = 6
 """How long a member may take to load a state once it has arrived, in multiples of `Deadlines.ready_s`."""
 
-
 FAILURES_BEFORE_FUTILE = 2
 """How often a newcomer's connections may break before any of the state has arrived.
 

@@ -23,6 +23,7 @@ can therefore have any third one dismissed, as they can with reports of other st
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from gridtrain.core.messages import PeerId
 
@@ -70,11 +71,7 @@ class LinkFailures:
         Every member is connected to the root, so the root's failures count only as one unless it has lost
         more than half of its connections.
         """
-        others: dict[PeerId, set[PeerId]] = {}
-        for (one, other), times_s in self._times_s.items():
-            if times_s[-1] >= now_s - WINDOW_S:
-                others.setdefault(one, set()).add(other)
-                others.setdefault(other, set()).add(one)
+        others = _peers_by_end(pair for pair, at in self._times_s.items() if at[-1] >= now_s - WINDOW_S)
         counts = {end: len(others[end]) for end in (peer, *others.get(peer, ())) if end in others}
         if counts.get(root, 0) <= (members - 1) // 2 and root in counts:
             counts[root] = 1
@@ -134,12 +131,16 @@ class LinkFailures:
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]
         self._avoided &= self._broken_s.keys()
-        others: dict[PeerId, set[PeerId]] = {}
-        for (one, other), at_s in self._broken_s.items():
-            if at_s >= now_s - within_s:
-                others.setdefault(one, set()).add(other)
-                others.setdefault(other, set()).add(one)
-        return others
+        return _peers_by_end(pair for pair, at_s in self._broken_s.items() if at_s >= now_s - within_s)
+
+
+def _peers_by_end(pairs: Iterable[tuple[PeerId, PeerId]]) -> dict[PeerId, set[PeerId]]:
+    """Map each end of the pairs to the other ends."""
+    others: dict[PeerId, set[PeerId]] = {}
+    for one, other in pairs:
+        others.setdefault(one, set()).add(other)
+        others.setdefault(other, set()).add(one)
+    return others
 
 
 def _pair(one: PeerId, other: PeerId) -> Pair:
