@@ -57,6 +57,7 @@ class ScriptedMember:
         history: bytes | None = None,
         ledger: m.LedgerState | None = None,
         bounds: tuple[int, ...] = (),
+        decided: m.RoundId | None = None,
     ) -> list[ev.MemberEffect]:
         """A member list and then its view, whose effects are returned; by default with its own history."""
         members = tuple(members)
@@ -65,6 +66,6 @@ class ScriptedMember:
         state = ledger or m.LedgerState(step=applied + 1)
         return self.say(
             m.MembershipView(
-                1, generation, len(members), m.Verdict.ABORT, None, applied, then, state, "why", "", bounds
+                1, generation, len(members), m.Verdict.ABORT, decided, applied, then, state, "why", "", bounds
             )
         )

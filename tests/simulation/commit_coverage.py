@@ -203,7 +203,7 @@ class CommitCoverage:
             self.mark("6 the MembershipView ends an open round")
         elif away:
             self.mark("9 rejoins prepared: applies it")
-        elif view.decided_round == ended.round:
+        elif view.verdict is m.Verdict.COMMIT:
             self.mark("6 COMMIT by Freeze: all of S are prepared")
         else:
             self.mark("6 at A - 1, prepared: applies A")

@@ -319,6 +319,52 @@ def test_a_leaving_worker_transfers_its_residual(kind: str) -> None:
     assert passed_on, "the second one receives the residual of the first one at least once"
 
 
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_an_update_equal_to_that_of_an_aborted_round_does_not_commit_that_round(seed: int) -> None:
+    """The root is frozen in step 0; the other worker and a newcomer repeat it without the root's samples.
+
+    None of their values is among the 5 entries of the update, so both updates are equal, and the root returns
+    prepared.  Its new residual contains the samples, but they are assigned to other workers.
+    """
+
+    def gradient(position: int) -> np.ndarray:
+        values = np.zeros(N, np.float32)
+        batch, value = ((10, 1), (0, 8), (5, 3), (5, 4))[position // 3]
+        values[batch : batch + 5] = value
+        return values
+
+    def compute_s(peer: m.PeerId) -> float:
+        core = world.workers[peer].core
+        if core.generation != 1 or core.step:
+            return 0.3 if core.step else 0.0
+        return 0.05 if core.rank_assignment is not None and core.rank_assignment.rank == 0 else 0.3
+
+    def freeze_root() -> None:
+        for worker in workers:
+            at = worker.core.rank_assignment
+            if at is not None and at.rank == 0 and worker.core.next_round is None and worker.has_computed:
+                worker.freeze(4.0)
+                world.slow_next_restore = True
+                world.join()
+                return
+        world.at(world.now_s + 0.001, freeze_root)
+
+    book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
+    setup = m.Setup((("kind", "star"),), m.LedgerSpec(12, 1, epochs=1), 3, None)
+    make = partial(ToyTrainer, "star", book, gradient)
+    world = World(seed, make, NEIGHBOURS["star"], setup, min_workers=1, delay_s=(0.0005, 0.002))
+    world.compute_s = compute_s  # type: ignore[method-assign]
+    workers = [world.join(), world.join()]
+    freeze_root()
+    world.run(60.0)
+    assert world.finished and len(world.alive) == 3
+    rounds = {round_id for _, round_id, _ in world.log.commits}
+    assert len({round_id.step for round_id in rounds}) == len(rounds)
+    trainers: list[Any] = [worker.trainer for worker in world.alive]
+    counted = trainers[0].model + sum(trainer.residual for trainer in trainers)
+    assert np.array_equal(counted, sum(map(gradient, range(12))))
+
+
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_group_without_faults_trains_to_the_end(kind: str) -> None:
     world, book = build(1, kind, workers=4)

@@ -267,7 +267,8 @@ def decide_open_step(run: RunState, reports: Mapping[m.PeerId, m.FreezeReport]) 
     """Decide the open step from the reports of members that hold a state."""
     shares = [(member.peer, member.share) for member in run.member_list]
     eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
-    return decide_outcome(eldest_first, run.defined_setup.ledger, shares, in_stages=run.partition.is_pipeline)
+    spec, in_stages = run.defined_setup.ledger, run.partition.is_pipeline
+    return decide_outcome(eldest_first, spec, shares, view=run.view, in_stages=in_stages)
 
 
 def initial_outcome() -> Outcome:

@@ -27,7 +27,8 @@ class Outcome:
     """The state with which the next generation begins.
 
     Attributes:
-        decided_round: the round that was committed; None for ABORT.
+        decided_round: for COMMIT, the round that is committed; for ABORT, the round in which step `applied`
+            was committed, of which only the generation counts, or None if the generation is not known.
         applied, history, ledger: the state after the verdict.
         state_holders: members that hold this state, or will hold it once they have executed the verdict.
     """
@@ -45,6 +46,7 @@ def decide_outcome(
     spec: m.LedgerSpec,
     shares: Sequence[tuple[m.PeerId, int]],
     *,
+    view: m.MembershipView | None = None,
     in_stages: bool = False,
 ) -> Outcome:
     """Decide whether the interrupted step is committed; return the state that all members must then hold.
@@ -53,6 +55,7 @@ def decide_outcome(
         reports: reports of the members that hold a state (at least one), beginning with the longest-serving
             member's.  If the histories differ, the run continues with the history that most members have.
         shares: shares of the frozen generation's members, in rank order.
+        view: the frozen generation's view; None if it is not known.
         in_stages: whether the model is partitioned into stages.  The members of a pipeline then share a
             gradient, so all samples of an aborted step are assigned again, and the step is recomputed.
     """
@@ -60,7 +63,7 @@ def decide_outcome(
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
     first = _majority_report([report for report in reports.values() if report.applied == applied])
     history, state = first.history, first.ledger
-    verdict, decided = m.Verdict.ABORT, None
+    verdict, decided = m.Verdict.ABORT, _round_of(applied, view)
     prepared = {(report.prepared, report.digest, report.flags) for report in reports.values()}
     if len(prepared) == 1 and first.prepared is not None and first.prepared.step == applied + 1:
         verdict, decided, applied = m.Verdict.COMMIT, first.prepared, applied + 1
@@ -74,6 +77,19 @@ def decide_outcome(
         state = data_ledger.release_holders(spec, state) if in_stages else state
     holding = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
     return Outcome(verdict, decided, applied, history, state, holding)
+
+
+def _round_of(applied: int, view: m.MembershipView | None) -> m.RoundId | None:
+    """Return the round in which step `applied` was committed, with attempt 0, if its generation is known.
+
+    Args:
+        applied: the last step that was committed when the generation of `view` was frozen.
+    """
+    if view is None or applied < view.applied:
+        return None
+    if applied == view.applied:
+        return view.decided_round
+    return m.RoundId(view.term, view.generation, applied, 0)
 
 
 def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:

@@ -395,11 +395,10 @@ class Generation:
 
         If the member then does not hold the state of `view`, it is marked as not synced.
         """
-        attempts, prepared = self.attempts, self.attempts.prepared_attempt
-        digest = prepared.digest if prepared is not None else None
-        is_applied = self._context.replica_state.apply_verdict(view, digest)
+        prepared, digest, flags = self.attempts.prepared_vote
+        is_applied = self._context.replica_state.apply_verdict(view, prepared, digest)
         if is_applied and prepared is not None:
-            resolved = ResolveRound(prepared.round_id, True, attempts.flags, view.reason)
+            resolved = ResolveRound(prepared, True, flags, view.reason)
             return [resolved, *self._means.cancel()]
         return self.abandon(view.reason)
 

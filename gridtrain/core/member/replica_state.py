@@ -108,20 +108,23 @@ class ReplicaState:
         self.applied, self.is_modified = step, True
         self.history = extend_history(self.history, digest)
 
-    def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
+    def apply_verdict(
+        self, view: m.MembershipView | m.StandbyNotice, prepared: m.RoundId | None, digest: bytes = b""
+    ) -> bool:
         """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
 
         If this worker then does not hold the state of `view`, it is no longer synced.
 
         Args:
-            prepared: the digest of the prepared update; None if there is none.
+            prepared: the round of the prepared update; None if there is none.
+            digest: the digest of that update.
 
         Returns:
             Whether the prepared update was applied.
         """
         if prepared is not None and view.applied == self.applied + 1:
-            history = extend_history(self.history, prepared)
-            if history == view.history:
+            history = extend_history(self.history, digest)
+            if history == view.history and not _was_repeated(prepared, view):
                 self.applied, self.history, self.is_modified = view.applied, history, True
                 return True
         self.is_synced = self.is_synced and (view.applied, view.history) == self.position
@@ -181,3 +184,13 @@ class ReplicaState:
         return m.FreezeReport(
             term, generation, has_state, *self.position, self.ledger, prepared, digest, flags, layers
         )
+
+
+def _was_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice) -> bool:
+    """Return whether the step of the prepared round was committed in another generation.
+
+    The updates of both generations can be equal, for example if none of this worker's values is in them.  But
+    then its new residual must not be kept: its samples were assigned to other members.
+    """
+    decided = view.decided_round if isinstance(view, m.MembershipView) else None
+    return decided is not None and decided.generation != prepared.generation

@@ -501,7 +501,8 @@ class MembershipView(GenerationMessage):
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
-        decided_round: the round that the verdict commits; None if the verdict is ABORT.
+        decided_round: the round that the verdict commits; if the verdict is ABORT, the round in which step
+            `applied` was committed, of which only the generation counts, or None if it is not known.
         applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
         exchange: if the script leaves the choice of the exchange to the coordinator, the chosen exchange, as
             `Exchange.describe` writes it; empty before the choice, when no round can begin.

@@ -46,6 +46,19 @@ def test_honest_members_are_one_step_apart_and_the_later_one_counts() -> None:
     assert (outcome.applied, holders(outcome)) == (10, "abc")
 
 
+def test_the_round_of_the_last_committed_step_is_known_by_its_generation() -> None:
+    earlier = m.RoundId(1, 5, 9, 1)
+    view = m.MembershipView(1, 7, 1, m.Verdict.ABORT, earlier, 9, TRUE, m.LedgerState(), "")
+
+    def round_of(one: m.FreezeReport, view: m.MembershipView | None) -> m.RoundId | None:
+        return decide_outcome({b"a" * 32: one}, SPEC, [(b"a" * 32, 4)], view=view).decided_round
+
+    assert round_of(report(9), view) == earlier, "the generation has committed no step"
+    assert round_of(report(12), view) == m.RoundId(1, 7, 12, 0)
+    assert round_of(report(9), None) is None
+    assert round_of(prepared(9), view) == prepared(9).prepared
+
+
 def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
     outcome = outcome_of(report(9), report(50, FALSE), report(9))
     assert (outcome.applied, outcome.history, holders(outcome)) == (9, TRUE, "ac")

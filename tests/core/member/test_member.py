@@ -641,6 +641,29 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     assert worker.core.is_synced is prepared
 
 
+@pytest.mark.parametrize("committed_in", [1, 2, None])
+def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_was_repeated(
+    committed_in: int | None,
+) -> None:
+    """The others have committed an equal update without it: its residual would count their samples again."""
+    worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
+    worker.hear(ev.PeerConnected(A))
+    worker.install(1, members)
+    worker.say(m.StartGeneration(1, 1))
+    open_round = m.RoundId(1, 1, 0, 0)
+    worker.hear(ev.SubmitRound(open_round, {}))
+    worker.hear(ev.DigestComputed(b"d" * 32))
+    decided = m.RoundId(1, committed_in, 0, 0) if committed_in is not None else None
+    history = extend_history(EMPTY_HISTORY, b"d" * 32)
+    back = [members[0], replace(members[1], joining=True)]
+    effects = worker.install(3, back, applied=0, history=history, decided=decided)
+    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
+    is_ours = committed_in != 2
+    assert (resolved.round, resolved.committed) == (open_round, is_ours)
+    requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
+    assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)
+
+
 @pytest.mark.parametrize(
     ("applied", "told"),
     [
