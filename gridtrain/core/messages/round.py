@@ -62,7 +62,7 @@ class Decision(Message):
 
 @message(53)
 class RoundProgress(Message):
-    """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
+    """Report that the sender is alive and working on this round; the receiver then extends its timeouts."""
 
     round: RoundId
     progress: UInt

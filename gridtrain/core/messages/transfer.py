@@ -169,8 +169,8 @@ class StateBlock(GenerationMessage):
 class CheckpointRequest(GenerationMessage):
     """Request for the receiver's checkpoint of these layers, taken after the MembershipView's step.
 
-    The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
-    answer the request.
+    The member list must say that the requester assembles its stage from the checkpoint.  The receiver answers
+    with CheckpointBlocks.
     """
 
     layers: Span
