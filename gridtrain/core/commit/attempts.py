@@ -477,7 +477,7 @@ class Attempts:
     def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
         if data.flags & ~self._possible_flags:
             raise RemoteProtocolError(
-                f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only "
+                f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only the flags "
                 f"{self._possible_flags:#x} can be set",
             )
         effects = collective.handle(rank, data.slot, data.flags, data.payload)

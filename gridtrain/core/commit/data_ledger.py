@@ -157,7 +157,7 @@ def assign(
         raise LocalProtocolError(f"positions of step {state.step} are assigned to non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
-    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # never consumed
+    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # no step would consume them
     if is_last or is_finished(spec, state):
         return {peer: () for peer in peers}
 

@@ -380,7 +380,7 @@ class Generation:
 
     @property
     def known_means(self) -> Mapping[MeanKey, float]:
-        """The averages that the trainer has received, for the next generation."""
+        """The averages that the trainer has received, for use in the next generation."""
         return self._means.known
 
     def freeze(self) -> None:
@@ -585,7 +585,7 @@ class Generation:
         effects = checkpoints.report()
         # If neither is true, the MembershipView may be old; see `start`.
         has_begun = self._is_ready_sent or self._is_forming
-        if context.replica_state.is_synced and has_begun:  # written while the group rolled back
+        if context.replica_state.is_synced and has_begun:  # some may have been written during a rollback
             effects += checkpoints.discard(context.replica_state.applied)
         if context.is_pipelined and self._is_running:
             effects += checkpoints.replicate(assignment, new, context.peer_links.connected)

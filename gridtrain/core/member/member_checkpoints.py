@@ -46,7 +46,7 @@ class MemberCheckpoints:
         self._coordinator_link = coordinator_link
         self.stored: tuple[m.CheckpointInfo, ...] = ()
         self.loading: tuple[m.CheckpointInfo, ...] = ()
-        self._generation = 0  # named in reports; 0: none
+        self._generation = 0  # the generation that reports name; 0 if there is none
         self._saving: m.CheckpointInfo | None = None  # the state in memory, while it is being written
         self._has_failed_write = False  # the state in memory cannot be written
         self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # for checkpoints not stored yet

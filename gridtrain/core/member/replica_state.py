@@ -35,7 +35,7 @@ class ReplicaState:
         self.applied = -1
         self.history = EMPTY_HISTORY
         self.ledger = m.LedgerState()
-        self._learned_samples = self._learned_until = 0  # until: the step at which the samples last changed
+        self._learned_samples = self._learned_until = 0  # _until: the step at which _samples last changed
         self.is_synced = False
         self.memory_layers: m.Span | None = None
         self.is_modified = False

@@ -65,10 +65,10 @@ class ScalarMeans:
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # the average, ranks without a value
         self._submitted: dict[int, int] = {}  # by rank: the latest step for which it makes no more calls
-        self._reported_step = -1  # of `trainer_submitted`
+        self._reported_step = -1  # the latest step that `trainer_submitted` has reported
         self._is_asked = False  # whether the root wants to know when this member has submitted
         self._asked_ranks: set[int] = set()
-        self._missing: set[int] = set()  # the ranks without a value in the awaited average, from the root
+        self._missing: set[int] = set()  # according to the root: ranks without a value in the awaited average
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's value in the awaited average

@@ -140,15 +140,15 @@ class Stragglers:
         self._absent_since_s = math.inf  # when the first step of the absence opened
         # Of the open step:
         self._opened_s = math.inf
-        self._step = 0  # once this member or another one has submitted
+        self._step = 0  # valid once this member or another one has submitted
         self._requested_settings: bytes | None = None  # from the root's request that this member be absent
         self._takes_part = False  # the trainer has begun to submit, or must not be absent
-        self._has_contributed_nothing = False  # to an attempt
-        self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that wait
+        self._has_contributed_nothing = False  # an empty contribution to an attempt was accepted
+        self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that are waiting
         # Of the open attempt:
         self._submission: tuple[m.RoundId, float, bytes] | None = None
         self._is_reported = False
-        self._requested: set[int] = set()  # by the root
+        self._requested: set[int] = set()  # on the root: the ranks that it has asked to be absent
 
     def _open_step(self, now_s: float) -> None:
         self._opened_s = now_s

@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start to catch up from these sources, (peer, address) pairs, or replace the current sources."""
+        """Start to catch up from these (peer, address) pairs, which replace any current sources."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected

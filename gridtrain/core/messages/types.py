@@ -165,9 +165,9 @@ class LedgerSpec:
             return f"{self}; the delay must be 0 or 1"
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
-                f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')}, "
-                f"the smallest with {min(self.shards)}; each shard must have at least 1 sample, and all of "
-                f"them together {self.size}"
+                f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')} "
+                f"({min(self.shards)} in the smallest); each shard must have at least 1 sample, and all of "
+                f"them together must have {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
