@@ -3,8 +3,8 @@
     rank 1 of 6 in a butterfly    fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
                                                ^ the current hop
 
-A payload that this rank sends in a hop is sent when the hop begins.  If the rank also receives a payload in
-that hop, the next hop begins after the received payload has been merged or adopted.
+A payload that this rank sends in a hop is sent when the hop begins.  If the rank receives a payload in the
+hop, the next hop begins when the received payload has been merged or adopted.
 """
 
 from __future__ import annotations

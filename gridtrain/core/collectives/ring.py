@@ -1,4 +1,4 @@
-"""Dense all-reduce on a ring: reduce-scatter, then all-gather (Baidu, 2017); computes the number of slices.
+"""Dense all-reduce on a ring (reduce-scatter, then all-gather; Baidu, 2017), and the number of its slices.
 
 The vector is split into P segments, and each segment into slices.  Slices travel independently, so all links
 are busy at the same time.  Each slice goes around the ring twice.  For example, with P = 3 the sum of segment

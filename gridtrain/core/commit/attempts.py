@@ -346,7 +346,7 @@ class Attempts:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """If the root has reconnected, repeat the vote, because the vote or the decision may be lost."""
+        """If the root has reconnected, repeat the vote, because the vote or its answer may have been lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []

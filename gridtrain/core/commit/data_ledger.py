@@ -157,7 +157,8 @@ def assign(
         raise LocalProtocolError(f"positions of step {state.step} are assigned to non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
-    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # no step would consume them
+    # With a delay, the last step assigns no batches, because no later step would consume them.
+    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps
     if is_last or is_finished(spec, state):
         return {peer: () for peer in peers}
 

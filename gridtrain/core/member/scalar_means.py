@@ -128,7 +128,7 @@ class ScalarMeans:
         return effects
 
     def trainer_submitted(self, step: int) -> list[MemberEffect]:
-        """Report that the trainer has submitted `step`, and makes no more calls for this or earlier steps.
+        """Report that the trainer has submitted `step` and will make no more calls for this or earlier steps.
 
         The root records this; any other member reports it to the root, once, if the root has asked.
         """

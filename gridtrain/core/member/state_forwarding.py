@@ -76,7 +76,7 @@ class StateForwarding:
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
         """Record that a block arrived; ignore blocks from upstream that have arrived before.
 
-        After a lost connection, blocks may arrive twice, because those in transit are requested again.
+        After a connection is lost, blocks may arrive twice, because those in transit are requested again.
         """
         if peer == self.upstream:
             if index < self._next_block:

@@ -165,9 +165,9 @@ class LedgerSpec:
             return f"{self}; the delay must be 0 or 1"
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
-                f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')} "
-                f"({min(self.shards)} in the smallest); each shard must have at least 1 sample, and all of "
-                f"them together must have {self.size}"
+                f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')}, "
+                f"{min(self.shards)} of them in the smallest shard; each shard must have at least 1 sample, "
+                f"and all of them together must have {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
@@ -251,7 +251,7 @@ class Member:
     address: Address
     share: Count
     joining: bool
-    donor: SourceRank = -1  # the journal uses this field's name, like the others, as a key
+    donor: SourceRank = -1  # the journal uses this name, like all field names, as a key
     pieces: Annotated[tuple[tuple[Span, Count], ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
     digest: Digest = b""
     piece_digests: Annotated[tuple[Digest, ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
