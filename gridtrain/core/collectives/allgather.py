@@ -43,7 +43,7 @@ class AllGather(CollectiveBase):
 
     def __init__(self, rank: int, world_size: int, flags: int, *, direct: bool = False) -> None:
         super().__init__("all-gather", rank, world_size, flags)
-        self._own_flags = int(flags)  # `_flags` includes those of payloads that arrived before the start
+        self._own_flags = int(flags)  # `_flags` may include flags of payloads that arrived before the start
         self._direct = direct
         # For each origin whose payload has not arrived: the payload's sender and slot.
         self._missing = {origin: self._arrival(origin) for origin in range(world_size) if origin != rank}

@@ -125,8 +125,8 @@ class Collective(Protocol):
         A payload that arrives early is stored until it is due.
 
         Raises:
-            RemoteProtocolError: the payload cannot belong to this collective, because the slot is impossible,
-                belongs to another sender or has already arrived.
+            RemoteProtocolError: the payload cannot belong to this collective, because its slot is impossible
+                or belongs to another sender, or a payload with this slot has already arrived.
         """
         ...
 

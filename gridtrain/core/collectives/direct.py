@@ -1,4 +1,4 @@
-"""All-reduce in two hops (small dense models, gTop-k) through each segment's owner, which returns the sum.
+"""All-reduce in two hops (small dense models, gTop-k): the owner of each segment sums it and returns the sum.
 
 The vector is split into P segments, and each segment into slices, as in a ring; a sparse segment has one
 slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0 for P = 4:
@@ -8,13 +8,13 @@ slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0
                    3                             3
 
 All segments are exchanged at the same time, so each member sends and receives as much as in a ring,
-2 (P - 1) / P vectors, but a value passes 2 hops instead of 2 (P - 1).  This is faster for vectors that are so
-small that hops cost more time than bytes.  Every member is connected to every other member.
+2 (P - 1) / P vectors, but a value takes 2 hops instead of 2 (P - 1).  This is faster for small vectors, for
+which the hops cost more time than the bytes.  Every member is connected to every other member.
 
 The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1 (modulo P),
 in the same order as a ring, so both produce bit-identical results.  A payload that arrives too early is
-deferred; at most one payload is deferred for each sender and slice, and none that is longer than the longest
-slice.
+deferred, at most one for each sender and slice; a payload that is longer than the longest slice violates the
+protocol.
 
 All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
 A retry starts from the beginning, because it repeats only two hops.
@@ -68,8 +68,8 @@ class DirectAllReduce(CollectiveBase):
         super().__init__("direct", rank, world_size, flags)
         self._most_bytes = most_bytes
         self._slices = slices
-        # The ring's order of additions, also used for sending, so that the members do not all send first to
-        # the same rank.
+        # The ring's order of additions.  It is also the order of sending, so that the members do not all send
+        # to the same rank first.
         self._others = [(rank + distance) % world_size for distance in range(1, world_size)]
         self._missing = {
             (sender, slot)
@@ -111,7 +111,7 @@ class DirectAllReduce(CollectiveBase):
     def _check_length(self, from_rank: int, slot: PayloadSlot, payload: Any) -> None:
         """Raise `RemoteProtocolError` if the payload is too long to be stored until it is due.
 
-        A payload may be up to 64 MiB long; the buffer checks the exact length only when it adds the payload.
+        A message can carry up to 64 MiB; the buffer checks the exact length only when it adds the payload.
         """
         if self._most_bytes is not None and len(payload) > self._most_bytes:
             raise RemoteProtocolError(

@@ -3,8 +3,8 @@
     rank 1 of 6 in a butterfly    fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
                                                ^ the current hop
 
-If this rank sends a payload in the current hop, it has already sent it.  The hop ends when the payload that
-this rank receives in it, if any, has been merged or adopted; only then does the next hop begin.
+A payload that this rank sends in a hop is sent when the hop begins.  If the rank receives a payload in the
+hop, the next hop begins when the received payload has been merged or adopted.
 """
 
 from __future__ import annotations

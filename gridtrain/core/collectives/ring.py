@@ -1,4 +1,4 @@
-"""Dense all-reduce on a ring, and the size of its slices: reduce-scatter, then all-gather (Baidu, 2017).
+"""Dense all-reduce on a ring (reduce-scatter, then all-gather; Baidu, 2017), and the number of its slices.
 
 The vector is split into P segments, and each segment into slices.  Slices travel independently, so all links
 are busy at the same time.  Each slice goes around the ring twice.  For example, with P = 3 the sum of segment
@@ -38,7 +38,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
-"""The values of a byte in RESUME: the rank lacks both messages of the slice, only GATHER, or neither."""
+"""The values of a byte in RESUME: the rank lacks both messages of the slice, only GATHER, or no message."""
 
 MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024

@@ -25,7 +25,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 def schedule(rank: int, world_size: int) -> list[Hop]:
     """Return all hops of `rank` in order."""
     height = (world_size - 1).bit_length()
-    own = (rank & -rank).bit_length() - 1 if rank else height  # the hop at which it sends to its parent
+    own = (rank & -rank).bit_length() - 1 if rank else height  # the hop in which the rank sends to its parent
     children = [hop for hop in range(own) if rank + (1 << hop) < world_size]
     hops = [_merge(rank, world_size, hop) for hop in children]
     if rank:

@@ -9,9 +9,8 @@ is open at that time, so votes, decisions and failures wait until the trainer ha
 
 In a pipeline, the members wait for each other's activations long before there is a gradient.  The attempt
 therefore opens before the first activation is sent (`submit(has_more=True)`), so that all members stop
-waiting if one of them is lost or votes NO.
-The trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
-(`add_collectives`) up to the last one.
+waiting if one of them is lost or votes NO.  The trainer is notified of each complete collective
+(`CollectiveCompleted`), and adds more collectives (`add_collectives`) until it has added the last one.
 
 A message that a correct member could have sent is processed, deferred or dropped; any other message raises
 `RemoteProtocolError`.  Section 6 of PROTOCOL.md defines the rules.
@@ -69,7 +68,7 @@ The size covers a flow control window (32 MiB), one message beyond the window (6
 MAX_STALE_MESSAGES = 20_000
 """Maximum number of messages for past rounds that a correct peer can send between two commits.
 
-Reading a message that is then dropped costs as much as reading any other.
+Reading a message only to drop it costs as much as reading any other message.
 """
 
 MAX_STEPS_AHEAD = 1
@@ -192,7 +191,7 @@ class Attempts:
         """
         if self.open_attempt is not None:
             raise LocalProtocolError(
-                f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
+                f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} was open"
             )
         return self._add(collectives) + self._replay_all(now_s)
 
@@ -220,7 +219,7 @@ class Attempts:
         """
         if self.open_attempt is not None:
             raise LocalProtocolError(
-                f"round {round_id} was submitted while {self.open_attempt.round_id} is open"
+                f"round {round_id} was submitted while {self.open_attempt.round_id} was open"
             )
         world_size = self.rank_assignment.world_size
         self.open_attempt = TwoPhaseCommit(round_id, self.rank, world_size, timeout_s, now_s)
@@ -319,7 +318,7 @@ class Attempts:
         """
         attempt = self.open_attempt
         if attempt is None or attempt.vote is not None:
-            return []  # if voted: an effect before ComputeDigest failed, and the vote was NO
+            return []  # a vote already cast was NO, because an effect before ComputeDigest had failed
         if is_absent(self.flags, self.rank) != self.is_absent:
             state = "present" if self.is_absent else "absent"
             return self.fail(f"the round's flags say that this member is {state}", now_s)
@@ -347,7 +346,7 @@ class Attempts:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """If the root has reconnected, repeat the vote: it or the decision may have been lost."""
+        """If the root has reconnected, repeat the vote, because the vote or its answer may have been lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
@@ -470,7 +469,7 @@ class Attempts:
                     f"{self._current_round}",
                 )
             return list(self._advance_collective(collective, rank, message))
-        assert attempt is not None, "only data are delivered before the attempt opens"
+        assert attempt is not None, "only payloads are delivered before the attempt opens"
         if isinstance(message, m.Vote):
             return self._process_commit_effects(attempt, attempt.count_vote(rank, message, now_s))
         return self._process_commit_effects(attempt, attempt.accept_decision(rank, message))
@@ -478,7 +477,7 @@ class Attempts:
     def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
         if data.flags & ~self._possible_flags:
             raise RemoteProtocolError(
-                f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only "
+                f"rank {rank} sent data with the flags {data.flags:#x}; in this generation only the flags "
                 f"{self._possible_flags:#x} can be set",
             )
         effects = collective.handle(rank, data.slot, data.flags, data.payload)
@@ -539,7 +538,7 @@ class Attempts:
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Return whether each ring in `now` resumes its channel's ring in `before` or, without one, starts over.
+    """Return whether each ring in `now` resumes its channel's ring in `before`, or is new if there is none.
 
     Both arguments contain the collectives of one attempt, by channel.  A ring can be resumed only if all
     members resume it.

@@ -111,9 +111,10 @@ def count_samples(spans: Iterable[Span]) -> int:
 
 
 def predict_consumed(spec: LedgerSpec, consumed: int, steps: int, share: int) -> int:
-    """Predict how many samples are consumed `steps` steps after `consumed`, if no member is absent.
+    """Predict how many samples will have been consumed after `steps` more steps, if no member is absent.
 
     Args:
+        consumed: the number of samples consumed so far.
         share: the sum of all shares, at least 1.
     """
     rest_of_pass = spec.size - consumed % spec.size
@@ -156,7 +157,8 @@ def assign(
         raise LocalProtocolError(f"positions of step {state.step} are assigned to non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
-    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # never consumed
+    # With a delay, the last step assigns no batches, because no later step would consume them.
+    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps
     if is_last or is_finished(spec, state):
         return {peer: () for peer in peers}
 
@@ -193,10 +195,10 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return a pair: the samples in a member's contribution to step `state.step`, and those of all members.
+    """Return the numbers of samples in a member's and in all members' contributions to step `state.step`.
 
     The contribution's weight is the quotient of the two numbers.  If the contribution is a late or pending
-    batch, both refer to the earlier step to which that batch was assigned.  The result is (0, 0) if the run
+    batch, both numbers refer to the earlier step that assigned this batch.  The result is (0, 0) if the run
     has a delay and the member has no pending batch.
 
     Args:

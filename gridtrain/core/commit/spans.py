@@ -1,4 +1,4 @@
-"""Takes the first positions of spans of sample positions, joins adjacent spans, and subtracts spans."""
+"""Operations on spans of sample positions: take the first positions, join adjacent spans, subtract spans."""
 
 from __future__ import annotations
 

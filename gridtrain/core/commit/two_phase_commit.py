@@ -8,8 +8,8 @@
     Decided                     Decided
 
 After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The
-root aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member
-has made progress for that long (because a payload was lost with a connection, and all members wait for it).
+root aborts if a member has neither voted nor reported that it is alive for `timeout_s`, or if no member has
+made progress for that long (because a payload was lost when a connection broke, and all are waiting for it).
 """
 
 from __future__ import annotations

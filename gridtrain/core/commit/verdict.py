@@ -28,7 +28,7 @@ class Outcome:
 
     Attributes:
         decided_round: for COMMIT, the round that is committed; for ABORT, the round in which step `applied`
-            was committed, of which only the generation counts, or None if the generation is not known.
+            was committed (only its generation matters), or None if the generation is not known.
         applied, history, ledger: the state after the verdict.
         state_holders: members that hold this state, or will hold it once they have executed the verdict.
     """

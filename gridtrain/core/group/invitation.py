@@ -96,7 +96,7 @@ def parse(text: str) -> Invitation:
     """Parse an invitation, ignoring white space anywhere in `text` and quotation marks around it.
 
     Raises:
-        ConfigError: `text` is not an invitation, was altered, or has another version than `PREFIX`.
+        ConfigError: `text` is not an invitation, was altered, or has a version other than that of `PREFIX`.
     """
     line = _strip_decoration(text)
     version = _VERSION.match(line)

@@ -1,4 +1,4 @@
-"""Detects stalls of this process itself, so that it does not report its peers as silent afterwards.
+"""Detects that this worker's own loop has stalled, so that it does not then report its peers as silent.
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
@@ -49,5 +49,5 @@ class LoopStallDetector:
 
 
 def extend_start(start_s: float, timeout_s: float, until_s: float) -> float:
-    """Return `start_s`, or a later start for which a timeout of `timeout_s` does not end before `until_s`."""
+    """Return `start_s`, postponed if a timeout of `timeout_s` would otherwise end before `until_s`."""
     return max(start_s, until_s - timeout_s)

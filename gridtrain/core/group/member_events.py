@@ -69,8 +69,8 @@ class TrainerJoined(MemberEvent):
     """The trainer has set up its model and data, and requests to take part in the run.
 
     Attributes:
-        neighbours: neighbours(rank, world_size) returns the ranks with which `rank` exchanges directly; the
-            relation is symmetric.  For a model in stages, the third argument is `stage_bounds`.
+        neighbours: neighbours(rank, world_size) returns the ranks with which `rank` exchanges payloads
+            directly; the relation is symmetric.  For a model in stages, the third argument is `stage_bounds`.
         worker_info: information about this worker for display; None to send no information.
         may_be_absent: whether a step may commit without a member whose trainer has stalled.
         neighbours_by_exchange: a function like `neighbours` for each exchange that the coordinator may
@@ -96,7 +96,7 @@ class SubmitRound(GenerationEvent):
 
     Attributes:
         is_complete: whether these are the last buckets.  Otherwise more `SubmitRound` events follow; until
-            then, payloads are exchanged, but no member votes.
+            the last one, payloads are exchanged, but no member votes.
         has_more: whether `AddCollectives` events will add more collectives to the open round.
         settings: the encoded optimizer settings with which the contribution was made.
         is_absent: whether the I/O loop submits an empty contribution instead of the trainer (`absent_round`).
@@ -191,7 +191,7 @@ class CompareReplicas(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLoading(MemberEvent):
-    """The trainer starts overwriting its model with a snapshot."""
+    """The trainer is about to overwrite its model with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +344,7 @@ class ComputeDigest(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ResolveRound(MemberEffect):
-    """Notify the trainer that its round ended, so that it applies the update or submits another attempt."""
+    """Notify the trainer that its round has ended: it applies the update or submits another attempt."""
 
     round: m.RoundId
     committed: bool
@@ -433,8 +433,8 @@ class ExpectStateDigest(MemberEffect):
 class LoadCheckpoints(MemberEffect):
     """Assemble this worker's stage, which consists of `layers`, from these checkpoints.
 
-    The checkpoints contain all of these layers, and possibly others.  `StateLoaded` follows; if a checkpoint
-    cannot be read, `StageCheckpointsChanged` follows, without that checkpoint.
+    The checkpoints contain all of these layers, and possibly others.  `StateLoaded` follows or, if a
+    checkpoint cannot be read, `StageCheckpointsChanged` without that checkpoint.
     """
 
     term: int
@@ -478,7 +478,7 @@ class StoreCheckpointBlock(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DiscardCheckpoints(MemberEffect):
-    """Delete the checkpoints of steps after `after_step`, to which the group has rolled back."""
+    """Delete the checkpoints of steps after `after_step`, because the group has rolled back to that step."""
 
     after_step: int
 
@@ -560,7 +560,7 @@ class DropResidual(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ResidualTransferEnded(MemberEffect):
-    """Notify the trainer that the transfer of its residual ended.
+    """Notify the trainer that the transfer of its residual has ended.
 
     Attributes:
         is_accepted: whether a recipient has accepted the residual; None if a recipient may have received it,

@@ -26,8 +26,8 @@ T = TypeVar("T")
 def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
     """Group `members`, which are in rank order, by stage.
 
-    If the number of members is not a multiple of `stages`, return one group of all members; the coordinator
-    never makes such a generation, but a worker could report one.
+    If the number of members is not a multiple of `stages`, return one group of all members.  The coordinator
+    never makes a generation of that size, but a worker could report one.
     """
     if not members or len(members) % stages:
         return [list(members)]

@@ -1,4 +1,4 @@
-"""The flags of a round, which tell whether its update is skipped and which members are absent.
+"""The flags of a round, which indicate whether its update is skipped and which members are absent.
 
     bit 0        the update is skipped, because a contribution is not finite
     bit 1 + r    rank r is absent: its contribution is empty, because its trainer has stalled

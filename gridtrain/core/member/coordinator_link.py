@@ -27,7 +27,7 @@ _CARRIES_TERM = (
 )
 """Messages that contain the sender's term, which determines whether they are outdated.
 
-For all other messages, the term of the last Welcome determines this.
+The term of the last Welcome determines whether any other message is outdated.
 """
 
 
@@ -41,7 +41,7 @@ class CoordinatorLink:
     Attributes:
         term: the highest known term; 0 if none is known.  The receiver of a MembershipView or StandbyNotice
             updates it.
-        is_welcomed: whether this connection has received a Welcome with a valid term.
+        is_welcomed: whether a Welcome with a valid term has arrived on this connection.
         is_fenced: whether the coordinator's last Welcome has an outdated term; if so, the coordinator is
             ignored.
         run_state: the last (state, reason) that the coordinator sent.

@@ -141,9 +141,9 @@ class Generation:
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
         """Return this member's data positions in the open step, and two numbers that weight its contribution.
 
-        The numbers are those of `data_ledger.contribution_weight`: the samples in this member's contribution,
-        and those of all members.  In a pipeline, all members of one replica process the same samples, so the
-        positions and the first number include those of all of them, first stage first.
+        The numbers are those of `data_ledger.contribution_weight`: the numbers of samples in this member's
+        and in all members' contributions.  In a pipeline, all members of one replica process the same
+        samples, so the positions and the first number cover all of these members, first stage first.
 
         Raises:
             LocalProtocolError: the trainer has not joined.
@@ -261,7 +261,7 @@ class Generation:
     def _mean_due_s(self) -> float:
         """The time at which the root completes averages without the ranks that have not contributed.
 
-        Infinite if a step cannot continue without some members.
+        Infinite if steps cannot continue without members whose trainers have stalled.
         """
         if not self.stragglers.is_enabled:
             return math.inf
@@ -371,8 +371,8 @@ class Generation:
         self.phase = MemberPhase.RUNNING
         self.stragglers.started([batch.peer for batch in context.replica_state.ledger.late], now_s)
         self.required_peers.restart_running_wait(now_s)
-        # Not discarded at the MembershipView, because that of a restarted coordinator may name the first step
-        # of a generation that has since committed further steps, whose checkpoints may be on this disk.
+        # Not discarded at the MembershipView, because a restarted coordinator may send the MembershipView of
+        # a generation that has since committed steps, whose checkpoints may be on this disk.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         means = self._means.repeat_known() if self.stragglers.is_enabled else []
@@ -380,7 +380,7 @@ class Generation:
 
     @property
     def known_means(self) -> Mapping[MeanKey, float]:
-        """The averages that the trainer has received, for the next generation."""
+        """The averages that the trainer has received, for use in the next generation."""
         return self._means.known
 
     def freeze(self) -> None:
@@ -429,7 +429,7 @@ class Generation:
         if self.phase is MemberPhase.FROZEN:
             return []
         effects = self.attempts.deliver_data(rank, data)
-        if effects is None:  # not of the open attempt: dropped, deferred, or a violation
+        if effects is None:  # not for the open attempt: to be dropped, deferred, or rejected as a violation
             peer = self.rank_assignment.members[rank].peer
             return self._process_effects(self.attempts.receive(peer, data, nbytes, now_s), now_s)
         return effects
@@ -469,8 +469,8 @@ class Generation:
             case m.ResidualReply():
                 return context.residual_transfer.receive_reply(assignment, peer, message)
             case m.StateRequest():
-                # By StartGeneration, all members hold the state; a later request would only keep the
-                # trainer busy.
+                # When StartGeneration arrives, all members hold the state; a later request would only keep
+                # the trainer busy.
                 return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
                 return context.checkpoints.serve(assignment, peer, message)
@@ -585,7 +585,7 @@ class Generation:
         effects = checkpoints.report()
         # If neither is true, the MembershipView may be old; see `start`.
         has_begun = self._is_ready_sent or self._is_forming
-        if context.replica_state.is_synced and has_begun:  # written while the group rolled back
+        if context.replica_state.is_synced and has_begun:  # some may have been written during a rollback
             effects += checkpoints.discard(context.replica_state.applied)
         if context.is_pipelined and self._is_running:
             effects += checkpoints.replicate(assignment, new, context.peer_links.connected)

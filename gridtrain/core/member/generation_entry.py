@@ -97,7 +97,7 @@ def enter_generation(
 ) -> tuple[Generation | None, list[MemberEffect]]:
     """End the generation `before`, and create the next one.
 
-    Returns the new generation, or None if this worker must stop, and the effects to be executed before the
+    Return the new generation, or None if this worker must stop, and the effects to be executed before the
     generation handles any message.
     """
     state, setup, own = context.replica_state, context.setup, assignment.members[assignment.rank]

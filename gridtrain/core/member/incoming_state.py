@@ -56,7 +56,7 @@ class IncomingState:
 
     @property
     def shared_position(self) -> tuple[int, bytes] | None:
-        """(applied, history) of the missing state if all sources have the same shared part; otherwise None.
+        """The missing state's (applied, history) if all sources have the same shared part; otherwise None.
 
         The shared part may differ before the first step, because each member may have built its own state,
         and for a model in stages, because a stage is either captured from memory or read from disk.
@@ -107,8 +107,8 @@ class IncomingState:
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
         """Answer another member's request for the state.
 
-        If the peer holds another stage than this member, a stored checkpoint of its stage is sent.
-        Otherwise, this member sends its own state if it is synced, or stores the request.  A joining member
+        If the peer holds a different stage, this member sends a stored checkpoint of that stage.  Otherwise,
+        it sends its own state or, if it is not synced, stores the request until it is.  A joining member
         instead forwards the blocks of the state, as they arrive, to the next member of the chain.
         """
         at, checkpoints = self._rank_assignment, self._context.checkpoints

@@ -5,7 +5,7 @@
                          LoadCheckpoints      if all checkpoints of this member's stage are on this disk
                          CheckpointRequest    otherwise, requests the missing checkpoints, one at a time
     CheckpointRequest    SendCheckpoint       sends the checkpoint as soon as it is on this disk
-    new checkpoint       SendCheckpoint       sends the latest to a member in the next stage, as a backup copy
+    new checkpoint       SendCheckpoint       sends the latest one to a member in the next stage, as a backup
     StartGeneration      DiscardCheckpoints   deletes checkpoints of steps that the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
@@ -46,7 +46,7 @@ class MemberCheckpoints:
         self._coordinator_link = coordinator_link
         self.stored: tuple[m.CheckpointInfo, ...] = ()
         self.loading: tuple[m.CheckpointInfo, ...] = ()
-        self._generation = 0  # named in reports; 0: none
+        self._generation = 0  # the generation that reports name; 0 if there is none
         self._saving: m.CheckpointInfo | None = None  # the state in memory, while it is being written
         self._has_failed_write = False  # the state in memory cannot be written
         self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # for checkpoints not stored yet
@@ -207,8 +207,8 @@ class MemberCheckpoints:
         """Store a block of a checkpoint that this member needs for its stage, or that it backs up.
 
         Raises:
-            RemoteProtocolError: the block belongs to any other checkpoint, or the checkpoint has a different
-                digest than in the member list, or is of a step that cannot be committed yet.
+            RemoteProtocolError: the block belongs to any other checkpoint, the checkpoint's digest differs
+                from the one in the member list, or its step cannot have been committed yet.
         """
         checkpoint, rank = block.checkpoint, assignment.rank_of(peer)
         position = (checkpoint.applied, checkpoint.history)

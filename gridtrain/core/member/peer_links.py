@@ -63,7 +63,7 @@ class PeerLinks:
         self.lost.add(peer)
 
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
-        """Dial the (peer, address) pairs, except peers with an empty address, which dial this worker.
+        """Dial the peers, given as (peer, address) pairs; a peer with an empty address dials this worker.
 
         A connected peer is dialled again only if the connection goes through a relay and the address is new.
         """

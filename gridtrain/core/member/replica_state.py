@@ -35,7 +35,7 @@ class ReplicaState:
         self.applied = -1
         self.history = EMPTY_HISTORY
         self.ledger = m.LedgerState()
-        self._learned_samples = self._learned_until = 0  # until: the step at which the samples last changed
+        self._learned_samples = self._learned_until = 0  # _until: the step at which _samples last changed
         self.is_synced = False
         self.memory_layers: m.Span | None = None
         self.is_modified = False
@@ -43,7 +43,7 @@ class ReplicaState:
 
     @property
     def position(self) -> tuple[int, bytes]:
-        """(applied, history), which identify a state."""
+        """The pair (applied, history), which identifies a state."""
         return self.applied, self.history
 
     @property
@@ -136,7 +136,7 @@ class ReplicaState:
         If this worker is synced but its state has other layers, they become `memory_layers`.
 
         Args:
-            may_recall: whether the state in `memory_layers` is the state with which the generation begins, so
+            may_recall: whether the state of `memory_layers` is the one with which the generation begins, so
                 that it can be used again.
         """
         if self.memory_layers is not None and may_recall:
@@ -189,8 +189,8 @@ class ReplicaState:
 def _was_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice) -> bool:
     """Return whether the step of the prepared round was committed in another generation.
 
-    The updates of both generations can be equal, for example if none of this worker's values is in them.  But
-    then its new residual must not be kept: its samples were assigned to other members.
+    The updates of both generations can be equal, for example if they contain none of this worker's values.
+    Even then, its new residual must not be kept, because its samples were assigned to other members.
     """
     decided = view.decided_round if isinstance(view, m.MembershipView) else None
     return decided is not None and decided.generation != prepared.generation

@@ -91,20 +91,20 @@ class RequiredPeers:
         self._addresses = {member.peer: member.address for member in assignment.members}
         self._forming_since_s = now_s  # start of the wait for connections; infinite: reported as unreachable
         self._disconnected_since_s = now_s
-        self._lost_before = set(context.peer_links.lost)  # in an earlier generation
+        self._lost_before = set(context.peer_links.lost)  # peers that were lost in an earlier generation
         self._ranks: frozenset[int] | None = None
-        self._peers: tuple[m.PeerId, ...] | None = None  # of `_ranks`
+        self._peers: tuple[m.PeerId, ...] | None = None  # the peers with these ranks
 
     @property
     def ranks(self) -> frozenset[int]:
-        if self._ranks is None:  # used several times for each message
+        if self._ranks is None:  # cached, because it is used several times for each message
             self._ranks = required_ranks(self._rank_assignment, self._context.trainer)
         return self._ranks
 
     @property
     def missing(self) -> tuple[m.PeerId, ...]:
         """The required peers that are not connected."""
-        if self._peers is None:  # read in each iteration of the loop
+        if self._peers is None:  # cached, because this property is read in each iteration of the loop
             self._peers = tuple(self._rank_assignment.members[rank].peer for rank in sorted(self.ranks))
         connected = self._context.peer_links.connected
         if connected.issuperset(self._peers):

@@ -1,4 +1,4 @@
-"""Chooses which member receives a leaving worker's residual (unsent gradient), and when it adds or drops it.
+"""Decides who gets a leaving worker's residual (unsent gradient), and when the recipient adds or drops it.
 
     leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
       | votes on no more steps   |                          |

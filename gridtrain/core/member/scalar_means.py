@@ -18,9 +18,9 @@ The root does not wait for a rank that has made a later call, or whose trainer h
 to the step.  Nor does it wait for joining members if the calls were made after the last step of the earlier
 generation.  The root asks the ranks without a value to report when they submit: it sends each of them a
 MeanReply with the index `SUBMITTED_INDEX` and the rank as its value.  From then on, these ranks report each
-submission with a MeanRequest of this index.  A MeanReply of this index whose value is another rank announces
-that this rank has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS` values
-of each member, so that no member can displace the values of another member.
+submission with a MeanRequest of this index.  If the value of a MeanReply of this index is the rank of another
+member, that member has no value in the average that follows.  The root stores the latest `MAX_OPEN_MEANS`
+values of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class ScalarMeans:
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # the average, ranks without a value
         self._submitted: dict[int, int] = {}  # by rank: the latest step for which it makes no more calls
-        self._reported_step = -1  # of `trainer_submitted`
+        self._reported_step = -1  # the latest step that `trainer_submitted` has reported
         self._is_asked = False  # whether the root wants to know when this member has submitted
         self._asked_ranks: set[int] = set()
-        self._missing: set[int] = set()  # the ranks without a value in the awaited average, from the root
+        self._missing: set[int] = set()  # according to the root: ranks without a value in the awaited average
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's value in the awaited average
@@ -97,7 +97,7 @@ class ScalarMeans:
         return self._request_from_root(key)
 
     def repeat_known(self) -> list[MemberEffect]:
-        """Give the root the averages that this member has received and other members could request again.
+        """Give the root the averages that this member has received and that others could request again.
 
         This member's trainer may have stalled, in which case it does not repeat its calls.  The averages are
         sent in ascending order, because the root completes an average without a member from which it already
@@ -128,9 +128,9 @@ class ScalarMeans:
         return effects
 
     def trainer_submitted(self, step: int) -> list[MemberEffect]:
-        """Report that the trainer has submitted `step`, and so makes no more calls for it or earlier steps.
+        """Report that the trainer has submitted `step` and will make no more calls for this or earlier steps.
 
-        The root records this; another member sends it to the root, once, if the root has asked.
+        The root records this; any other member reports it to the root, once, if the root has asked.
         """
         at = self._rank_assignment
         if at.rank == ROOT:
@@ -148,7 +148,7 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
-        """If the root has reconnected, repeat the request: it or the reply may have been lost.
+        """If the root has reconnected, repeat the request, because it or the reply may have been lost.
 
         If another member has reconnected, the root may ask it again to report its submissions.
         """
@@ -191,7 +191,7 @@ class ScalarMeans:
 
     def _deliver(self, key: MeanKey, value: float) -> list[MemberEffect]:
         if self.awaited_key != key:
-            self._missing.clear()  # these ranks belong to the average in this reply, an earlier one
+            self._missing.clear()  # these ranks belong to this reply, which is for an earlier average
             return []
         self.awaited_key = None
         if key[1] != WEIGHTS_INDEX:
@@ -239,8 +239,8 @@ class ScalarMeans:
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
         """Return whether a rank will not contribute to this average any more.
 
-        It has submitted the step or contributed to a later average.  If the run has a delay, for example, a
-        newcomer can begin one step after the step that the other members are computing.
+        This is the case if it has submitted the step or contributed to a later average.  If the run has a
+        delay, for example, a newcomer can begin one step after the step that the others are computing.
         """
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key

@@ -1,4 +1,4 @@
-"""The chain in which newcomers pass the state on, and the rule for bypassing a slow member of the chain.
+"""The chain along which newcomers forward the state, and the rule for bypassing a slow member of the chain.
 
     rank      0         1         2         3         4
               source    member    joining   joining   joining
@@ -76,7 +76,7 @@ class StateForwarding:
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
         """Record that a block arrived; ignore blocks from upstream that have arrived before.
 
-        Blocks may arrive again after a connection broke, because those in transit are requested again.
+        After a connection is lost, blocks may arrive twice, because those in transit are requested again.
         """
         if peer == self.upstream:
             if index < self._next_block:

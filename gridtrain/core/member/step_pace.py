@@ -1,9 +1,9 @@
 """The duration of a step, the timeout for silent members that follows from it, and this worker's heartbeats.
 
-A step lasts from the previous commit, or from its start if there was none in this generation, to its commit,
-and so includes the time for computing.  After each step, mean = 0.9 mean + 0.1 duration.  The timeout is
-`Deadlines.first_step_s` until a step has been measured; then it is `patience_floor_s` plus `patience_factor`
-times the mean.
+A step lasts from the previous commit to its own commit, including the time for computing; if there was no
+commit in this generation, it begins with the first submission.  After each step, mean = 0.9 mean +
+0.1 duration.  The timeout is `Deadlines.first_step_s` until a step has been measured; after that, it is
+`patience_floor_s` plus `patience_factor` times the mean.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StepPace:
         return self._deadlines.patience_floor_s + self._deadlines.patience_factor * self._mean_step_s
 
     def step_started(self, now_s: float) -> None:
-        """Record the start of the step, unless it is known already: from the last commit, or from an earlier
-        submission in the same step."""
+        """Record the start of the step, unless the last commit or an earlier submission in the same step has
+        already set it."""
         self._step_start_s = now_s if self._step_start_s is None else self._step_start_s
 
     def step_committed(self, now_s: float) -> None:

@@ -19,7 +19,7 @@ The late member itself decides, for all attempts at the step, whether it is abse
 to submit, it takes part, and the group waits for it, even if the trainer stalls after sending some buckets:
 
 - It cannot be absent from the whole step.  The rings of the other members contain what it has sent, and a
-  retry continues these rings; `Decision` cannot announce that all must be restarted.
+  retry continues these rings; `Decision` cannot announce that all rings must be restarted.
 - It cannot be absent from the remaining buckets alone.  Its batch may be assigned again, so the part that it
   has sent would be counted twice.
 """
@@ -140,15 +140,15 @@ class Stragglers:
         self._absent_since_s = math.inf  # when the first step of the absence opened
         # Of the open step:
         self._opened_s = math.inf
-        self._step = 0  # once this member or another one has submitted
-        self._requested_settings: bytes | None = None  # this member is asked to be absent
+        self._step = 0  # valid once this member or another one has submitted
+        self._requested_settings: bytes | None = None  # from the root's request that this member be absent
         self._takes_part = False  # the trainer has begun to submit, or must not be absent
-        self._has_contributed_nothing = False  # to an attempt
-        self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that wait
+        self._has_contributed_nothing = False  # an empty contribution to an attempt was accepted
+        self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that are waiting
         # Of the open attempt:
         self._submission: tuple[m.RoundId, float, bytes] | None = None
         self._is_reported = False
-        self._requested: set[int] = set()  # by the root
+        self._requested: set[int] = set()  # on the root: the ranks that it has asked to be absent
 
     def _open_step(self, now_s: float) -> None:
         self._opened_s = now_s
@@ -186,8 +186,8 @@ class Stragglers:
         """Record the trainer's submission, and return its delay in seconds for the vote.
 
         The result is None in a retry, or if it is unknown when the step was opened.  The delay of a late
-        batch begins when the first missed step was opened, so that the limit adapts to a worker that has
-        become slower.
+        batch is measured from the opening of the first missed step, so that the limit adapts to a worker that
+        has become slower.
         """
         self._submission, self._step = (round_id, now_s, settings), round_id.step
         since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
@@ -272,7 +272,7 @@ class Stragglers:
 
     def tick(self, now_s: float) -> list[MemberEffect]:
         """Do what is due now: report that this member is waiting, comply with a request to be absent, and, as
-        the root, request late members to be absent."""
+        the root, ask late members to be absent."""
         if now_s < self._earliest_s:
             return []
         effects: list[MemberEffect] = []
@@ -334,7 +334,7 @@ class Stragglers:
 
     @property
     def _has_quorum(self) -> bool:
-        """Whether the root may request late members to be absent; always False on other members.
+        """Whether the root may ask late members to be absent; always False on other members.
 
         The waiting members must have a quorum of the shares, at least one sample, and equal settings.
         """
@@ -358,7 +358,7 @@ class Stragglers:
         return self._opened_s + (0.0 if rank in self.absent else self._limit_s(rank))
 
     def _request_due_s(self, rank: int) -> float:
-        """Return the time from which the root requests this rank to be absent.
+        """Return the time at which the root asks this rank to be absent.
 
         A member reports its delays to the root only.  A new root may not know the member's limit, but the
         member does not comply with a request before its own limit, so the root applies its own limit instead.

@@ -6,7 +6,7 @@ APART ----------------------------> FORMING ----------------------> FORMING (Rea
   |                     MembershipView |                                v
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
-A worker that the group has left behind goes from any of these to APART when it receives a CatchUpFrom.
+A worker that the group has left behind goes from any phase to APART when it receives a CatchUpFrom.
 
 A message from the coordinator is handled here, by `coordinator_link`, `peer_links` or `worker_catch_up`, or
 by the generation; `generation_entry` handles a MembershipView.  A catch-up message from any other peer goes

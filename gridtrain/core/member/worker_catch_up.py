@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start to catch up from these (peer, address) pairs, or replace the current sources with them."""
+        """Start to catch up from these (peer, address) pairs, which replace any current sources."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected
@@ -124,8 +124,8 @@ class WorkerCatchUp:
     def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
         """Return the peers to report as unreachable when the wait for a connection is over; otherwise ().
 
-        They are the sources, and then announced peers, which could serve as relays, except those that are
-        connected.  They are returned only once.
+        These are the sources, followed by announced peers, which could serve as relays; connected peers are
+        omitted.  The peers are returned only once.
         """
         if now_s < self.deadline_s:
             return ()

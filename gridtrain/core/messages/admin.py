@@ -22,7 +22,7 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 
 @message(84)
 class DiagnosticRequest(Message):
-    """Request from `gridtrain doctor` for the run's status, members to probe, and an attempt to dial it.
+    """Request from `gridtrain doctor` for the run's status, members to probe, and an attempt to dial `peer`.
 
     The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
     empty, it also dials `peer` at that address and sends the result as Reachability.

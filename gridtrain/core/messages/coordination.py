@@ -56,7 +56,7 @@ class Hello(Message):
 
 @message(5)
 class Enrol(Message):
-    """Request to admit the sender's own key, `peer`, on a connection that uses an invitation's key."""
+    """Request, on a connection that uses an invitation's key, to admit the sender's own key, `peer`."""
 
     peer: PeerId
 
@@ -173,7 +173,7 @@ SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Heartbeat metric: number of consecutive steps, up to the latest, that this worker knows were skipped."""
 
 MISSED_STEPS = "missed_steps"
-"""Heartbeat metric: number of steps that the group committed while this worker's trainer had stalled."""
+"""Heartbeat metric: number of steps that the group committed while this worker's trainer was stalled."""
 
 LONE_MEANS = "lone_means"
 """Heartbeat metric: number of steps in which this worker called `grid.mean` and other workers did not."""
@@ -310,15 +310,15 @@ class Leave(Message):
 
 
 NOTHING_LEARNED = "nothing is being learned"
-"""The beginning of the reason in `RunStateUpdate` while all recent steps were skipped; see decision 0088."""
+"""The beginning of the reason in `RunStateUpdate` if all recent steps were skipped; see decision 0088."""
 
 
 ON_REQUEST = "on request"
-"""The beginning of the reason for a pause that the worker's owner has ordered, as opposed to a rule."""
+"""The beginning of the reason for a pause that the worker's owner, and not a rule, has ordered."""
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether a pause with this reason was only ordered by the owner, so that `gridtrain worker
+    """Return whether a pause with this reason was ordered only by the owner, so that `gridtrain worker
     resume` ends it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
@@ -415,8 +415,8 @@ class HeartbeatReply(Message):
 class Freeze(GenerationMessage):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
-    The receiver answers with FreezeReport.  It disconnects the members in `removed`, which have left or were
-    removed, immediately, and not only at the next MembershipView.
+    The receiver answers with FreezeReport.  It immediately disconnects the members in `removed`, which have
+    left or were removed, without waiting for the next MembershipView.
     """
 
     reason: Reason
@@ -469,7 +469,7 @@ def _member_line(x: Member) -> str:
 
 @message(81)
 class MemberListChanges(GenerationMessage):
-    """The next generation's members, as changes to the receiver's list; replaces all pages.
+    """The next generation's members, as changes to the receiver's list; sent instead of all MemberListPages.
 
     Attributes:
         base: the receiver's generation, whose list is changed.
@@ -502,10 +502,10 @@ class MembershipView(GenerationMessage):
 
     Attributes:
         decided_round: the round that the verdict commits; if the verdict is ABORT, the round in which step
-            `applied` was committed, of which only the generation counts, or None if it is not known.
+            `applied` was committed (only its generation matters), or None if that is not known.
         applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
         exchange: if the script leaves the choice of the exchange to the coordinator, the chosen exchange, as
-            `Exchange.describe` writes it; empty before the choice, when no round can begin.
+            `Exchange.describe` writes it; empty, and no round can begin, until the coordinator has chosen.
         stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
             the number of layers.
     """

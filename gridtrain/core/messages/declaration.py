@@ -150,7 +150,7 @@ class FloatField(RangeField):
 class AnyFloatField(FieldType):
     """A float that may be infinite or NaN."""
 
-    name, bounds = "number", "a 64-bit float, also infinite or NaN"
+    name, bounds = "number", "a 64-bit float, possibly infinite or NaN"
 
     def pack(self, value: Any) -> float:
         return self.unpack(float(value) if type(value) is int else value)
@@ -192,10 +192,10 @@ class TextField(FieldType):
 
 
 class NameField(TextField):
-    """A text without characters that are not visible, because people tell workers apart by their names."""
+    """A string without invisible characters, because people tell workers apart by their names."""
 
-    # A list, not `unicodedata`, whose version depends on that of Python: controls, blanks except the space,
-    # code points that Unicode calls default-ignorable, and the format controls of hieroglyphs.
+    # A list, because `unicodedata` differs between Python versions: controls, blanks except the space, code
+    # points that Unicode calls default-ignorable, and the format controls of hieroglyphs.
     _forbidden = re.compile(
         "[\x00-\x1f\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f"
         "\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3"
@@ -204,9 +204,9 @@ class NameField(TextField):
 
 
 class ReasonField(TextField):
-    """A text that explains something to the user.
+    """A string that explains something to the user.
 
-    `pack` shortens a text that is too long and replaces control characters instead of raising `FieldError`,
+    `pack` shortens a string that is too long and replaces control characters instead of raising `FieldError`,
     so that no reason crashes its sender.
     """
 
@@ -233,7 +233,7 @@ class WordField(FieldType):
 
 
 class PayloadField(FieldType):
-    """A payload, which is the last field of its message; it is not in the header, but forms frame 1."""
+    """A payload: the last field of its message, which is not in the header, but forms frame 1."""
 
     name = "frame 1"
     bounds = "0 .. 64 MiB, opaque here"
@@ -258,7 +258,7 @@ NAME = NameField(
 )
 ADDRESS = TextField("address", 128, "at most 128 bytes of UTF-8 without control characters")
 
-UInt = Annotated[int, IntField("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")]
+UInt = Annotated[int, IntField("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (SQLite's maximum)")]
 Count = Annotated[int, IntField("count", 0, 2**31 - 1, "an integer 0 .. 2^31-1")]
 Positive = Annotated[int, IntField("positive", 1, 2**31 - 1, "an integer 1 .. 2^31-1")]
 AppliedStep = Annotated[

@@ -62,7 +62,7 @@ class Decision(Message):
 
 @message(53)
 class RoundProgress(Message):
-    """Report that the sender is alive and working on this round; the receiver then waits longer for it."""
+    """Report that the sender is alive and working on this round; the receiver then extends its timeouts."""
 
     round: RoundId
     progress: UInt
@@ -81,7 +81,7 @@ class Waiting(Message):
 
 @message(49)
 class ProceedWithout(Message):
-    """The root's request to a member that has not submitted to make an empty contribution to the step.
+    """The root's request to make an empty contribution to the step, sent to a member that has not submitted.
 
     A member whose trainer has begun to submit ignores the request.  The payload contains the optimizer
     settings with which the other members apply the step.

@@ -169,8 +169,8 @@ class StateBlock(GenerationMessage):
 class CheckpointRequest(GenerationMessage):
     """Request for the receiver's checkpoint of these layers, taken after the MembershipView's step.
 
-    The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
-    answer the request.
+    The member list must say that the requester assembles its stage from the checkpoint.  The receiver answers
+    with CheckpointBlocks.
     """
 
     layers: Span
@@ -183,7 +183,7 @@ class CheckpointRequest(GenerationMessage):
 class CheckpointBlock(GenerationMessage):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
-    The receiver stores the checkpoint on its own disk.  It is either a member that has sent a
+    The receiver, which stores the checkpoint on its own disk, is either a member that has sent a
     CheckpointRequest, or the member in the next stage that keeps copies of the sender's checkpoints (in the
     first stage, if the sender is in the last one).
     """

@@ -51,11 +51,11 @@ BASE_FACT = "base"
 """Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
 
 BASE_ORIGIN = "base_origin"
-"""Name of the text in `WorkerInfo` that says from where the worker loaded its base."""
+"""Name of the text in `WorkerInfo` that says where the worker loaded its base from."""
 
 LATER_FACTS = (BASE_FACT, "adapter")
-"""Names of facts that earlier versions did not record.  If one is missing in a journal or a checkpoint, the
-run may have it nevertheless.  A version that adds a fact to existing runs must list it here."""
+"""Names of facts that earlier versions did not record.  A run may have one of these facts even if its journal
+or checkpoint lacks it.  A version that adds a fact to existing runs must list it here."""
 
 
 RELAY_PREFIX = "relay:"
@@ -100,7 +100,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """Identifies one collective of a round: that of a gradient bucket, or of a pipeline's micro-batch."""
+    """Identifies one collective of a round, such as a bucket's exchange or the transfer of a micro-batch."""
 
     group: Count = 0
     kind: Count = 0
@@ -128,7 +128,7 @@ class Span:
         return None if self.start <= self.stop else f"{self}; it must not stop before it starts"
 
     def find_problem_of_layers(self) -> str | None:
-        """Return the problem with a span of layers, which must contain at least one layer, or None."""
+        """Return None if this span of layers contains at least one layer; otherwise the problem."""
         return None if self.start < self.stop else f"layers {self}; there must be at least one layer"
 
 
@@ -166,8 +166,8 @@ class LedgerSpec:
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
                 f"{format_count(len(self.shards), 'shard')} with {format_count(sum(self.shards), 'sample')}, "
-                f"the smallest with {min(self.shards)}; each shard must have at least 1 sample, and all of "
-                f"them together {self.size}"
+                f"{min(self.shards)} of them in the smallest shard; each shard must have at least 1 sample, "
+                f"and all of them together must have {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
@@ -251,7 +251,7 @@ class Member:
     address: Address
     share: Count
     joining: bool
-    donor: SourceRank = -1  # like all of these names, a key in the journal
+    donor: SourceRank = -1  # the journal uses this name, like all field names, as a key
     pieces: Annotated[tuple[tuple[Span, Count], ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
     digest: Digest = b""
     piece_digests: Annotated[tuple[Digest, ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
@@ -273,7 +273,8 @@ class Member:
 class CheckpointInfo:
     """The state in a checkpoint: the step after which it was taken, its history, and its layers.
 
-    A whole model is treated as one layer, and so is a stage if the run does not describe its layers.
+    A whole model is treated as one layer.  A stage is also treated as one layer unless the run describes its
+    layers.
 
     Attributes:
         digest: the digest of the contents (`content_digest` in `gridtrain.training.checkpoint`); empty if

@@ -105,7 +105,9 @@ def test_data_of_an_unknown_channel_waits_only_while_more_collectives_follow() -
 def test_impossible_flags_are_refused_on_arrival(may_be_absent: bool, flags: int, possible: str) -> None:
     mine = Attempts(RankAssignment(PEERS[0], 1, 1, MEMBERS), 0, may_be_absent=may_be_absent)
     mine.submit(at(0), {m.Channel(): ButterflyExchange(0, 3, 0)}, 10.0, 0.0)
-    only = f"rank 1 sent data with the flags {flags:#x}; in this generation only {possible} can be set"
+    only = (
+        f"rank 1 sent data with the flags {flags:#x}; in this generation only the flags {possible} can be set"
+    )
     for deliver in (
         lambda message: mine.deliver_data(1, message),
         lambda message: mine.receive(PEERS[1], message, 1, 0.0),

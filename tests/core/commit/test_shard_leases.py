@@ -239,4 +239,4 @@ def test_a_report_with_a_very_long_span_is_handled_quickly() -> None:
 @pytest.mark.parametrize("shards", [(3, 4), (0, 8), (9, -1)])
 def test_shards_that_do_not_make_up_the_data_set_are_refused(shards: tuple[int, ...]) -> None:
     problem = LedgerSpec(size=8, seed=0, epochs=1, shards=shards).find_problem()
-    assert problem is not None and "at least 1 sample, and all of them together 8" in problem
+    assert problem is not None and "at least 1 sample, and all of them together must have 8" in problem

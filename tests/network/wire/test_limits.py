@@ -139,8 +139,8 @@ FIELDS = [
         "a delay of two steps",
     ),
     refused(
-        "2 shards with 3 samples, the smallest with 1; each shard must have at least 1 sample, and all of "
-        "them together 4",
+        "2 shards with 3 samples, 1 of them in the smallest shard; each shard must have at least 1 sample, "
+        "and all of them together must have 4",
         header(11, [], [4, 0, 1, None, 0, [1, 2]], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "shards of another data set",
     ),
