@@ -35,7 +35,7 @@ class ReconnectPolicy:
         self._address, self._paused_s = address, paused_s
         self._pause_reason, self._paused_since_s = "", 0.0
         self._denied_since_s: float | None = None
-        self._is_left_out = False  # removed for lack of progress, and not connected again
+        self._is_left_out = False  # removed for lack of progress, and not reconnected yet
         self._rejoin_s: float | None = None  # when it began to connect again
         self._has_told_interval = False
         self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
@@ -46,7 +46,7 @@ class ReconnectPolicy:
 
     @property
     def waiting_reason(self) -> str:
-        """Why this worker does not train; "" if nothing is known to prevent it.  Thread-safe."""
+        """Why this worker is not training; "" if nothing is known to prevent it.  Thread-safe."""
         if self._is_left_out:
             why = "its training loop made no progress in time"
             return f"{why}, and the group continues without it until it rejoins"

@@ -24,7 +24,7 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
                                       compute, from their own keys and the session keys' shared secret; a key
                                       that leaks later therefore cannot decrypt older packets
     reflect, swap packets of peers    keys depend on sender and receiver
-    replay or splice sessions         keys depend on both session keys; a session key serves at most one session
+    replay or splice sessions         keys depend on both session keys; a key serves at most one session
     repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
                                       is the nonce; a packet with a lower counter is dropped, and a higher
                                       counter means that packets were lost

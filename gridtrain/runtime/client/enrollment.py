@@ -165,7 +165,7 @@ class _ClaimedIdentity:
     def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
         """Return a context manager that removes a new key if `error` is raised.
 
-        In this case, the coordinator has not admitted the key.
+        Such an error means that the coordinator has not admitted the key.
         """
         try:
             yield
