@@ -67,7 +67,7 @@ class _Sparse:
     """The options that both sparse exchanges share.
 
     Attributes:
-        density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.  With 0.01
+        density: rho, the share of elements sent: k = max(1, round(rho * n)) of n elements.  With 0.01,
             small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
         momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
             sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it

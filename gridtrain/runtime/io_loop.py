@@ -402,8 +402,8 @@ class IoLoop:
                 self._handle(ev.ProtocolViolation(peer, reason))
 
     def _follow_interface(self, host: str) -> None:
-        """Listen at another address if this machine now uses another address to reach the coordinator at the IP
-        address `host`, for example after a change of the Wi-Fi network."""
+        """Listen at another address if this machine now uses another address to reach the coordinator, whose
+        IP address is `host`, for example after a change of the Wi-Fi network."""
         interface = "" if self._config.listen or not host else interface_address(host)
         if not interface:
             return

@@ -16,8 +16,8 @@ DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
 REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
-"""Minimum time between two rejoins of a worker that makes no progress in time, because the others wait each
-time.  It doubles with each rejoin, up to the maximum."""
+"""Minimum time between two rejoins of a worker whose training loop keeps stalling, because the other members
+wait for it each time.  It doubles with each rejoin, up to the maximum."""
 
 REJOIN_TIMEOUT_S = 120.0
 """Time after which a worker that rejoins gives up if the coordinator does not answer."""

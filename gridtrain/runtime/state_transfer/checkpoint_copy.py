@@ -126,7 +126,7 @@ class CheckpointCopier:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, effect: ev.SendCheckpoint) -> None:
-        """Queue a checkpoint for another worker; without a disk, there is none to send."""
+        """Queue a checkpoint for another worker; without a disk, there is nothing to send."""
         if self.disk is None:
             return
         if effect.is_awaited:
