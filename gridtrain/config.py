@@ -508,8 +508,8 @@ DEFAULT_DONATE_LIMIT = "25Mbit"
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """The settings of `gridtrain.join`.  `from_environment` also reads those that the agent, which is the
-    process of `gridtrain worker`, sets in the environment.
+    """The settings of `gridtrain.join`.  `from_environment` also reads settings that the agent (the process
+    of `gridtrain worker`) passes in the environment.
 
     Attributes:
         coordinator_key: the coordinator's public key in hexadecimal.
@@ -533,7 +533,7 @@ class JoinConfig:
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the planned faults, in the form that `gridtrain.testing.Faults.parse` accepts; "" injects
             none.
-        update_log_mib: the memory in MiB for the updates of the latest steps, with which a newcomer
+        update_log_mib: the memory in MiB for the updates of the latest steps, from which a newcomer
             catches up; if it is small, the group may have to wait while a slow worker receives the state.
     """
 

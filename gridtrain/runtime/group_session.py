@@ -280,7 +280,7 @@ class GroupSession:
 
     @property
     def _step_call(self) -> str:
-        """The call with which this worker's script takes a step."""
+        """The call that takes a step in this worker's script."""
         return "pipe.step(...)" if self._is_pipeline else "optimizer.step()"
 
     def calls_error(self, called: str, more: str = "") -> ConfigError:
@@ -531,7 +531,7 @@ class GroupSession:
     def open_round(
         self, plan: StepPlan, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """Open the round of a pipeline, to which collectives are added as they become ready.
+        """Open a pipeline's round; collectives are added to it as they become ready.
 
         A pipeline calls this method instead of `run`.
         """

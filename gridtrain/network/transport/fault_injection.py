@@ -128,8 +128,8 @@ class Faults:
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
-        """Plan a freeze: the worker sends nothing for `seconds`, as if stopped by SIGSTOP, with connections
-        open."""
+        """Plan a freeze: the worker sends nothing for `seconds`, as if stopped by SIGSTOP; its connections
+        stay open."""
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:

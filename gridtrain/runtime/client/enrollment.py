@@ -108,7 +108,7 @@ def enroll(
         invitation: the invitation to the run.
         timeout_s: the time limit of each request to the coordinator.
         unencrypted: whether the run must be unencrypted; if False, the run must be encrypted.
-        tell: called, possibly in another thread, with a text that says what a long wait is for.
+        tell: called, possibly in another thread, with a message that explains a long wait.
 
     Raises:
         CoordinatorUnreachable: the coordinator did not answer in time.

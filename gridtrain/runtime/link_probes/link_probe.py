@@ -48,7 +48,7 @@ class LinkProbe:
     def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
-        The bursts begin at the latest 40 % of `limit_s` from now, and the deadline is 80 % from now.
+        The bursts begin after at most 40 % of `limit_s`, and the deadline is after 80 % of it.
         """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
         self._best_s, self._sent = {}, {}
