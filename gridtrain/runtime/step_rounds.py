@@ -379,7 +379,7 @@ def _make_collectives(
 
 
 def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:
-    """Return whether a payload was rejected in the round `before`, which used any of `buffers`."""
+    """Return whether the round `before` rejected a payload and used any of `buffers`."""
     if before is None or not before.is_failed:
         return False
     return any(mine is theirs for mine in buffers for theirs in before.buffers.values())

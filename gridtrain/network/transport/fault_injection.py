@@ -17,7 +17,7 @@ A stall affects the training thread, which calls `Faults.stall`; all other fault
 
 Threads share the `Faults` object (`LocalGroup(faults=...)`).  Processes read the plan's text from
 GRIDTRAIN_FAULTS, in `gridtrain.join`.  Each fault happens once per process; if GRIDTRAIN_FAULTS is "@FILE",
-each fault happens only once across all processes, including restarted ones.
+each fault happens only once across all processes, including restarts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Enrols a worker with an invitation and one of this machine's keys, and explains why it is refused.
+"""Enrols a worker with an invitation and one of this machine's keys, and explains refusals.
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
