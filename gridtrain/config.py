@@ -40,7 +40,7 @@ class Dense:
     """Dense all-reduce of gradients: each step exchanges every element.
 
     Attributes:
-        topology: "auto", with which the coordinator selects "direct" for small models on similar links and
+        topology: "auto", to let the coordinator select "direct" for small models on similar links and
             "ring" otherwise; "ring" (Baidu, 2017); "direct", in which all members are connected to each other
             and each sums one chunk, so that an exchange takes two hops; or "star", in which all members send
             to rank 0, as to a parameter server.
@@ -67,7 +67,7 @@ class _Sparse:
     """The options that both sparse exchanges share.
 
     Attributes:
-        density: rho, the share of elements that is sent: k = max(1, round(rho * n)) of n elements.  With 0.01
+        density: rho, the share of elements sent: k = max(1, round(rho * n)) of n elements.  With 0.01,
             small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
         momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
             sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
@@ -77,8 +77,8 @@ class _Sparse:
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order of
             until_step; each density applies to the steps before its until_step.  The density depends only on
             the global step, so that a worker that joins late uses the same density as the others.
-        chunk: the length of the chunks from each of which the largest elements are selected (SparseLoCo,
-            arXiv 2508.15706); 0 to select the largest overall.  Merges of `GTopK` keep the largest overall.
+        chunk: the length of the chunks; the largest elements of each chunk are selected (SparseLoCo, arXiv
+            2508.15706).  0 selects the largest elements overall, as merges of `GTopK` always do.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
             whose beta is 1 - residual_decay; 0 drops nothing.  Dropped values are lost; `gridtrain status`
             shows the sum of their magnitudes as decayed_mass.  The residual of a worker that is absent from a
@@ -115,8 +115,8 @@ class _Sparse:
         selected = self.chunk * least
         if self.chunk != 0 and selected < 2.0:
             raise ConfigError(
-                f"chunk is {self.chunk}, of which the density {least} selects {selected:g} elements; "
-                "at least 2 are needed, so that no chunk is left out",
+                f"chunk is {self.chunk}; the density {least} selects {selected:g} elements of each chunk, "
+                "but at least 2 are needed, so that no chunk is left out",
                 remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=0",
             )
         remedy = "use residual_decay=0.0, or 0.05 as in SparseLoCo"
@@ -210,9 +210,9 @@ class Auto:
         values: the encoding of the sparse exchanges' values.
         sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
             with them.
-        computing: the share of their time that workers should spend computing.  Of the exchanges with which
-            they do so, the densest is chosen; if there is none, the fastest exchange.  A dense exchange is
-            also chosen if its steps take at most 10 % longer than those of the fastest exchange.
+        computing: the share of their time that workers should spend computing.  The densest exchange that
+            achieves this is chosen, or the fastest exchange if none does.  A dense exchange is also chosen if
+            its steps take at most 10 % longer than the steps of the fastest exchange.
     """
 
     density: float | None = None
@@ -319,9 +319,9 @@ class Overlap:
 
     Attributes:
         buckets: the maximum number of buckets.
-        least: the minimum number of elements in a bucket.  None means 65,536 with a dense exchange; with a
-            sparse exchange, as many as yield 6,000 entries, but at least 65,536.  A gradient shorter than two
-            such buckets is not divided.
+        least: the minimum number of elements in a bucket.  None means 65,536 or, for a sparse exchange, the
+            number that yields 6,000 entries if that is larger.  A gradient shorter than two such buckets is
+            not divided.
         adaptive: whether the group occasionally times steps with and without overlap, and overlaps only if
             that saves time.
     """
@@ -366,10 +366,10 @@ class LocalSteps:
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
-            the parameters is exchanged; until then a worker continues from (1 + 1 / P) / 2 of its own
-            change, where P is the number of workers, and then the group's change replaces that share
-            (Streaming DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`;
-            False disables overlap.
+            the parameters is exchanged.  They start from (1 + 1 / P) / 2 of the worker's own change, where
+            P is the number of workers; after them, the group's change replaces that share (Streaming
+            DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False
+            disables overlap.
     """
 
     every: int
@@ -413,7 +413,7 @@ class LocalSteps:
 
     @property
     def overlapped_steps(self) -> int:
-        """The number of local steps with which an exchange overlaps; 0 without overlap."""
+        """The number of local steps that overlap with an exchange; 0 without overlap."""
         return self.every if self.overlap is True else int(self.overlap)
 
     def describe(self) -> str:
@@ -424,7 +424,7 @@ class LocalSteps:
 
 
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
-    """Return the exchange of each round: that of a `LocalSteps`, otherwise `exchange` itself."""
+    """Return the exchange that each round uses: `exchange` itself, or the exchange of a `LocalSteps`."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
 
@@ -478,10 +478,10 @@ class Deadlines:
     ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links
     settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together
     reach_s: float = 3.0  # time for the coordinator to dial back and find out whether a worker can be reached
-    route_s: float = 8.0  # a link of the next generation not connected by then (a lost one: half) is relayed
+    route_s: float = 8.0  # time to connect a link, or half of it to restore a lost link, before it is relayed
     probe_s: float = 2.0  # time to measure the round trips to the other workers
     generation_gap_s: float = 1.0  # shortest time between two generations
-    recut_s: float = 15.0  # wait this long for a missing worker before repartitioning the model
+    recut_s: float = 15.0  # wait for a missing worker before the model is repartitioned
     reshare_s: float = 30.0  # shortest time between two generations that only change shares
     first_step_s: float = 300.0  # (+) timeout of a first step (compilation)
     patience_floor_s: float = 5.0  # (+) shortest timeout of a silent member in a round
@@ -508,8 +508,8 @@ DEFAULT_DONATE_LIMIT = "25Mbit"
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """The settings of `gridtrain.join`.  `from_environment` also reads those that the agent, which is the
-    process of `gridtrain worker`, sets in the environment.
+    """The settings of `gridtrain.join`.  `from_environment` also reads settings that the agent (the process
+    of `gridtrain worker`) passes in the environment.
 
     Attributes:
         coordinator_key: the coordinator's public key in hexadecimal.
@@ -533,7 +533,7 @@ class JoinConfig:
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the planned faults, in the form that `gridtrain.testing.Faults.parse` accepts; "" injects
             none.
-        update_log_mib: the memory in MiB for the updates of the latest steps, with which a newcomer
+        update_log_mib: the memory in MiB for the updates of the latest steps, from which a newcomer
             catches up; if it is small, the group may have to wait while a slow worker receives the state.
     """
 
@@ -566,7 +566,7 @@ class JoinConfig:
     def update_log_bytes(self) -> int:
         """The memory for the update log in bytes.
 
-        Raises `ConfigError` if the setting is not a whole number of MiB from 1 to `MAX_UPDATE_LOG_MIB`.
+        Raises `ConfigError` if the setting is not an integer from 1 to `MAX_UPDATE_LOG_MIB`.
         """
         if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MAX_UPDATE_LOG_MIB:
             raise ConfigError(

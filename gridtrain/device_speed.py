@@ -24,7 +24,7 @@ def device_flops(device: torch.device) -> float:
         while (began_s := time.perf_counter()) < ends_s or least_s == math.inf:
             product = a @ a
             product[0, 0].item()  # waits for this device, which need not be the current one
-            # The fastest product counts: other processes, often started at the same time, delay most of them.
+            # The fastest product counts; other processes, often started simultaneously, delay most products.
             least_s = min(least_s, time.perf_counter() - began_s)
         del product
     return 2.0 * n**3 / least_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The numbers of the errors of a disk without free space and of a quota that is used up."""
+"""The error numbers for a full disk and for an exhausted quota."""
 
 
 class GridtrainError(Exception):
@@ -32,7 +32,7 @@ class GridtrainError(Exception):
 
 
 NEVER_SENT = "disconnect the peer; a correct peer of the same version never sends this message"
-"""The remedy of a `RemoteProtocolError` that has no other one."""
+"""The default remedy of a `RemoteProtocolError`."""
 
 
 class RemoteProtocolError(GridtrainError):

@@ -52,7 +52,7 @@ SENTENCES = {
     "rollback": "steps are lost: the run returns from step {from} to step {to}",
     "room_again": "there is space on the disk again, after {after_s} s",
     "run_defined": "the first worker has defined the model, the data and the optimizer",
-    "source_replaced": "no state has reached {names} from {source}, so another member sends it",
+    "source_replaced": "no state has reached {names} from {source}, so another member is sending it",
     "stalled": "{name} reports no progress at step {step}: {reason}",
     "started": "the coordinator has started",
     "step_missed": "{name} was too late for {missed}, the latest near step {step}",

@@ -17,10 +17,10 @@ SKIP_REASON = "because a gradient was not finite"
 """The reason for skipping a step, as messages to people state it."""
 
 ALERT_SKIPS = 10
-"""The number of consecutive skipped steps from which the status says that nothing is being learned.
+"""After this number of consecutive skipped steps, the status says that nothing is being learned.
 
-A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
-divide the scale by 1,024.  With a higher number, noticing would take minutes over slow links."""
+A GradScaler skips a few steps at the start of a run, until its scale fits, and single steps later; 10 in a
+row divide the scale by 1,024.  With a higher number, the alert would take minutes over slow links."""
 
 
 def parse_duration_s(text: str) -> float | None:

@@ -21,7 +21,7 @@ the member core (`gridtrain.core.member`).
 - `heartbeat`, `link_probes/`, `compute_rate`, `contribution`: measure this worker's progress, network, speed
   and contribution.
 - `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
-  with which messages the core's events are logged.
+  which messages are logged for the core's events.
 - `host_memory`: determines how much memory is free on this host.
 - `client/`: communicates with a coordinator without being a member of its run.
 """

@@ -2,7 +2,7 @@
 
 ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
 ActivationReceiveBuffer  ActivationReceiver  the received pieces, joined when all have arrived
-StageSummaryBuffer       AllGather           one summary from each member; the members vote on a digest of all
+StageSummaryBuffer       AllGather           one summary per member; the vote is on a digest of all summaries
 
 Format of a transfer and of a summary:
 

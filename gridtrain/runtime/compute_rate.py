@@ -7,7 +7,7 @@ From these two figures of each worker, the coordinator computes the workers' sha
          |---- reading, forward, backward ----|---- waiting, exchange ----|
                        counted                           not counted
 
-With local steps, a turn is counted in parts, so that a long one need not end before the speed is known.
+With local steps, a turn is counted in parts, so that the speed is known before a long turn ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 class ComputeRate:
     """The samples and seconds of all counted turns, or parts of turns, since this worker joined.
 
-    The first one is not counted, because kernels are compiled and memory is allocated during it.  Nor are
-    turns that were abandoned or interrupted by an evaluation.
+    The first turn or part is not counted, because kernels are compiled and memory is allocated during it.
+    Turns that were abandoned or interrupted by an evaluation are not counted either.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class ComputeRate:
 
     def turn_s(self, now_s: float) -> float:
         """Return the seconds since the current turn began, divided by the fraction of its samples that had
-        been computed at the latest `pause`; by 1 if there was none.  The turn need not be a counted one."""
+        been computed at the latest `pause`, if any.  This also works for a turn that is not counted."""
         return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:

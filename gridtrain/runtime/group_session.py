@@ -92,8 +92,8 @@ class GroupSession:
             the group.
         on_turn_begun: a function that is called before the loop gets a batch, with this worker's rank and the
             step.
-        is_state_unchanged: a function that returns whether this worker's parameters are still those after
-            the last step, although the script already has the next batch.
+        is_state_unchanged: a function that returns whether this worker's parameters are still the same as
+            after the last step, although the script already has the next batch.
         is_in_task: whether a task for the group has been interrupted, which may have left the model
             incomplete.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
@@ -218,7 +218,7 @@ class GroupSession:
             raise WaitInterrupted
         self._turn = snapshot
         if not self._has_delay:
-            self.tasks.applied = snapshot.applied  # also if a pipeline begins anew at step 0
+            self.tasks.applied = snapshot.applied  # even if a pipeline begins again at step 0
         self._means.begin_turn(self._group_step)
         self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
@@ -236,7 +236,7 @@ class GroupSession:
         return self._turn is not None
 
     def snapshot_of_model(self, snapshot: WorkerSnapshot) -> WorkerSnapshot | None:
-        """Return the snapshot whose last applied step is the last one in the model: `snapshot` or, if the
+        """Return the snapshot whose last applied step is the last step in the model: `snapshot` or, if the
         step of the turn in progress is committed, but its update not applied yet, the snapshot of that turn.
 
         Returns None if the model's last step is not known, or its update may be applied in part.  The turn
@@ -280,7 +280,7 @@ class GroupSession:
 
     @property
     def _step_call(self) -> str:
-        """The call with which this worker's script takes a step."""
+        """The call that takes a step in this worker's script."""
         return "pipe.step(...)" if self._is_pipeline else "optimizer.step()"
 
     def calls_error(self, called: str, more: str = "") -> ConfigError:
@@ -368,8 +368,8 @@ class GroupSession:
         """Within a turn, perform the tasks that copy the state after the last step, without waiting.
 
         Args:
-            may_copy: a function that returns whether the function that captures the state leaves out what the
-                turn has changed.  It is called only if a copy is due.
+            may_copy: a function that returns whether the function that captures the state omits this
+                turn's changes.  It is called only if a copy is due.
 
         If the I/O loop has ended, `begin` raises its error, unless the run has ended, too.
         """
@@ -531,7 +531,7 @@ class GroupSession:
     def open_round(
         self, plan: StepPlan, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """Open the round of a pipeline, to which collectives are added as they become ready.
+        """Open a pipeline's round; collectives are added to it as they become ready.
 
         A pipeline calls this method instead of `run`.
         """
@@ -565,7 +565,7 @@ class GroupSession:
         effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
         when the last micro-batch has left its stage.
 
-        A turn that the group did not wait for is left out: the time of a pause says nothing about the speed.
+        A turn for which the group did not wait is not counted, because it may include a pause.
         """
         if self._loop.mailbox.snapshot.is_late:
             self._compute_rate.discard()
@@ -734,8 +734,8 @@ class GroupSession:
     def _group_step(self) -> int:
         """The number of the next step, for calls of `grid.mean`.
 
-        It counts the group's committed steps, also those that this worker has missed; with a delay, only
-        those whose update has been applied, because the calls in between belong to the same turn.
+        It counts the group's committed steps, including those that this worker has missed; with a delay, only
+        the steps whose updates were applied, because the calls in between belong to the same turn.
         """
         return self.step if self._has_delay else self.snapshot.applied + 1
 
@@ -753,7 +753,7 @@ class GroupSession:
 
     @property
     def last_snapshot(self) -> WorkerSnapshot:
-        """As `snapshot`, but the last one if `has_ended_by` an error."""
+        """Like `snapshot`, but does not raise an error that `has_ended_by` recognizes."""
         if self.has_ended_by(self._loop.mailbox.error):
             return self._loop.mailbox.snapshot
         return self.snapshot
@@ -767,7 +767,7 @@ class GroupSession:
 
     @property
     def why_waiting(self) -> str:
-        """Why this worker is not training, or according to the coordinator no worker is; "" if nothing is
+        """Why this worker is not training, or why no worker is according to the coordinator; "" if nothing is
         known to prevent it.  Thread-safe."""
         if reason := self._loop.waiting_reason:
             return reason

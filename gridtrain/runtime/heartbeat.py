@@ -21,7 +21,7 @@ STATE_MESSAGES = ("SnapshotBlock", "SnapshotDigests", "StateBlock", "StateDigest
 
 PROGRESS_MESSAGES = ("Data", "SnapshotBlock", "UpdateLogEntry", RELAYED_PIECE)
 """Types of messages that count as progress, because a worker that sends or receives them is not hung.
-Control messages and what it forwards for others do not count: the I/O loop of a hung worker handles both."""
+Control messages and forwarded packets do not count, because the I/O loop of a hung worker handles both."""
 
 
 class HeartbeatSource:

@@ -129,7 +129,7 @@ class IoLoop:
         self._budget_exhausted = budget_exhausted
         self._coordinator = bytes.fromhex(config.coordinator_key)
         self._core: MemberCore  # from `start` on
-        # By interface: the address that peers can dial.  Earlier ones stay, because an address may return.
+        # By interface: the address that peers can dial.  Earlier addresses stay, because one may return.
         self._addresses: dict[str, str] = {}
         donate_Bps = donated_Bps(config)
         deadlines = config.deadlines
@@ -223,7 +223,7 @@ class IoLoop:
 
     @property
     def waiting_reason(self) -> str:
-        """Why this worker does not train (`ReconnectPolicy.waiting_reason`).  Thread-safe."""
+        """Why this worker is not training (`ReconnectPolicy.waiting_reason`).  Thread-safe."""
         return self._reconnect_policy.waiting_reason
 
     @property
@@ -402,8 +402,8 @@ class IoLoop:
                 self._handle(ev.ProtocolViolation(peer, reason))
 
     def _follow_interface(self, host: str) -> None:
-        """Listen at another address if this machine now reaches the coordinator, at the IP address `host`,
-        from another address, for example after a change of the Wi-Fi network."""
+        """Listen at another address if this machine now uses another address to reach the coordinator, whose
+        IP address is `host`, for example after a change of the Wi-Fi network."""
         interface = "" if self._config.listen or not host else interface_address(host)
         if not interface:
             return

@@ -89,11 +89,11 @@ _HINTS = {
     ),
     "Expected more than 1 value per channel": (
         "a batch has a single sample, with which SyncBatchNorm, scripted layers and F.batch_norm cannot "
-        "train -> use batch sizes that leave no batch with one sample, also at the end of a pass, or use "
+        "train -> use batch sizes that leave no batch with one sample, even at the end of a pass, or use "
         "BatchNorm1d, 2d or 3d"
     ),
 }
-"""Hints that gridtrain adds to the traceback of another library's error; each key is a text in the error."""
+"""Hints that gridtrain adds to the traceback of another library's error; each key is a part of the error."""
 
 
 def install_error_hook() -> None:

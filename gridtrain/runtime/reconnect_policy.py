@@ -16,8 +16,8 @@ DENIED_TIMEOUT_S = 60.0
 """Time after which a member gives up if the coordinator keeps denying it access."""
 
 REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
-"""Minimum time between two rejoins of a worker that makes no progress in time, because the others wait each
-time.  It doubles with each rejoin, up to the maximum."""
+"""Minimum time between two rejoins of a worker whose training loop keeps stalling, because the other members
+wait for it each time.  It doubles with each rejoin, up to the maximum."""
 
 REJOIN_TIMEOUT_S = 120.0
 """Time after which a worker that rejoins gives up if the coordinator does not answer."""
@@ -35,7 +35,7 @@ class ReconnectPolicy:
         self._address, self._paused_s = address, paused_s
         self._pause_reason, self._paused_since_s = "", 0.0
         self._denied_since_s: float | None = None
-        self._is_left_out = False  # removed for lack of progress, and not connected again
+        self._is_left_out = False  # removed for lack of progress, and not reconnected yet
         self._rejoin_s: float | None = None  # when it began to connect again
         self._has_told_interval = False
         self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
@@ -46,7 +46,7 @@ class ReconnectPolicy:
 
     @property
     def waiting_reason(self) -> str:
-        """Why this worker does not train; "" if nothing is known to prevent it.  Thread-safe."""
+        """Why this worker is not training; "" if nothing is known to prevent it.  Thread-safe."""
         if self._is_left_out:
             why = "its training loop made no progress in time"
             return f"{why}, and the group continues without it until it rejoins"

@@ -126,7 +126,7 @@ class StepRounds:
 
         Args:
             is_awaited: whether the trainer now only waits for the outcome.  The outcome is published with a
-                snapshot, so the trainer does not need one that shows the submission.
+                snapshot, so the trainer needs no snapshot that shows the submission.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:
@@ -147,7 +147,7 @@ class StepRounds:
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
             self._submit(mine)
-            # With the lock: for an interrupt (Ctrl-C) that comes while it is awaited, nothing is submitted.
+            # Submitted under the lock, so that Ctrl-C during the wait for the lock leaves nothing submitted.
             submit = self._mailbox.submit_payload if is_awaited else self._mailbox.submit
             submit(ev.SubmitRound(round_id, collectives, settings=settings))
         if mine.is_failed:
@@ -218,11 +218,11 @@ class StepRounds:
     def contribute_nothing(
         self, round_id: m.RoundId, plan: StepPlan, settings: bytes
     ) -> list[ev.SubmitRound | ev.StayPresent | ev.RoundFailed]:
-        """Make an empty contribution to a round, from which the trainer is absent.
+        """Make an empty contribution to a round from which the trainer is absent.
 
-        Called in the I/O thread.  Returns the events for the core.  Returns only `StayPresent` if the trainer
-        has begun to submit, if it has missed more than `MAX_MISSED_BYTES`, or if no empty contribution can be
-        made, and no events if an earlier round is still open on this worker.
+        Called in the I/O thread.  Returns the events for the core: only `StayPresent` if the trainer has
+        begun to submit, if it has missed more than `MAX_MISSED_BYTES`, or if no empty contribution can be
+        made; otherwise, no events if an earlier round is still open on this worker.
 
         Args:
             plan: the plan of the step, with 0 samples.
@@ -324,7 +324,7 @@ class StepRounds:
         if ended is not None:
             if committed:
                 self._record_update(ended, flags)
-                ended.buffers, ended.voted_buffers = {}, ()  # `last_submitted` would keep them for a step
+                ended.buffers, ended.voted_buffers = {}, ()  # else `last_submitted` would keep them
             else:
                 ended.failure_reason = reason
             self._ended.append((ended, RoundOutcome(committed, is_skipped(flags))))
@@ -379,7 +379,7 @@ def _make_collectives(
 
 
 def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:
-    """Return whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
+    """Return whether the round `before` rejected a payload and used any of `buffers`."""
     if before is None or not before.is_failed:
         return False
     return any(mine is theirs for mine in buffers for theirs in before.buffers.values())

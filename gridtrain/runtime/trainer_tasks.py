@@ -92,7 +92,7 @@ class TrainerTasks:
 
     Attributes:
         applied: the last step that the trainer's model contains; -1 if there is none.  The group's last step
-            (`WorkerSnapshot.applied`) may be later, until the trainer has loaded or applied what it lacks.
+            (`WorkerSnapshot.applied`) may be later, until the trainer has loaded or applied later steps.
     """
 
     def __init__(self, loop: IoLoop) -> None:

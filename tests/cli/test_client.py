@@ -196,7 +196,7 @@ def test_a_machine_without_a_route_to_the_coordinator_is_told_so(
         pytest.raises(CoordinatorUnreachable, match=r"within 0\.05 s: Network is unreachable") as raised,
     ):
         client.status(0.05)
-    assert ("needs IPv6" in raised.value.remedy) == needs_ipv6 and "firewall" not in raised.value.remedy
+    assert ("enable IPv6" in raised.value.remedy) == needs_ipv6 and "firewall" not in raised.value.remedy
 
 
 def test_a_stopped_coordinator_is_not_blamed_on_an_address_without_a_route(

@@ -7,8 +7,8 @@
 The points of a step at which a fault can happen:
 
     before   nothing of the step has been sent
-    during   the step's first Data has been sent
-    after    all Data have been sent, but not the Vote (rank 0: not the Decision)
+    during   the step's first Data message has been sent
+    after    all Data messages have been sent, but not the Vote (rank 0: not the Decision)
 
 A stall affects the training thread, which calls `Faults.stall`; all other faults affect the I/O thread:
 
@@ -17,7 +17,7 @@ A stall affects the training thread, which calls `Faults.stall`; all other fault
 
 Threads share the `Faults` object (`LocalGroup(faults=...)`).  Processes read the plan's text from
 GRIDTRAIN_FAULTS, in `gridtrain.join`.  Each fault happens once per process; if GRIDTRAIN_FAULTS is "@FILE",
-each fault happens only once across all processes, including restarted ones.
+each fault happens only once across all processes, including restarts.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Faults:
 
     Args:
         planned: the planned faults.
-        marks: the file of the plan, next to which other files record the faults that have happened in any
-            process; None if the plan belongs to this process only.
+        marks: the plan's file; files next to it record the faults that have happened in any process; None
+            if the plan belongs to this process only.
 
     Attributes:
         fired: the faults that have happened, in order, each with the worker's name.
@@ -128,8 +128,8 @@ class Faults:
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
-        """Plan a freeze: the worker sends nothing for `seconds`, as if stopped by SIGSTOP, with connections
-        open."""
+        """Plan a freeze: the worker sends nothing for `seconds`, as if stopped by SIGSTOP; its connections
+        stay open."""
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
@@ -138,14 +138,14 @@ class Faults:
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a stall: the training loop, but not the I/O thread, stops for `seconds` at its batch."""
+        """Plan a stall: the training loop stops for `seconds` at its batch; the I/O thread continues."""
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
         """Plan a corruption: one bit in a Data message of the step is flipped, as faulty memory might do.
 
-        Data with partial sums are not changed, because all members would continue with the same wrong sum, so
-        their digests would agree and the error would go undetected.
+        Data messages with partial sums are not changed, because all members would continue with the same
+        wrong sum, so their digests would agree and the error would go undetected.
         """
         return self._plan(PlannedFault("corrupt", who, step))
 
@@ -221,7 +221,7 @@ class Faults:
         return self
 
     def _mark(self, number: int) -> bool:
-        """Mark that the fault has happened; return False if another process has already marked it."""
+        """Record that the fault has happened; return False if another process has already recorded it."""
         if self._marks is None:
             return True
         with contextlib.suppress(FileExistsError):
@@ -249,7 +249,7 @@ class FaultyTransport(WrappingTransport):
         self._rank: int | None = None
         self._roster_pages: dict[int, MemberListPage] = {}
         self._members: tuple[Member, ...] = ()
-        self._begun: set[int] = set()  # steps of which a Data has been sent
+        self._begun: set[int] = set()  # steps of which a Data message has been sent
         self._slow_s: dict[int, float] = {}
         self._corrupt: set[int] = set()
         self._delayed: dict[PeerId, deque[_DelayedMessage]] = {}

@@ -86,7 +86,7 @@ class MemoryHub:
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
-        """The endpoints that are neither closed nor killed, by key; the latest of those that share a key."""
+        """The running endpoints by key; of several endpoints with the same key, only the latest."""
         return {endpoint.me: endpoint for endpoint in self._alive}
 
     # -- faults, from any thread ---------------------------------------------------------------

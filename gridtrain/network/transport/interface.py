@@ -123,8 +123,9 @@ class TrafficCounters:
 
     Attributes:
         relayed_sent_bytes, relayed_received_bytes: the bytes, without framing, of the messages that this peer
-            itself exchanged through a relay, by the type of the message inside; what this peer forwards for
-            others is left out.  A piece that does not yet complete a message also counts as `RELAYED_PIECE`.
+            itself exchanged through a relay, by the type of the message inside; packets that this peer
+            forwards for others are not counted.  A piece that does not yet complete a message also counts as
+            `RELAYED_PIECE`.
     """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)

@@ -72,7 +72,7 @@ class UploadLimiter:
         if after_Bps == before_Bps:
             return release_s
         self._applied_Bps = after_Bps
-        factor = before_Bps / after_Bps if before_Bps and after_Bps else 0.0  # no cap: all has left
+        factor = before_Bps / after_Bps if before_Bps and after_Bps else 0.0  # no cap: everything has left
 
         def moved_s(free_s: float) -> float:
             return min(free_s, now_s) + max(0.0, free_s - now_s) * factor

@@ -21,8 +21,8 @@ connections to which they belong go down."""
 
 REFUSAL_INTERVAL_S = 0.1
 MAX_REFUSALS = 64
-"""The maximum number of RelayFailed messages to one origin that report refused packets in each interval of
-`REFUSAL_INTERVAL_S`; there is at most one for each destination."""
+"""The maximum number of RelayFailed messages about refused packets that one origin receives in each interval
+of `REFUSAL_INTERVAL_S`, at most one for each destination."""
 
 RelayPolicy = Callable[[PeerId, PeerId], bool]
 

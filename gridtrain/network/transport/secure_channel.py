@@ -24,15 +24,15 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
                                       compute, from their own keys and the session keys' shared secret; a key
                                       that leaks later therefore cannot decrypt older packets
     reflect, swap packets of peers    keys depend on sender and receiver
-    replay or splice sessions         keys depend on both session keys; each serves one session at most
+    replay or splice sessions         keys depend on both session keys; a key serves at most one session
     repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
                                       is the nonce; a packet with a lower counter is dropped, and a higher
                                       counter means that packets were lost
     turn bulk into control            the packet class selects the key
     replay a call                     a peer in a confirmed session answers with a spare session key, and ends
                                       the session only at an offer that has seen the spare key; a peer in a
-                                      confirmed session never sends such an offer, as it ignores offers that
-                                      have seen none of its keys
+                                      confirmed session never sends such an offer, because it ignores offers
+                                      that have seen none of its keys
     drop, delay                       not prevented, as in any network: the connection goes down
 
 There are two packet classes because control overtakes bulk (see `send_queue`).  Bulk is split into pieces, so

@@ -1,4 +1,4 @@
-"""Converts the fields of messages to plain values and back, as each message is declared (`MESSAGES`).
+"""Converts the fields of messages to plain values and back, according to their declarations (`MESSAGES`).
 
 `gridtrain.core.messages.declaration` specifies how a message is declared, and defines the field types of
 single values.  This module defines the field types that are composed of other field types.
@@ -6,7 +6,7 @@ single values.  This module defines the field types that are composed of other f
     value  -- FieldType.pack -->    plain value     a FieldError means a bug in this process
     value  <-- FieldType.unpack --  plain value     a FieldError means that the peer violates the protocol
 
-Plain values are those that msgpack encodes as bytes: integers, strings, byte strings, arrays and the like.
+Plain values are the values that msgpack can encode: integers, strings, byte strings, arrays and the like.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class LevelCode:
 
     Attributes:
         name: the name of the kind.
-        bits: the bits of a code: the level's number, and above it the sign.
+        bits: the number of bits in a code, which holds the level's number and, above it, the sign.
         levels: the magnitudes, as multiples of the scale, ascending.
         limits: the smallest magnitude that is rounded to each level, as a multiple of the scale.
         top: the lower bound of a block's largest magnitude, as a multiple of the scale; the magnitude is less

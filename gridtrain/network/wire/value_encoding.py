@@ -40,7 +40,7 @@ _FP16_NORMAL = 0x38800000  # 2**-14 as float32: fp16's smallest normal value
 _FP16_BIAS = (127 - 15) << 10  # difference of the exponents' biases, at the position of fp16's exponent
 
 _BF16_MAX = 0x7F7F  # the largest finite bf16
-_MAGNITUDE = 0x7FFF  # of 16 bits, all except the sign
+_MAGNITUDE = 0x7FFF  # all of the 16 bits except the sign
 
 SCALE_BLOCK = 256
 """The number of int8 entries that share an exponent."""

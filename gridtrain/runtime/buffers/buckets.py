@@ -49,8 +49,8 @@ class BucketedBuffer:
 
     @property
     def update(self) -> FloatArray | SparseVector:
-        """The update of a complete exchange: a new array of shape (n,); or the entries of a sparse exchange,
-        whose indices refer to the whole vector and ascend."""
+        """The update of a complete exchange: a new array of shape (n,) or, for a sparse exchange, the entries
+        with ascending indices into the whole vector."""
         dense = [part.update for part in self.parts if isinstance(part, DenseRingBuffer)]
         if dense:
             return np.concatenate(dense)
@@ -87,7 +87,7 @@ UpdateBuffer = BucketBuffer | BucketedBuffer
 
 
 RoundBuffers = Sequence[CollectiveBuffer | BucketedBuffer]
-"""The buffers with a member's contribution to a round: that of the update, and any others after it."""
+"""The buffers with a member's contribution to a round: the update's buffer, followed by any others."""
 
 
 def buffers_by_channel(buffers: RoundBuffers) -> dict[Channel, CollectiveBuffer]:

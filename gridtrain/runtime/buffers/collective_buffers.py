@@ -223,7 +223,7 @@ class DenseRingBuffer:
         return self._hash(segment, slice_)
 
     def _hash(self, segment: int, slice_: int) -> bytes:
-        """Return the SHA-256 of a slice, for which processors have special instructions (decision 0023)."""
+        """Return a slice's SHA-256, which processors compute with special instructions (decision 0023)."""
         return sha256(self._slice_view(segment, slice_).data).digest()
 
     def _slice_view(self, segment: int, slice_: int) -> FloatArray:
@@ -299,7 +299,7 @@ class SparseBuffer:
         return decoded
 
     def _empty_payload(self) -> tuple[bytes, SparseVector]:
-        """Return the payload of a member whose contribution is empty, and the entries to which it decodes."""
+        """Return the payload of a member whose contribution is empty, and the decoded entries."""
         payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
         return payload, self._decode(payload)
 

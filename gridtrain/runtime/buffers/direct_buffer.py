@@ -1,7 +1,7 @@
 """The buffers of the direct (two-hop) exchanges, in which each member sums one part of the vector.
 
 DirectBuffer        Dense(topology="direct")   segments of consecutive elements
-SparseDirectBuffer  GTopK(topology="direct")   of each P consecutive elements, every rank owns one
+SparseDirectBuffer  GTopK(topology="direct")   each rank owns one of every P consecutive elements
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class DirectBuffer(DenseRingBuffer):
 
 
 class SparseDirectBuffer(ButterflyBuffer):
-    """The entries of a sparse vector of which each rank sums a part.
+    """The entries of a sparse vector; each rank sums the entries of one part of the vector.
 
     Each rank owns one of the P indices j * P .. j * P + P - 1, which is element j of the rank's part:
 
         P = 4      indices 0 .. 3     4 .. 7      8 .. 11      12 .. 15
         owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
 
-    The rotations are scattered, so that the owners have nearly the same number of large values even if these
-    are in a few columns of a matrix.
+    The rotations are scattered, so that the owners have nearly the same number of large values even if such
+    values are in a few columns of a matrix.
 
         own entries  --by owner--> a part for each owner
         one part from each rank, with the elements that this rank owns
@@ -116,7 +116,7 @@ class SparseDirectBuffer(ButterflyBuffer):
     def _divide(self) -> list[SparseVector]:
         """Divide this rank's entries among their owners; return one part for each rank, in rank order.
 
-        The indices in a part are numbers of elements of the owner's part.
+        The indices in a part count the elements of the owner's part.
         """
         indices = self.update.indices.astype(np.uint32)
         elements = indices // np.uint32(self._world_size)
@@ -176,7 +176,7 @@ def _remainder(numbers: npt.NDArray[np.uint32], divisor: int) -> npt.NDArray[np.
 def _longest_payload_bytes(k: int, n: int, kind: ValueKind) -> int:
     """Return an upper bound for the length of a payload with at most k entries of a vector of n elements.
 
-    A payload with fewer entries uses more bits for each index.  Adding k bytes to the length for k entries
-    more than makes up for this.
+    A payload with fewer entries uses more bits for each index.  The k bytes that are added to the
+    length for k entries more than make up for this.
     """
     return encoded_bytes(min(k, n), n, kind) + k

@@ -8,11 +8,11 @@
     rank 0  rounds  -------------> rank 1 adds its own, rounds -> .. rank P - 1 -> all store it
             keeps its errors               keeps its errors           keeps its errors
 
-A member rounds each element exactly once, either in what it sends to be added or in the final sum, and keeps
-the difference, which is exactly representable in float32 (`value_encoding`), in `rest_N`.  Hence, apart from
-the rounding of float32 additions, the sum of all members' contributions equals the update plus the sum of
-all members' `rest_N`.  The member that rounds the final sum also uses the rounded sum, so all members get
-the same bits.  Nothing is rounded in a group of one member.
+A member rounds each element exactly once, either in a payload that another member adds or in the final sum,
+and keeps the difference, which is exactly representable in float32 (`value_encoding`), in `rest_N`.  Hence,
+apart from the rounding of float32 additions, the sum of all members' contributions equals the update plus the
+sum of all members' `rest_N`.  The member that rounds the final sum also uses the rounded sum, so all members
+get the same bits.  Nothing is rounded in a group of one member.
 
 Received payloads are decoded, and forwarded unchanged.  If a ring resumes, it sends the stored payload
 again.

@@ -15,8 +15,8 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 
 MAX_UNEXPECTED_BLOCKS = 3
-"""Number of replies with a block other than the requested one after which the download fails.  A few are
-allowed, because an earlier request that was repeated after a connection broke may be answered twice."""
+"""The download fails after this number of replies with a block that was not requested.  A few are allowed,
+because an earlier request that was repeated after a connection broke may be answered twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ def name_error(address: str) -> CoordinatorUnreachable | None:
 def tcp_error(address: str) -> OSError | None:
     """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it.
 
-    Of a host with several addresses, those to which there is a route come first.
+    If a host has several addresses, the error of an address to which there is a route is preferred.
     """
     parts = urlsplit(address)
     try:
@@ -271,7 +271,7 @@ def _no_route_error(address: str, reason: str) -> CoordinatorUnreachable:
     """Return the error for an address to which this machine has no route."""
     remedy = "check this machine's network, and whether the address belongs to another network"
     if "[" in address:
-        remedy += "; this address needs IPv6, or ask the run's owner for an invitation with an IPv4 address"
+        remedy += "; enable IPv6, or ask the run's owner for an invitation with an IPv4 address"
     return CoordinatorUnreachable(f"the coordinator at {address} cannot be reached: {reason}", remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""Enrols a worker with an invitation and one of this machine's keys, and explains why it is refused.
+"""Enrols a worker with an invitation and one of this machine's keys, and explains refusals.
 
 This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
@@ -108,7 +108,7 @@ def enroll(
         invitation: the invitation to the run.
         timeout_s: the time limit of each request to the coordinator.
         unencrypted: whether the run must be unencrypted; if False, the run must be encrypted.
-        tell: called, possibly in another thread, with a text that says what a long wait is for.
+        tell: called, possibly in another thread, with a message that explains a long wait.
 
     Raises:
         CoordinatorUnreachable: the coordinator did not answer in time.
@@ -165,7 +165,7 @@ class _ClaimedIdentity:
     def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
         """Return a context manager that removes a new key if `error` is raised.
 
-        In this case, the coordinator has not admitted the key.
+        Such an error means that the coordinator has not admitted the key.
         """
         try:
             yield

@@ -4,7 +4,7 @@ Only the coordinator can decide whether an invitation is still valid and whether
 
     worker-0.key was admitted with invitation A.  Its worker is stopped, and two workers are started:
     the first, started with B    takes worker-0.key, which is free and admitted; B is not needed and is stored
-    the second, started with A   gets a new key; A has no uses left, so the new key is admitted with B
+    the second, started with A   gets a new key; A is used up, so the new key is admitted with B
 
 The file (mode 0600, like the keys in the same folder) contains an invitation only until the invitation is
 used or refused.

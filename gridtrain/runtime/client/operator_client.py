@@ -73,7 +73,7 @@ class CoordinatorEndpoint:
             run: the run's name.
             state: the state folder; None for the default folder of `run`.
             wait_s: the time to wait for a coordinator that is starting.
-            say: called once, before the wait, with a text that says what is awaited.
+            say: called once, before the wait, with a message that explains the wait.
 
         Raises:
             CoordinatorUnreachable: no coordinator is running.

@@ -15,14 +15,14 @@ peer, because peers that were admitted before this worker have not measured thei
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
-measurement of the other peers by at most its own share of the time; the rate to it is then less than that of
-a burst in this time, which is reported.  A requested burst that arrives later still counts.
+measurement of the other peers by at most its own share of the time; the rate of a burst that takes all of
+this time, an upper bound, is then reported.  A requested burst that arrives later still counts.
 
 A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
 too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
 now faster; the burst of a slow link, for which this matters little, is not repeated.  A receiver whose loop
-was busy reads many buffered messages at once and measures a rate that is much too high: the second half does
-not count if it is far faster than the whole, and the coordinator uses the smaller of the two ends' rates.
+was busy reads many buffered messages at once and measures a rate that is much too high.  Therefore the second
+half does not count if it is far faster than the whole, and the coordinator uses the lower of the ends' rates.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RATE_LIFETIME_S = 300.0
 the rate again instead of measuring it."""
 
 MAX_HALF_FACTOR = 4.0
-"""The rate of the second half of a burst counts if it is at most this many times that of the whole burst."""
+"""The rate of a burst's second half counts only up to this multiple of the rate of the whole burst."""
 
 MIN_BURST_S = 1e-5
 MIN_BURST_FRACTION = 0.25
@@ -185,14 +185,14 @@ class BandwidthProbe:
     ) -> BurstRequest | None:
         """Compute the rate to a peer that has acknowledged the whole burst.
 
-        Returns the request for a burst of the peer; None if this worker's burst is repeated first, or if
+        Returns the request for a burst from the peer; None if this worker's burst is repeated first, or if
         the acknowledgement is not expected.
         """
         sent = self._current_burst
         if sent is None or sent.is_acknowledged or (sent.peer, sent.expected_answer) != (peer, answer):
             return None
         whole_s, rtt_s = now_s - sent.sent_at_s, self._rtt_s[peer]
-        # The higher rate, because the rate of the first burst is too low, and the second may be disturbed.
+        # Keep the higher rate: the first burst's rate is too low, and the second burst may be disturbed.
         first_Bps = self._sent_Bps.get(peer, 0.0) if peer in self._repeated else 0.0
         self._sent_Bps[peer] = max(first_Bps, estimate_rate_Bps(whole_s, rtt_s))
         self._measured_sent[peer] = self._sent_Bps[peer], now_s
@@ -274,8 +274,8 @@ class BandwidthProbe:
 def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
     """Return the rate of a burst in bytes per second.
 
-    `whole_s` is the time from sending or requesting the burst until its sender receives the acknowledgement,
-    or its receiver the last message.  The round-trip time is subtracted from `whole_s`, but at least
+    `whole_s` is the time from sending or requesting the burst until its sender receives the acknowledgement
+    or its receiver receives the last message.  The round-trip time is subtracted from `whole_s`, but at least
     `MIN_BURST_FRACTION` of `whole_s` is kept, because `rtt_s` is too large if a busy loop delayed the pings,
     and the burst would then seem to have taken no time.
     """

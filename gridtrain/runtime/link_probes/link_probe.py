@@ -3,7 +3,7 @@
     ev.ProbePeers --> pings --> round-trip times --> BandwidthProbe --> LinkRates, ev.ProbeResults
 
 The bursts begin when each target has answered `PINGS_PER_PEER` pings, or after half of the time, so that a
-target that does not answer leaves time for those of the others.  Bursts are sent only to peers that have
+target that does not answer leaves time for bursts to the others.  Bursts are sent only to peers that have
 answered, and that are connected directly, not through a relay.  The round-trip times are reported after the
 last burst, when all pings are answered, or at the probe's deadline.
 """
@@ -38,7 +38,7 @@ class LinkProbe:
         self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
         self._best_s: dict[m.PeerId, float] = {}  # the shortest round-trip time of each target
-        self._pings_left: dict[m.PeerId, int] = {}  # of each target, in their order
+        self._pings_left: dict[m.PeerId, int] = {}  # for each target, in the targets' order
         self._sent: dict[int, tuple[m.PeerId, float]] = {}  # by nonce: the target and the time
         self._nonce = 0
         self._bursts_from_s = self._until_s = math.inf
@@ -48,7 +48,7 @@ class LinkProbe:
     def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
-        The bursts begin at the latest 40 % of `limit_s` from now, and the deadline is 80 % from now.
+        The bursts begin after at most 40 % of `limit_s`, and the deadline is after 80 % of it.
         """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
         self._best_s, self._sent = {}, {}

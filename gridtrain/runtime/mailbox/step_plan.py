@@ -15,7 +15,7 @@ class StepPlan:
         rank, world_size: this worker's rank and the world size in the generation that runs the step.
         samples: the number of samples in this worker's contribution, which is empty if there are none.
         total_samples: the number of samples of all members in the step to which the contribution's batch was
-            assigned.  It is an earlier step if the batch is late or pending.
+            assigned, which is an earlier step if the batch is late or pending.
         exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
         compare_after: whether all members compare their replicas after this step, because workers have
             joined or the run has just begun.
@@ -47,8 +47,8 @@ class StepPlan:
 
 
 def is_comparison_due(step: int, every: int) -> bool:
-    """Whether replicas are compared after `step` in any case: after every `every` steps of the run and,
-    so that short runs are also compared, after steps 1, 2, 4, 8, ... before that.  Never if `every` is 0."""
+    """Whether replicas are compared after `step` in any case: after every `every` steps and, for short runs,
+    also after steps 1, 2, 4, 8, ... below `every`.  Replicas are never compared if `every` is 0."""
     taken = step + 1
     return every > 0 and (taken % every == 0 or (taken < every and taken & (taken - 1) == 0))
 

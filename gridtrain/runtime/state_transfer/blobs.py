@@ -204,7 +204,7 @@ class BlobReceiver:
         self._id = (0, 0)
         self._table = b""
         self._buffer: BlockBuffer | None = None
-        # Numbers of blocks, including the table: of the state (0 until the table arrives), and received.
+        # Numbers of blocks, including the table: in the state (0 until the table arrives), and received.
         self._total = self._count = 0
         self._is_taken = False
         self._is_verified = True  # all blocks come from the state source itself

@@ -109,7 +109,7 @@ class CatchUpReceiver:
 
     @property
     def idle_key(self) -> object | None:
-        """A value that stays equal as long as no data arrive; the caller detects silent sources with it.
+        """A value that is constant while no data arrive, by which the caller detects silent sources.
 
         None if this worker is not waiting for data, because the trainer has work to do or the target has been
         reached.

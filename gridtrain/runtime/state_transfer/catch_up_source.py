@@ -51,7 +51,7 @@ def donated_Bps(config: JoinConfig) -> float:
     """Return the rate, in bytes per second, at which a worker sends its state to newcomers.
 
     Exchanges of the members wait for the slowest upload, so the default leaves most of a limited upload to
-    them.
+    the exchanges.
     """
     if config.donate_limit:
         return parse_rate(config.donate_limit)

@@ -117,7 +117,7 @@ class CheckpointCopier:
         self._adoptions: list[threading.Thread] = []
 
     def close(self) -> None:
-        """Discard the incomplete copy, if any, and wait until the complete ones have been stored."""
+        """Discard the incomplete copy, if any, and wait until complete copies have been stored."""
         self._give_up()
         self._discard_incoming()
         for adoption in self._adoptions:
@@ -126,7 +126,7 @@ class CheckpointCopier:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, effect: ev.SendCheckpoint) -> None:
-        """Queue a checkpoint for another worker; without a disk, there is none to send."""
+        """Queue a checkpoint for another worker; without a disk, there is nothing to send."""
         if self.disk is None:
             return
         if effect.is_awaited:
@@ -166,7 +166,7 @@ class CheckpointCopier:
             transport.send(peer, block)
             self._block = None
         except TransportError:
-            self._give_up()  # this peer is sent the next checkpoint instead
+            self._give_up()  # the peer will get the next checkpoint instead
             return 0
         if self.rate_Bps is not None and not self._outgoing.effect.is_awaited:
             self._next_send_s = now_s + len(block.payload) / self.rate_Bps

@@ -1,4 +1,4 @@
-"""Receives the state that this worker lacks while the group waits; passes it to the trainer and to peers.
+"""Receives, while the group waits, the state that this worker lacks; passes it to the trainer and to peers.
 
 The core decides from which worker the state is requested.
 

@@ -35,8 +35,8 @@ MIN_SEGMENTS = 200
 """The smallest number of segments between two observations; fewer segments do not characterize the link."""
 
 PAUSE_SEGMENTS = 10
-"""Fewer segments than this between two observations (fewer than the window with which the kernel starts
-again) count as a pause."""
+"""Fewer segments than this between two observations count as a pause.  After a pause, the kernel starts again
+with a window of this size."""
 
 BUSY_LOOKS = 4
 """The number of observations without a pause after which cubic is chosen again."""

@@ -3,7 +3,7 @@
 OutgoingConnection   waiting --due--> resolving --address--> connecting --Hello answered--> established
                         ^-- back-off -----+--- lost, or no answer in time ---+-------------------+
 
-Only a host name is resolved (`name_lookup`).  An established connection has a `Connection`.
+Only host names are resolved (`name_lookup`).  An established connection has a `Connection`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ reconnected before the coordinator concludes, from several broken connections, t
 
 MAX_UNREAD_BYTES = 192 * 2**20
 """The maximum number of bytes that may have arrived over one connection without being read.  libzmq limits
-neither a message of many frames while it arrives nor, as we configure it, its receive queue.  A correct peer
+neither an arriving message of many frames nor its receive queue (`sockets.RECEIVE_MESSAGES`).  A correct peer
 runs out of credit at a fraction of this number."""
 
 MAX_UNREAD_OF_PENDING_BYTES = 2**20
@@ -98,7 +98,7 @@ class OutgoingConnection:
     Attributes:
         due_s: the time at which to try again, to use an earlier address of the host, or to abandon the
             current attempt.
-        is_resolving: whether the attempt waits until a lookup of the host name has ended.
+        is_resolving: whether the attempt is waiting for a lookup of the host name.
         connection: the connection, or None until the peer has sent Hello.
         established_s: the time at which the peer last sent Hello.
     """

@@ -32,8 +32,8 @@ CLOSES_PER_S = 200.0
 """The rate at which connections are closed while `MAX_HALF_OPEN` or `MAX_OF_ONE_RANGE` is exceeded."""
 
 MAX_TOTAL = 4096
-"""The number of half-open connections beyond which connections are closed without a rate limit.  The
-limit is half the number of descriptors that this process may open if that is less."""
+"""The number of half-open connections beyond which connections are closed without a rate limit.  If
+half the number of descriptors that this process may open is less, it applies instead."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
@@ -57,7 +57,7 @@ def connections_to_close(waiting: HalfOpenConnections, drained_s: float, now_s: 
     """Remove from `waiting` the connections that must be closed now, and return their descriptors.
 
     Args:
-        drained_s: the time until which all arrived data have been read.  A connection that was accepted
+        drained_s: the time at which all received data had been read.  A connection that was accepted
             `HALF_OPEN_S` before this time and is still in `waiting` has not sent Hello.
     """
     return waiting.take_expired(drained_s - HALF_OPEN_S) + waiting.take_surplus(now_s)

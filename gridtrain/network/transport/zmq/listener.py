@@ -212,14 +212,14 @@ class Listener:
         return taken
 
     def due_s(self) -> float:
-        """Return the earliest time at which `close_overdue` must be called; infinity if none is necessary."""
+        """Return the earliest time at which `close_overdue` must be called; infinity if no call is needed."""
         return min(self._half_open.due_s(), *(due_s for due_s, _ in self._closing), math.inf)
 
     def close_overdue(self, drained_s: float, now_s: float) -> None:
         """Close surplus and expired half-open connections, and the connections that `silence` has scheduled.
 
         Args:
-            drained_s: the time until which all arrived data have been read.
+            drained_s: the time at which all received data had been read.
         """
         for fd in half_open.connections_to_close(self._half_open, drained_s, now_s):
             self._shut_down(fd)

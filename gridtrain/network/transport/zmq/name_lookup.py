@@ -1,15 +1,15 @@
-"""Resolves host names in threads of their own, and stores the latest results.
+"""Resolves host names in separate threads, and stores the latest results.
 
-libzmq gets IP addresses only.  It would resolve a name in the thread that serves all connections, which then
-stand still while a name server does not answer.
+libzmq gets only IP addresses.  It would resolve a name in the thread that serves all connections, and block
+all of them while a name server does not answer.
 
     tcp://lab.example:7700    A 192.0.2.7, AAAA 2001:db8::7   tcp://192.0.2.7:7700
     tcp://home.example:7700   AAAA 2001:db8::9                tcp://[2001:db8::9]:7700
     tcp://localhost:7700      not looked up                   tcp://127.0.0.1:7700
 
 IPv4 comes first, because a coordinator may not be listening at its IPv6 addresses.  Each attempt to connect
-begins a lookup, so that a host with a new address is followed, and waits briefly for its end.  If a lookup
-takes longer or fails, the address from an earlier lookup is used.
+begins a lookup, so that a change of the host's address is noticed, and waits briefly for the result.  If the
+lookup takes longer or fails, the address from an earlier lookup is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIAL_WAIT_S = 0.5
 """How long an attempt to connect waits for its lookup before it uses the address from an earlier lookup."""
 
 FIRST_WAIT_S = 10.0
-"""How long `NameLookup.resolve` waits for a name of which no address is known yet."""
+"""How long `NameLookup.resolve` waits for a name whose address is not known yet."""
 
 MAX_NAMES = 256
 MAX_LOOKUPS = 8
@@ -42,13 +42,13 @@ class NameLookup:
         self._running: dict[str, set[Callable[[], None]]] = {}  # by name: what to call at the end
 
     def begin(self, host: str, on_end: Callable[[], None] = lambda: None) -> bool:
-        """Begin a lookup, unless one of this name is running; return whether one is running.
+        """Begin a lookup, unless this name is already being looked up; return whether a lookup is running.
 
         The result is False for an IP address, and while `MAX_LOOKUPS` other names are being looked up.
 
         Args:
             host: a host name or an IP address.
-            on_end: is called in another thread when the lookup has ended.
+            on_end: a function that is called in another thread when the lookup has ended.
         """
         if numeric_host(host):
             return False
@@ -78,7 +78,7 @@ class NameLookup:
             return numeric_host(host) or self._addresses.get(host, "")
 
     def resolve(self, host: str) -> str:
-        """Look up a name, wait for the end for a limited time, and return `address`."""
+        """Look up a name, wait for the result for a limited time, and return `address`."""
         self.begin(host)
         with self._changed:
             wait_s = DIAL_WAIT_S if self._addresses.get(host) else FIRST_WAIT_S
@@ -123,7 +123,7 @@ class NameLookup:
 
 
 names = NameLookup()
-"""The lookups of this process.  The results outlast a transport, for example while a worker pauses."""
+"""The lookups of this process.  The results are kept when a transport is closed, as in a pause."""
 
 
 def numeric_host(host: str) -> str:
@@ -138,10 +138,10 @@ def numeric_host(host: str) -> str:
 
 
 def _query(host: str) -> tuple[str, str]:
-    """Return the first IPv4 address of a name, or else its first IPv6 address; or "", and why there is none.
+    """Return a name's first IPv4 address, or else its first IPv6 address, and ""; or "" and an error message.
 
-    IPv6 is asked only if the name has no IPv4 address, because some name servers never answer that question,
-    and not if no name server answers, because that would take as long again.
+    The IPv6 address is requested only if the name has no IPv4 address, because some name servers never answer
+    such requests.  It is not requested if no name server answers, because that would take as long again.
     """
     error: Exception
     for family in (socket.AF_INET, socket.AF_INET6):

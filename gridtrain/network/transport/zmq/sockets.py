@@ -51,15 +51,15 @@ cause this crash.  Instead, flow control limits the bulk that a peer may have in
 
 HEARTBEAT_TIMEOUT_S = 6
 """The approximate time without an acknowledgement, of data or of TCP's keep-alive probes, after which a
-connection is closed; a peer that acknowledges, but reads nothing while its buffers are full, counts as well.
-ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything must be noticed before its
-step stalls for the third time, when the coordinator dismisses a member."""
+connection is closed; so is the connection of a peer that reads nothing although its buffers are full.
+ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`).  A link that drops everything must be noticed before the
+step stalls for the third time, because the coordinator then dismisses a member."""
 
 ZERO_COPY_RECV = 10
-"""The number of a context's option, for which pyzmq has no name.  The option is off: if it is on, a short
+"""The number of a context option that has no name in pyzmq.  The option is off: if it is on, a short
 encrypted message that has not been read keeps the buffer in which it arrived, so that 37 bytes on the wire
-take 2.5 kB of memory and more instead of 0.2 kB.  What a long message has beyond this buffer of 8 kB is read
-directly into the message in both cases."""
+take 2.5 kB of memory and more instead of 0.2 kB.  In both cases, the part of a long message that exceeds this
+buffer of 8 kB is read directly into the message."""
 
 _KEEPALIVE_PROBES = 3
 
@@ -79,7 +79,7 @@ queue is full, the kernel drops requests to connect; each is repeated after 1, 3
 LINGER_S = 0.5
 ZERO_COPY_RECEIVE_BYTES = 64 * 1024
 ZERO_COPY_SEND_BYTES = 256 * 1024
-"""The size from which a frame is sent without a copy.  Releasing a frame that was not copied wakes a thread
+"""Frames of at least this size are sent without a copy.  Releasing a frame that was not copied wakes a thread
 of pyzmq, which takes the interpreter lock; this costs more than copying 120 KiB."""
 
 READ, WRITE = int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -90,7 +90,7 @@ _NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 _monitors = itertools.count()
 _EVENT = struct.Struct("=Hi")  # a socket monitor's event: its number, and a descriptor or error number
-_ADDRESS = re.compile(r"tcp://([^/\s;]+):(\d{1,5}|\*)")  # what follows a ";" libzmq would dial
+_ADDRESS = re.compile(r"tcp://([^/\s;]+):(\d{1,5}|\*)")  # no ";": libzmq dials what follows it
 
 LOST_EVENTS = frozenset(
     {
@@ -146,7 +146,7 @@ class IncomingMessage:
 
 
 def open_context() -> Context:
-    """Open a context of its own for each transport; pyzmq's global context does not survive a fork."""
+    """Open a context for one transport; pyzmq's global context does not survive a fork."""
     context: Context = zmq.Context()
     context.set(ZERO_COPY_RECV, 0)
     return context
@@ -155,7 +155,7 @@ def open_context() -> Context:
 def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
     """Open the socket for incoming connections, which are encrypted unless `identity` is None."""
     router = _open_socket(context, zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # do not drop messages to unknown routing ids silently
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # do not silently drop messages to unknown routing ids
     router.setsockopt(zmq.BACKLOG, LISTEN_QUEUE)
     if identity is not None:
         router.setsockopt(zmq.CURVE_SERVER, 1)
