@@ -60,8 +60,8 @@ class StepResult:
 
 
 class OtherSizes(LineBroken):
-    """Another stage sent a payload with other sizes than this worker expects, so the workers differ in their
-    model, their autocast or the type of their device, or the sender is dishonest."""
+    """Another stage sent a payload of sizes that this worker does not expect, so the workers differ in model,
+    autocast or type of device, or the sender is dishonest."""
 
 
 class StageExecutor:
@@ -106,8 +106,8 @@ class StageExecutor:
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
 
         Raises:
-            LineBroken: the link broke, or another stage sent a payload that does not match its spec or with
-                which this stage cannot compute.  Gradients are unchanged.
+            LineBroken: the link broke, or another stage sent a payload that does not match its spec or
+                that this stage cannot process.  Gradients are unchanged.
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:

@@ -199,7 +199,7 @@ class TensorTreeSpec:
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """Return a tree that matches this spec, with tensors of NaN if they can be NaN, and 0 otherwise."""
+        """Return a tree that matches this spec: NaN in floating-point and complex tensors, otherwise 0."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:

@@ -1,6 +1,6 @@
 """The precision (exact, bf16, fp16, int8) in which a pipeline sends activations and gradients.
 
-The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
+The values of sparse and dense exchanges have their own encodings (`network/wire/value_encoding.py`).
 
     exact   the elements as they are in memory
     bf16    16 bits for each element: the range of float32, with 8 bits of precision
