@@ -11,8 +11,8 @@ every partition, bit for bit.  Values are drawn on the CPU, whose generator give
 machines, and then moved to the device.  A tied parameter gets its value from the first block that holds it.
 
 Values that a constructor writes on the meta device are lost, so initial values come from each module's
-`reset_parameters` and from `init`.  Tensors are filled with NaN first; a tensor that still has no value
-afterwards is an error.  Without `init`, it is also an error if a constructor writes to a parameter more often
+`reset_parameters` and from `init`.  Tensors are first filled with NaN; it is an error if a tensor still
+has no value afterwards.  Without `init`, it is also an error if a constructor writes to a parameter more often
 than `reset_parameters` does.
 """
 

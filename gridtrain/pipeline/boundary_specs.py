@@ -49,7 +49,7 @@ def infer_boundary_specs(
     """Infer the spec of each layer's output.
 
     `result[i]` describes the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
-    Autocast changes the dtypes if it is enabled here, as in the caller's steps, or in the layers.
+    Autocast changes the dtypes if it is enabled during this call, as in the caller's steps, or by the layers.
 
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.
@@ -106,7 +106,7 @@ class _AutocastWatch(TorchFunctionMode):
 def _infer_on(
     device: torch.device, layers: Sequence[nn.Module], example: Any, wire: WirePrecision
 ) -> tuple[TensorTreeSpec, ...]:
-    """Infer the specs on the meta device or, under a `FakeTensorMode`, on another one."""
+    """Infer the specs on the meta device or, under a `FakeTensorMode`, on another device."""
     outputs = [_with_sample_count(example, samples, device) for samples in _SAMPLES]
     shared = _shared_buffers(layers)
     specs = []
@@ -155,7 +155,7 @@ def _without_values(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
-    """Return a layer for which a single sample is too few, and whether it can nevertheless process one.
+    """Return a layer that needs several samples, and whether it can nevertheless process a single sample.
 
     The result is a pair such as ("layer 3, BatchNorm1d", True), or ("", True) if there is no such layer.  A
     layer that cannot process a single sample takes precedence over layers that can.

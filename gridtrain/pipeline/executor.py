@@ -3,9 +3,9 @@
     stage s - 1  --activations of m-->  Stage.forward(m)   --activations of m-->  stage s + 1
     stage s - 1  <--gradients of m----  Stage.backward(m)  <--gradients of m----  stage s + 1
 
-This is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received in the
-background, so both overlap with computing.  If the link to the other stages breaks, the step ends immediately
-on this stage; the next attempt recomputes the step.
+The middle column is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received
+in the background, so both overlap with computing.  If the link to the other stages breaks, the step ends
+immediately on this stage; the next attempt recomputes the step.
 """
 
 from __future__ import annotations

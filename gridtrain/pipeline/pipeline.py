@@ -183,8 +183,8 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch, or the dtypes or structure
-                of the inputs differ from the previous step; in this case, nothing was sent, and `step` can be
+            ConfigError: inputs or targets are not this step's batch, or the dtypes or structure of the inputs
+                differ from those in the previous step; in this case, nothing was sent, and `step` can be
                 called again with the right batch.  Or the optimizer settings on this worker differ from those
                 on most replicas of its stage.  Or this worker, before its first step with this autocast,
                 receives a payload of an unexpected size.

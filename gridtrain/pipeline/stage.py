@@ -256,7 +256,7 @@ class Stage:
             ) from error
 
     def _seed_layer(self, m: int, i: int) -> None:
-        """Seed the generators for micro-batch m and layer i of the stage, or for the loss after the layers."""
+        """Seed the generators for micro-batch m and the stage's layer i, or for the loss after its layers."""
         seed = random_seeds.derive_layer_seed(self._seed, m, self._first_layer + i)
         random_seeds.seed_generators(seed, self.device)
 
@@ -326,7 +326,7 @@ class Stage:
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add its gradients to any that existed before, and set `loss` to its mean loss.
+        """End the mini-batch: add its gradients to any earlier gradients, and set `loss` to its mean loss.
 
         Raises:
             LocalProtocolError: no mini-batch was begun, or the backward pass of a micro-batch has not run.

@@ -1,4 +1,4 @@
-"""`pipe.optimizer`: the optimizer of the stage that this worker holds, whose settings outlive a stage.
+"""`pipe.optimizer`: the optimizer of the held stage, which keeps its settings when the stage changes.
 
 A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed,
 the inner optimizer is that of the whole model on the meta device; afterwards, that of the stage in memory.

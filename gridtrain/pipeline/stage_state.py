@@ -234,7 +234,7 @@ class StageState:
         return self.executor
 
     def _by_shapes(self, staging: ModelStages, example: Any) -> _ByShapes:
-        """Return what depends on the shapes of a batch; infer it if they are new.
+        """Return the values that depend on the shapes of a batch; infer them if the shapes are new.
 
         All workers of a pipeline have the same batch, so the result is the same on all of them.
         """

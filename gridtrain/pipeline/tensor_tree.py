@@ -31,7 +31,7 @@ from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, enco
 from gridtrain.quantities import format_count
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-"""Dtypes that numpy and torch share without a copy."""
+"""Dtypes of arrays that numpy and torch can share without a copy."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 

@@ -141,7 +141,7 @@ def find_fault_origin(
         # 0 is a valid index into every table, and 1 a valid length where 0 is not.
         if strange.integers and not all(fails(strange.with_replacements(number)) for number in (0, 1)):
             return FaultOrigin.SENDER, strange.integers
-    except RuntimeError:  # a device that has failed
+    except RuntimeError:  # the device has failed
         pass
     return FaultOrigin.OWN, ""
 
