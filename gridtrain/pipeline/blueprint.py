@@ -12,8 +12,8 @@ machines, and then moved to the device.  A tied parameter gets its value from th
 
 Values that a constructor writes on the meta device are lost, so initial values come from each module's
 `reset_parameters` and from `init`.  Tensors are first filled with NaN; it is an error if a tensor still
-has no value afterwards.  Without `init`, it is also an error if a constructor writes to a parameter more often
-than `reset_parameters` does.
+has no value afterwards.  Without `init`, it is also an error if a constructor writes to a parameter more
+often than `reset_parameters` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The values of sparse and dense exchanges have their own encodings (`network/wire
     int8    8 bits for each element: a multiple, from -127 to 127, of a scale; the scales, one float32 for
             every 256 elements, are sent first
 
-In fp16, the power of two is the same for all elements of a tensor; it prevents small gradients from vanishing.
+In fp16, all elements of a tensor have the same power of two; it prevents small gradients from vanishing.
 Non-finite values remain non-finite, so that an overflow of gradients is detected.
 """
 

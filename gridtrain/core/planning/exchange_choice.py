@@ -209,7 +209,7 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the exchange is known to be sparse, so that updates are small and newcomers can catch up."""
+        """Whether the exchange is known to be sparse; updates are then small, so newcomers can catch up."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 

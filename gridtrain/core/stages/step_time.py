@@ -237,11 +237,10 @@ def _reason(
 ) -> str:
     running, stages = chosen.settings, len(chosen.cut.stages)
     text = (
-        f"{format_count(batch, 'sample')} in {running.micro_batches} "
-        f"micro-batch{'' if running.micro_batches == 1 else 'es'} of {running.samples} "
-        f"over {format_count(stages, 'stage')}: a step "
-        f"takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
-        f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
+        f"{running.micro_batches} micro-batch{'' if running.micro_batches == 1 else 'es'} of up to "
+        f"{format_count(running.samples, 'sample')}, {batch} in total, over "
+        f"{format_count(stages, 'stage')}: a step takes {format_seconds(chosen.step_s)} "
+        f"and its bubble is {chosen.bubble:.0%} ({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
         ahead = f"{running.ahead:.3g}"
