@@ -430,7 +430,7 @@ class Pipeline:
             log.info("from step %d on, %s", plan.step + 2, chosen.reason)
             self._session.report_figures({"micro_batches": float(chosen.micro_batches)})
 
-    # -- methods that `GridOptimizer` has too, for `Grid` ---------------------------------------------
+    # -- methods for `Grid`, as in `GridOptimizer` ----------------------------------------------------
 
     def describe_exchange(self) -> str:
         """Return a text that describes the settings that must be the same on all workers."""

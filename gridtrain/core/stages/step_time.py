@@ -254,7 +254,7 @@ def _reason(
         best = min(more, key=lambda each: each.step_s)
         text += f"; {best.settings.micro_batches} would take {format_seconds(best.step_s)}"
         text += (
-            ", hardly less"
+            ", only slightly less"
             if best.step_s < chosen.step_s
             else ", because each micro-batch adds overhead and latency"
         )
