@@ -11,8 +11,8 @@ from each other; the variance is unbiased, as in torch.  The running statistics 
 so an aborted step has no effect.
 
 A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  It occurs
-only if a replica has one sample in a step, because micro-batches of such a model are otherwise larger
-(`boundary_specs.lone_sample_layer`).
+only if a replica has one sample in a step, because micro-batches of a model with such a norm are otherwise
+larger (`boundary_specs.lone_sample_layer`).
 
 Other buffers, such as a moving average, a counter, or the buffers of a norm with its own `forward`, change
 with each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that
@@ -105,8 +105,8 @@ class MiniBatchStatistics:
         A backward pass needs it because activation checkpointing may repeat a forward pass.
 
         Args:
-            first_time: whether this is the micro-batch's first forward pass; only then are statistics
-                collected.
+            first_time: whether this is the micro-batch's first forward pass, the only pass whose
+                statistics are collected.
         """
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
@@ -142,7 +142,7 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the running statistics as `commit` does; until then, `discard` restores them."""
+        """Update the running statistics as `commit` does; before `commit`, `discard` can restore them."""
         for norm, sums in self._sums.items():
             assert norm.running_mean is not None and norm.running_var is not None
             running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
@@ -212,7 +212,8 @@ class MutatedBuffers:
     def restore_during(self, m: int) -> Iterator[None]:
         """Return the context manager for a repeated forward pass of micro-batch m.
 
-        In it, the buffers have the values from before m's first forward pass; afterwards they are unchanged.
+        Inside it, the buffers have the values from before m's first forward pass; on exit, it restores their
+        current values.
         """
         before = self._before.get(m, {})
         now = {place: _buffer(place) for place in self._mutated}

@@ -11,9 +11,9 @@ every partition, bit for bit.  Values are drawn on the CPU, whose generator give
 machines, and then moved to the device.  A tied parameter gets its value from the first block that holds it.
 
 Values that a constructor writes on the meta device are lost, so initial values come from each module's
-`reset_parameters` and from `init`.  Tensors are filled with NaN first; a tensor that still has no value
-afterwards is an error.  Without `init`, it is also an error if a constructor writes to a parameter more often
-than `reset_parameters` does.
+`reset_parameters` and from `init`.  Tensors are first filled with NaN; it is an error if a tensor still
+has no value afterwards.  Without `init`, it is also an error if a constructor writes to a parameter more
+often than `reset_parameters` does.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Blueprint:
     def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
         """Return, by index, the tied parameters of these blocks whose first block is before `start`.
 
-        Their first blocks are built, one at a time, for their values.
+        To obtain the values, these first blocks are built, one at a time.
         """
         owners: dict[int, list[TiedParameterName]] = {}
         for tied in self.tied:
@@ -185,7 +185,7 @@ class Blueprint:
         return found
 
     def _initialised_block(self, index: int) -> nn.Module:
-        """Return a block with memory and initial values; they do not depend on other blocks."""
+        """Return an allocated block with initial values, which do not depend on other blocks."""
         block = copy.deepcopy(self.blocks[index])
         _materialise(block)
         counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}

@@ -8,11 +8,11 @@ fit into the worker's memory.
 Each spec is a `TensorTreeSpec`, the same on all workers.  Each layer runs with 2 and with 3 samples; the
 difference between its outputs shows which dimensions depend on the number of samples.
 
-Autocast has no effect on the meta device.  If it is enabled, all layers run on fake tensors of the worker's
-device instead, which have no values either; once more, if only a layer enables it.
+Autocast has no effect on the meta device.  If it is enabled, all layers run instead on fake tensors of the
+worker's device, which have no values either.  If only a layer enables it, they first run on the meta device.
 
-The second run also shows which buffers every forward pass changes.  Layers that share such a buffer are
-refused, because each stage would change a copy of it; a table that is computed once is accepted.
+The run with 3 samples also shows which buffers every forward pass changes.  Layers that share such a buffer
+are refused, because each stage would change its own copy; a table that is computed once is accepted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def infer_boundary_specs(
     """Infer the spec of each layer's output.
 
     `result[i]` describes the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
-    Autocast changes the dtypes if it is enabled here, as in the caller's steps, or in the layers.
+    Autocast changes the dtypes if it is enabled during this call, as in the caller's steps, or by the layers.
 
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.
@@ -91,7 +91,7 @@ def _without_compiled_code() -> AbstractContextManager[object]:
 
 
 class _AutocastWatch(TorchFunctionMode):
-    """Finds out whether autocast is enabled for a device in any call of torch."""
+    """Finds out whether autocast is enabled for a device during any call of a torch function."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _AutocastWatch(TorchFunctionMode):
 def _infer_on(
     device: torch.device, layers: Sequence[nn.Module], example: Any, wire: WirePrecision
 ) -> tuple[TensorTreeSpec, ...]:
-    """Infer the specs on the meta device or, under a `FakeTensorMode`, on another one."""
+    """Infer the specs on the meta device or, under a `FakeTensorMode`, on another device."""
     outputs = [_with_sample_count(example, samples, device) for samples in _SAMPLES]
     shared = _shared_buffers(layers)
     specs = []
@@ -144,7 +144,7 @@ def _place_text(device: torch.device) -> str:
     text = f"under autocast{f' to {dtype}' if dtype else ''} on {device}"
     if hasattr(torch.compiler, "set_stance"):
         return text
-    return f"{text} (compiled layers cannot before torch 2.6; this is {torch.__version__})"
+    return f"{text} (compiled layers can from torch 2.6 on; this is {torch.__version__})"
 
 
 def _without_values(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -155,7 +155,7 @@ def _without_values(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
-    """Return a layer for which a single sample is too few, and whether it can nevertheless process one.
+    """Return a layer that needs several samples, and whether it can nevertheless process a single sample.
 
     The result is a pair such as ("layer 3, BatchNorm1d", True), or ("", True) if there is no such layer.  A
     layer that cannot process a single sample takes precedence over layers that can.
@@ -247,8 +247,8 @@ def _refuse_change(
     numbers = " and ".join(map(str, shared[i][place]))
     raise ConfigError(
         f'each forward pass of layer {i}, {type(layer).__name__}, changes its buffer "{name}", which layers '
-        f"{numbers} share; each of them would change a copy of it",
-        remedy="use a module of its own for each layer; these may share parameters, and buffers that do not "
+        f"{numbers} share; each of them would change its own copy",
+        remedy="use a separate module for each layer; these may share parameters, and buffers that do not "
         "change",
     )
 

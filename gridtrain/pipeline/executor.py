@@ -3,9 +3,9 @@
     stage s - 1  --activations of m-->  Stage.forward(m)   --activations of m-->  stage s + 1
     stage s - 1  <--gradients of m----  Stage.backward(m)  <--gradients of m----  stage s + 1
 
-This is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received in the
-background, so both overlap with computing.  If the link to the other stages breaks, the step ends immediately
-on this stage; the next attempt recomputes the step.
+The middle column is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received
+in the background, so both overlap with computing.  If the link to the other stages breaks, the step ends
+immediately on this stage; the next attempt recomputes the step.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StepResult:
 
 
 class OtherSizes(LineBroken):
-    """Another stage sent a payload with other sizes than this worker expects, so the workers differ in their
-    model, their autocast or the type of their device, or the sender is dishonest."""
+    """Another stage sent a payload of sizes that this worker does not expect, so the workers differ in model,
+    autocast or type of device, or the sender is dishonest."""
 
 
 class StageExecutor:
@@ -106,8 +106,8 @@ class StageExecutor:
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
 
         Raises:
-            LineBroken: the link broke, or another stage sent a payload that does not match its spec or with
-                which this stage cannot compute.  Gradients are unchanged.
+            LineBroken: the link broke, or another stage sent a payload that does not match its spec or
+                that this stage cannot process.  Gradients are unchanged.
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:

@@ -4,7 +4,7 @@
     a replica's state, checkpoints     --restore_state, load_checkpoints--> StageState
     state for newcomers, checkpoints   <--capture_state, pack-------------- StageState
 
-If another stage is replaced, its residual is lost unless it was transferred or saved before.
+When the stage in memory is replaced, its residual is lost unless it was transferred or saved before that.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HeldStage:
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
         self._lost_magnitude = 0.0
-        # Since the last applied or dropped step, the script has requested a batch for another one.
+        # Since the last applied or dropped step, the script has requested the batch of another step.
         self._is_in_turn = False
         # The schedulers' learning rates after that step or request; None after a step that was dropped.
         self._rates: dict[str, object] | None = None
@@ -144,7 +144,7 @@ class HeldStage:
             self.current.executor.stage.abort()
 
     def record_turn(self) -> None:
-        """Record that the script requests its next batch, so that it has ended the step before."""
+        """Record that the script requests its next batch and has therefore ended the previous step."""
         self._is_in_turn, self._rates = True, rates_by_tracker(self.trackers)
 
     def record_step(self, step: int) -> None:
@@ -154,13 +154,13 @@ class HeldStage:
         self.current.applied = step
 
     def record_dropped_step(self) -> None:
-        """Record that a step was dropped, after which the script may change tracked objects nevertheless."""
+        """Record that a step was dropped; the script may nevertheless change tracked objects after it."""
         self._is_in_turn, self._rates = False, None
 
     def _record_load(self, held: StageState, step: int) -> None:
         """Record that `held` and the tracked objects have the complete state after `step`.
 
-        The script has requested a batch before, and the state may contain other learning rates.
+        The script has already requested a batch, and the loaded state may contain other learning rates.
         """
         held.applied = step if step >= 0 else None
         self.record_turn()

@@ -28,7 +28,7 @@ from gridtrain.runtime.host_memory import free_memory_bytes
 MAX_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
-"""The free memory must be at least this many times the additional memory that autograd stores for a larger
+"""The free memory must be at least this many times the additional memory that autograd uses for a larger
 micro-batch, because layers need more while they run, and other programs may also need memory."""
 
 
@@ -36,7 +36,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
     """Parse the argument `micro_batches` of `Grid.pipeline`; return None for "auto".
 
     Raises:
-        ConfigError: `micro_batches` is neither "auto" nor a whole number from 1 to `MAX_MICRO_BATCHES`.
+        ConfigError: `micro_batches` is neither "auto" nor an integer from 1 to `MAX_MICRO_BATCHES`.
     """
     if micro_batches == "auto":
         return None

@@ -179,7 +179,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
         )
     if example is None:
         raise ConfigError(
-            "split_at= requires example=, an input with which the order of the calls in forward is checked",
+            "split_at= requires example=, an input for checking the order of the calls in forward",
             remedy="pass a small input, such as one with two samples",
         )
     parts = {name: known[name] for name in names}
@@ -257,9 +257,9 @@ class _ChainTrial:
         )
         if not same:
             raise ConfigError(
-                f"between {self._before} and {what} forward computes something outside the parts",
-                remedy="move it into a module, or write the model as a gridtrain.pipeline.Sequence, where "
-                "functions stand between modules",
+                f"between {self._before} and {what}, forward computes something outside the parts",
+                remedy="move it into a module, or write the model as a gridtrain.pipeline.Sequence, which "
+                "can contain functions between modules",
             )
 
 

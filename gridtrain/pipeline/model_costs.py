@@ -48,7 +48,7 @@ def describe_staged_model(
 
     Args:
         optimizer: the optimizer of the whole model, on the meta device.
-        profile: the measured costs of the layers.  If None, the description contains no times and
+        profile: the measured costs of the layers.  If None, the description contains no times or
             activations, and the coordinator assumes that times are proportional to the bytes of parameters.
         batch_size: the number of samples that a replica of the model processes in each step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
@@ -74,7 +74,7 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Return how many bytes of memory training may use on this worker; 0 if unknown.
+    """Return the number of bytes of memory that training may use on this worker; 0 if unknown.
 
     This is `declared` or, if it is None, most of the GPU's memory or of the host's free memory.
 
@@ -120,7 +120,7 @@ def _block(layer: Layer) -> LayerCosts:
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
     """Return how many bytes training needs per byte of trainable parameters, in addition to the parameters.
 
-    They are for the gradients, flat vector, optimizer state, residual and buffers of the exchange.
+    The bytes hold the gradients, flat vector, optimizer state, residual and buffers of the exchange.
     """
     try:
         states = optimizer_state_copies(optimizer)

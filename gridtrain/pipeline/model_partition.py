@@ -183,7 +183,8 @@ def optimizer_state_copies(
 ) -> float:
     """Return the size of the optimizer's state as a multiple of the parameters.
 
-    Of several optimizers used as one, it is the largest, because a stage may have the parameters of one only.
+    If several optimizers are used as one, the largest size is returned, because a stage may have the
+    parameters of only one of them.
 
     Raises:
         ConfigError: the optimizer is unknown.

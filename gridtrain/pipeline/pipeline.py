@@ -119,7 +119,7 @@ class Pipeline:
             self.held.track(**{MICRO_BATCHES_TRACKER: self._micro_batch_count})
         self._failed_round: PipelineRound | None = None
         self._unapplied_step: int | None = None  # committed, but not completely applied to this stage
-        self._committed_autocast: set[torch.dtype | None] = set()  # as of `autocast_dtype`
+        self._committed_autocast: set[torch.dtype | None] = set()  # results of `autocast_dtype`
         self._input_dtypes: Any = None  # of the latest committed step; None before the first one
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
@@ -183,11 +183,11 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch, or the inputs have other dtypes or
-                another structure than in the step before; in this case, nothing was sent, and `step` can be
+            ConfigError: inputs or targets are not this step's batch, or the dtypes or structure of the inputs
+                differ from those in the previous step; in this case, nothing was sent, and `step` can be
                 called again with the right batch.  Or the optimizer settings on this worker differ from those
                 on most replicas of its stage.  Or this worker, before its first step with this autocast,
-                receives a payload of another size than it expects.
+                receives a payload of an unexpected size.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -291,7 +291,7 @@ class Pipeline:
                 raise error from broken
             link.fail_attempt(broken)
             return round_.end(), None
-        except Exception as error:  # a user's code may raise anything, and then continue
+        except Exception as error:  # a user's code may raise anything, and the script may continue
             link.abort(f"stage {state.stage}: {type(error).__name__}: {error}")
             self._failed_round = round_
             raise
@@ -299,7 +299,7 @@ class Pipeline:
     def _autocast_error(self, broken: OtherSizes) -> ConfigError | None:
         """Return the error that ends this worker if it has not committed a step with its present autocast.
 
-        In this case the sender, which would otherwise be accused, may be the one that is right.
+        In this case, this worker may be wrong, not the sender, which would otherwise be accused.
         """
         device = self.held.defined.device
         dtype = autocast_dtype(device)
@@ -427,10 +427,10 @@ class Pipeline:
         figures = [summary.figures for summary in summaries.summaries]
         chosen = self._micro_batch_count.record_step(figures, self.held.places.layout(plan))
         if chosen is not None:
-            log.info("from step %d on %s", plan.step + 2, chosen.reason)
+            log.info("from step %d on, %s", plan.step + 2, chosen.reason)
             self._session.report_figures({"micro_batches": float(chosen.micro_batches)})
 
-    # -- the same methods as `GridOptimizer`, for `Grid` ----------------------------------------------
+    # -- methods for `Grid`, as in `GridOptimizer` ----------------------------------------------------
 
     def describe_exchange(self) -> str:
         """Return a text that describes the settings that must be the same on all workers."""

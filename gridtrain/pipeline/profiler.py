@@ -190,7 +190,7 @@ class _BlockRun:
         forward_s, backward_s: the shortest times.
         kept_bytes: the bytes that autograd stores for the backward pass, excluding parameters and the input.
         work_bytes: the additional peak memory while the block runs.
-        keeps_input, keeps_output: whether autograd stores the input, and the output.
+        keeps_input, keeps_output: whether autograd stores the input, and whether it stores the output.
     """
 
     result: Any
@@ -235,12 +235,12 @@ def _prepare_backward(result: Any) -> Callable[[], None]:
 
 
 def _fresh_inputs(inputs: Any) -> Any:
-    """Return copies of leaves, as a stage makes them: a block may overwrite its input, but not a leaf."""
+    """Return copies of leaves, as in a stage, because a block may overwrite its input but not a leaf."""
     return map_tensors(inputs, lambda tensor: _detached(tensor).clone())
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """Run one forward pass, and return a run with the bytes that autograd stores and no times yet."""
+    """Run one forward pass; return a `_BlockRun` with the bytes that autograd stores, but without times."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

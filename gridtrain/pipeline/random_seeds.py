@@ -5,8 +5,8 @@ layer's number in the whole model.  Dropout is therefore the same for every part
 activation is recomputed.
 
 torch's generators are shared by the whole process.  A lock therefore ensures that only one stage at a time
-draws from them, and none while another worker in the process reads seeded samples.  Afterwards, the states of
-the generators are restored.
+draws from them, and that no stage does while another worker in the process reads seeded samples.  Afterwards,
+the states of the generators are restored.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Stage:
         self._targets: list[Any] = []
 
     def begin(self, seed: int, sizes: Sequence[int], *, inputs: Any = None, targets: Any = None) -> None:
-        """Start a mini-batch of sum(sizes) samples; a mini-batch that is not committed is dropped.
+        """Start a mini-batch of sum(sizes) samples; an earlier, uncommitted mini-batch is dropped.
 
         The caller must have checked inputs and targets with `validation.check_batch`.
 
@@ -214,7 +214,7 @@ class Stage:
         """Run the layers on x; return the output or, on the last stage, the loss times the weight of m."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
-        torch.clear_autocast_cache()  # of parameters cast before an update, or without a gradient
+        torch.clear_autocast_cache()  # it may hold parameters cast before an update or without gradient
         again = nullcontext() if first_time else self._buffers.restore_during(m)
         generators = random_seeds.borrowed_generators(self.device)
         with generators, self._statistics.observe(first_time=first_time), again:
@@ -256,7 +256,7 @@ class Stage:
             ) from error
 
     def _seed_layer(self, m: int, i: int) -> None:
-        """Seed the generators for micro-batch m and layer i of the stage, or, after its layers, the loss."""
+        """Seed the generators for micro-batch m and the stage's layer i, or for the loss after its layers."""
         seed = random_seeds.derive_layer_seed(self._seed, m, self._first_layer + i)
         random_seeds.seed_generators(seed, self.device)
 
@@ -326,7 +326,7 @@ class Stage:
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add its gradients to any that existed before, and set `loss` to its mean loss.
+        """End the mini-batch: add its gradients to any earlier gradients, and set `loss` to its mean loss.
 
         Raises:
             LocalProtocolError: no mini-batch was begun, or the backward pass of a micro-batch has not run.
@@ -355,7 +355,7 @@ class Stage:
     def abort(self) -> None:
         """Drop a mini-batch that is not committed.
 
-        Its statistics are discarded, and the buffers are restored; so are the gradients if it is unfinished.
+        This discards its statistics, and restores the buffers and, if it is unfinished, the gradients.
         """
         if self._gradients_before is not None:
             for parameter, before in zip(self.parameters, self._gradients_before, strict=True):

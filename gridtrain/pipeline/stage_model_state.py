@@ -1,8 +1,8 @@
 """Manages a stage between two steps: checkpoints, pauses, departure, residual and export (see `ModelState`).
 
 If another worker has the same stage when this worker leaves or pauses, the largest entries of the residual
-are sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers wait
-with the state after the same step in memory, and continue when this worker returns.  When it returns, the
+are sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers keep
+their state after the same step in memory, and wait until this worker returns.  When it returns, the
 saved part of the residual is added if no step was committed in the meantime.
 """
 
@@ -182,7 +182,7 @@ class StageModelState(ModelState):
         out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
         return (
             "the state folders of workers with all of the model's stages (see docs/operations.md), and "
-            f"gridtrain export FOLDER {out} writes the whole model from them, copied into FOLDER; this "
+            f"gridtrain export FOLDER {out} writes the whole model from copies of them in FOLDER; this "
             f"worker's folder is {self._options.folder}"
         )
 

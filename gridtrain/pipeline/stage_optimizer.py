@@ -1,9 +1,9 @@
-"""`pipe.optimizer`: the optimizer of the stage that this worker holds, whose settings outlive a stage.
+"""`pipe.optimizer`: the optimizer of the held stage, which keeps its settings when the stage changes.
 
 A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed,
-this is the optimizer of the whole model on the meta device; afterwards, it is that of the stage in memory.
-If the worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of that
-of stage 2, until they are replaced by the state of stage 0 from a replica or a checkpoint.
+the inner optimizer is that of the whole model on the meta device; afterwards, that of the stage in memory.
+If the worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of the
+optimizer of stage 2, until the state of stage 0 from a replica or a checkpoint replaces them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class StageOptimizer(WrappingOptimizer):
         """Switch to another stage's optimizer, with the current settings if these have been changed.
 
         Raises:
-            ConfigError: settings were changed, and the two have other classes or numbers of groups.
+            ConfigError: settings were changed, and the two optimizers differ in class or number of groups.
         """
         now, other = _layout(self.inner), _layout(inner)
         self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
         if now != other and self._changed:
             scheduled = any(_SCHEDULER_KEY in group for group in self.inner.param_groups)
-            who = "a scheduler was made for" if scheduled else "the script has set"
+            who = "a scheduler was made for" if scheduled else "the script has changed settings of"
             raise ConfigError(
                 f"{who} {now}, but the stage that this worker now holds has {other}",
                 remedy="create the same optimizers and groups for every stage, even if some groups are "

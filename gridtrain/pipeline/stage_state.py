@@ -1,8 +1,8 @@
 """The state of one stage in memory: module, optimizer, gradient and executor; the options of a pipeline.
 
 The module, optimizer, flat gradient and exchanger of a stage are made as soon as this worker's rank is known,
-its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.  The shapes between
-stages are determined again when a batch has inputs of another shape.
+and its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.  The shapes
+between stages are determined again when a batch has inputs of another shape.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ def check_stages(stages: int) -> None:
 def make_optimizer(
     make: MakeOptimizer, parameters: Iterable[nn.Parameter], whose: str = "the model"
 ) -> torch.optim.Optimizer:
-    """Call `make` with the parameters of `whose`; raise `ConfigError` if it does not return an optimizer."""
+    """Call `make` with the parameters; raise `ConfigError` if it does not return an optimizer.
+
+    Args:
+        whose: the owner of the parameters, for the message.
+    """
     given = list(parameters)  # a list, to be iterated more than once
     try:
         found = as_one(make(given)) if callable(make) else make
@@ -230,7 +234,7 @@ class StageState:
         return self.executor
 
     def _by_shapes(self, staging: ModelStages, example: Any) -> _ByShapes:
-        """Return what depends on the shapes of a batch; infer it if they are new.
+        """Return the values that depend on the shapes of a batch; infer them if the shapes are new.
 
         All workers of a pipeline have the same batch, so the result is the same on all of them.
         """
@@ -255,7 +259,7 @@ class StageState:
     ) -> npt.NDArray[np.float32] | SparseVector:
         """Return the update, with zeros for the tied parameters that another stage includes in the norm.
 
-        This is the first stage that holds the parameter.
+        That stage is the first one that holds the parameter.
         """
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
@@ -294,11 +298,11 @@ class StageState:
         return max(0, order.max_in_flight(self.stage) - 1) * self.executor.stage.input.payload_bytes(samples)
 
     def activation_meter(self) -> SavedTensorMeter:
-        """Return a meter that counts the tensors that autograd stores."""
+        """Return a meter that counts the bytes of the tensors that autograd stores."""
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """Return the maximum size in bytes of a payload: twice the size of the largest one plus 64 KiB."""
+        """Return the limit in bytes on a payload: twice the size of the largest expected one plus 64 KiB."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

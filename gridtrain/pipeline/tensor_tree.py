@@ -31,7 +31,7 @@ from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, enco
 from gridtrain.quantities import format_count
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-"""Dtypes that numpy and torch share without a copy."""
+"""Dtypes of arrays that numpy and torch can share without a copy."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -199,7 +199,7 @@ class TensorTreeSpec:
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """Return a tree that matches this spec, with tensors of NaN if they can be NaN, and 0 otherwise."""
+        """Return a tree that matches this spec: NaN in floating-point and complex tensors, otherwise 0."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:

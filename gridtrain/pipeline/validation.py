@@ -2,7 +2,7 @@
 
     check_batch         checks the inputs and targets that the script has passed to `pipe.step`
     check_same_dtypes   compares the inputs with those of an earlier step
-    check_in_flight     checks that neighbours can store the messages of as many micro-batches
+    check_in_flight     checks that neighbours can store the messages of all micro-batches in flight
     find_fault_origin   finds out, after an exception in a layer, whether received values have caused it
 
 A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
@@ -64,7 +64,7 @@ def check_batch(name: str, tree: Any, samples: int) -> Any:
 
 
 def check_same_dtypes(dtypes: Any, earlier: Any) -> None:
-    """Check that the inputs have the dtypes and the structure of those of an earlier step.
+    """Check that the inputs have the same dtypes and structure as in an earlier step.
 
     Args:
         dtypes, earlier: the results of `check_batch`.
@@ -141,7 +141,7 @@ def find_fault_origin(
         # 0 is a valid index into every table, and 1 a valid length where 0 is not.
         if strange.integers and not all(fails(strange.with_replacements(number)) for number in (0, 1)):
             return FaultOrigin.SENDER, strange.integers
-    except RuntimeError:  # a device that has failed
+    except RuntimeError:  # the device has failed
         pass
     return FaultOrigin.OWN, ""
 

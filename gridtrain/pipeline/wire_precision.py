@@ -1,15 +1,15 @@
 """The precision (exact, bf16, fp16, int8) in which a pipeline sends activations and gradients.
 
-The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
+The values of sparse and dense exchanges have their own encodings (`network/wire/value_encoding.py`).
 
     exact   the elements as they are in memory
     bf16    16 bits for each element: the range of float32, with 8 bits of precision
-    fp16    16 bits for each element, 11 of them precision, after multiplication by a power of two; the
+    fp16    16 bits for each element, with 11 bits of precision, after multiplication by a power of two; the
             exponent of this power is sent first, as an int32
     int8    8 bits for each element: a multiple, from -127 to 127, of a scale; the scales, one float32 for
             every 256 elements, are sent first
 
-The power of two of fp16 is the same for all elements of a tensor; it prevents small gradients from vanishing.
+In fp16, all elements of a tensor have the same power of two; it prevents small gradients from vanishing.
 Non-finite values remain non-finite, so that an overflow of gradients is detected.
 """
 

@@ -119,7 +119,7 @@ class CpuSelection:
         """
         n = acc_N.size
         check_k(n, k)
-        if self._reached.size < min(n, BLOCK):  # allocated for n, because a vector may have many small parts
+        if self._reached.size < min(n, BLOCK):  # at most n, because a vector may have many small parts
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
         found = self._candidates(acc_N.view(np.uint32), k, fill)
@@ -131,7 +131,7 @@ class CpuSelection:
 
     def _candidates(self, bits_N: BitsArray, k: int, fill: Fill | None) -> _Candidates:
         start_bits = self.hint.bits
-        stride = k // _SAMPLED_ENTRIES | 1  # odd, so that the sample has all columns of most matrices
+        stride = k // _SAMPLED_ENTRIES | 1  # odd, so that the sample covers all columns of most matrices
         if fill is not None and stride > _SAMPLE_STRIDE:
             fill(0, bits_N.size, stride)
             start_bits = _sampled_threshold(bits_N, k, stride)
@@ -203,7 +203,7 @@ class _Candidates:
 
 
 def _sampled_threshold(bits_N: BitsArray, k: int, stride: int) -> int:
-    """Return the bits of a threshold that at least k elements, but not many more, very probably reach.
+    """Return the bits of a threshold that very probably at least k elements reach, but not many more.
 
     The threshold's rank in the sample is the expected number of sampled elements among the k largest
     elements, plus four standard deviations.  The result is 0 if the sample is too small.

@@ -46,7 +46,7 @@ class CudaSelection:
     """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe.
 
     Args:
-        programs: the maximum number of programs of the histogram; None chooses it by the device.
+        programs: the maximum number of programs of the histogram; None to choose it by the device.
     """
 
     def __init__(self, programs: int | None = None) -> None:
@@ -126,8 +126,8 @@ class CudaSelection:
 
 
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
-    """Copy the entries with the k largest keys to the host, in one copy; return the number of all keys and
-    these entries."""
+    """Copy the entries with the k largest keys to the host, in one copy; return the total number of keys,
+    and these entries."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
@@ -162,7 +162,7 @@ def _programs(device: torch.device) -> int:
 
 
 _verdicts: dict[torch.device, bool] = {}
-"""Whether the kernels are correct, by device; without devices on which the test could not be completed."""
+"""Whether the kernels are correct, by device, except devices on which the test could not be completed."""
 
 
 def are_kernels_correct(device: torch.device) -> bool:
@@ -184,7 +184,7 @@ def are_kernels_correct(device: torch.device) -> bool:
             _is_selection_correct(device, weight, momentum, programs)
             for weight in (1.0, 0.3, 0.0)
             for momentum in (0.0, 0.9)
-            for programs in (None, 1)  # with one, its loop has several iterations, as with large vectors
+            for programs in (None, 1)  # one program loops several times, as with large vectors
         )
         problem = "its results differ from torch's"
     except Exception as error:  # the compiler, the driver or the launch may raise any exception

@@ -11,7 +11,7 @@ The committed state is only read until `commit`; new values are written to secon
                                         abort: nothing to do
 
 A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off by
-default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` sums up the loss.
+default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` is the total loss.
 
 With DGC momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887, sections 3.2 and
 3.3), the residual is the vector v of that paper:
@@ -76,7 +76,7 @@ class ErrorFeedback:
         n: the number of elements in the flat gradient.
         device: the device on which entries are selected.
         momentum: the DGC momentum m, 0 <= m < 1; if it is 0, there is no momentum vector u.
-        chunk: the length of the chunks in which entries are selected; 0 to select among all.
+        chunk: the length of the chunks in which entries are selected; 0 to select among all elements.
         decay: the share of the residual that each commit drops, 0 <= decay < 1.
 
     Attributes:
@@ -205,7 +205,7 @@ class ErrorFeedback:
     def commit_rests(self, parts: Sequence[tuple[Tensor, npt.NDArray[np.float32] | None]]) -> None:
         """Commit the residual after a dense exchange, which has sent the whole residual.
 
-        Values that were added to the residual since it was read (`add_residual`) are kept.
+        Values that `add_residual` has added to the residual since it was read are kept.
 
         Args:
             parts: for each part of the vector, in order, the residual as it was read, on the CPU, and this
@@ -253,7 +253,7 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add the entries to the residual that this worker's merges truncated, and its rounding errors, in a
+        """Add to the residual the entries that this worker's merges truncated, and its rounding errors, in a
         round to which it contributed nothing.
 
         The momentum vector does not change.  Call this method between two rounds.
@@ -297,8 +297,8 @@ class ErrorFeedback:
         """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state is from a model of a different size, or only one of the two exchanges has
-                momentum.
+            ConfigError: the state is from a model of a different size, or only one of the saved and the
+                present exchange has momentum.
         """
         expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -30,10 +30,11 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
 _LARGEST = float(np.finfo(np.float32).max)
-_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which sampling saves time
+_SAMPLED_FROM = 1 << 13  # the smallest number of magnitudes for which sampling saves time
 _STRIDE = 32
 _MARGIN = 3
-"""On both sides, times the square root of the sample's size: six standard deviations at the median."""
+"""The margin on each side, divided by the square root of the sample's size: six standard deviations at the
+median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray]:
-    """Return the entries of all parts, sorted by index, and at the same index by the bits of the values."""
+    """Return the entries of all parts, sorted by index, and for equal indices by the bits of the values."""
     values = np.concatenate([part.values for part in parts])
     indices, bits = _sort_pairs(parts, values.view(np.uint32))
     return indices, bits.view(np.float32)
@@ -181,12 +182,12 @@ def sort_by_index(parts: Sequence[SparseVector]) -> tuple[IndexArray, FloatArray
 def _sort_pairs(
     parts: Sequence[SparseVector], items: npt.NDArray[np.uint32]
 ) -> tuple[IndexArray, npt.NDArray[np.uint32]]:
-    """Sort the pairs of an index and an item by both.
+    """Sort the pairs (index, item) by index, and for equal indices by item.
 
     Args:
         items: one item for each entry of the parts, in order.
     """
-    pairs = np.empty((items.size, 2), "<u4")  # one uint64 each: item, then index, which decides
+    pairs = np.empty((items.size, 2), "<u4")  # one uint64 each, with the index in its higher half
     pairs[:, 0] = items
     np.concatenate([part.indices for part in parts], out=pairs[:, 1], casting="unsafe")
     pairs.view("<u8").sort(axis=0, kind="stable")  # merges the parts, each of which is sorted

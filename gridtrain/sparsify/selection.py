@@ -6,7 +6,8 @@
     equal                     5.   5.  -5.      selected, lowest index first, up to k entries in total
     selected   the indices 1, 3, 4
 
-`make_selection` chooses the implementation.  Without chunks, all of them select the same entries:
+`make_selection` chooses the implementation.  Without chunks, all implementations select the same
+entries:
 
     HostSelection     vectors in host memory          one pass, block by block (`cpu_selection`)
     TensorSelection   any device, only torch          compare and nonzero; a histogram of the leading bits
@@ -39,7 +40,7 @@ def make_selection(device: torch.device, chunk: int = 0) -> Selection:
     """Return the fastest selection that works on `device`.
 
     Args:
-        chunk: the length of the chunks in which entries are selected; 0 to select among all.
+        chunk: the length of the chunks in which entries are selected; 0 to select among all elements.
     """
     if chunk:
         return ChunkedSelection(chunk)

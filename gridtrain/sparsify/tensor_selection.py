@@ -197,7 +197,7 @@ next 11 bits, and the remaining 9 bits."""
 
 
 def _lower_bound(bits_N: Tensor, k: int, many: int) -> int:
-    """Return the bits of a threshold that between k and `many` elements reach.
+    """Return the bits of a threshold that at least k and at most `many` elements reach.
 
     If there is no such threshold, return the bits of the k-th largest magnitude.  The method is a radix
     selection with histograms (Alabi et al. 2012, "Fast k-selection algorithms for graphics processing

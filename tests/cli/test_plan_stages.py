@@ -107,7 +107,7 @@ def test_the_table_has_the_expected_figures() -> None:
     assert [row[1] for row in cells] == [f"layer{i} to layer{i + 2} (3)" for i in (0, 3, 6, 9)]
     assert [row[4] for row in cells] == ["8 B / 8 B"] * 3 + [""]
     assert [row[5] for row in cells] == ["48 MB"] * 4  # parameters, gradients, Adam's two
-    assert "As specified: 8 micro-batches of 1 of 8 samples over 4 stages" in done
+    assert "As specified: 8 micro-batches of up to 1 sample, 8 in total, over 4 stages" in done
 
 
 def test_a_number_of_micro_batches_is_proposed(layers: str) -> None:

@@ -54,7 +54,7 @@ def test_a_printed_partition_shows_its_stages_and_reasons() -> None:
     assert "#" * 12 in lines[0] and " of 20 MB" in lines[0] and " of 40 MB" in lines[1]
     assert found.reason.startswith("Stages begin at block2, block6: stage ")
     assert "is slowest (computing)" in found.reason
-    assert "As specified: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
+    assert "As specified: 8 micro-batches of up to 4 samples, 32 in total, over 3 stages" in found.reason
 
 
 def test_the_number_of_micro_batches_is_proposed() -> None:

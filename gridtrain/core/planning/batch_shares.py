@@ -39,7 +39,7 @@ MIN_COMPUTE_SPEEDUP = 1.15
 """Different shares justify a new generation if a step is then computed at least this many times as fast."""
 
 MAX_MEDIAN_RATIO = 64.0
-"""Upper bound on a speed and on a batch size, as a multiple of the median: workers report their own."""
+"""Upper bound on a speed and on a batch size, as a multiple of the median, because workers report both."""
 
 MAX_NAMED_WORKERS = 8
 MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the speed is kept
@@ -49,8 +49,8 @@ MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the 
 class _SpeedEstimate:
     """Sums of one worker's samples and compute time, in which earlier observations have less weight.
 
-    Each observation counts as the median of itself and the two before, so that a pause of the training loop,
-    which lengthens one observation, does not count.
+    Each observation counts as the median of itself and the two preceding ones, so that a pause of the
+    training loop, which lengthens one observation, does not count.
     """
 
     latest: tuple[tuple[float, float], ...] = ()  # samples and seconds of up to three observations
@@ -78,13 +78,13 @@ class WorkerSpeeds:
     """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
-    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of workers to be measured, oldest first
-    _limited: set[PeerId] = field(default_factory=set)  # whose share was planned with such a bound
+    _bounds: dict[PeerId, float] = field(default_factory=dict)  # of workers not yet measured, oldest first
+    _limited: set[PeerId] = field(default_factory=set)  # workers whose share was planned with a bound
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
         """Record the totals in a heartbeat's figures; a missing total counts as 0.
 
-        If a total is smaller than before, the worker has restarted, and its earlier observations are
+        If a total is smaller than the last one, the worker has restarted, and its earlier observations are
         discarded.  Totals are ignored if one of them has not increased or is not finite.
         """
         totals = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
@@ -109,9 +109,9 @@ class WorkerSpeeds:
     def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
         """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
 
-        Until its speed is measured again, also after `forget`, it is assumed to be at most its measured speed
-        or, without one, the quotient.  This may have been a pause, so that `rebalance_reason` lets its share
-        grow as soon as its speed is measured.
+        Until its speed is measured again, even after `forget`, the speed is assumed to be at most the last
+        measured speed or, without one, `samples / waited_s`.  The cause may have been a mere pause, so
+        `rebalance_reason` lets the share grow as soon as the speed is measured.
         """
         if samples > 0:
             speed = self.speed(peer) or samples / waited_s
@@ -126,8 +126,9 @@ class WorkerSpeeds:
     def speed(self, peer: PeerId) -> float | None:
         """Return the worker's samples per second of compute time.
 
-        Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).  A worker
-        with a share by its bound may be too fast to compute for `MIN_SECONDS_S`.
+        Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).
+        `MIN_SECONDS_S` does not apply to a share that was planned with a bound, because computing it may take
+        less time.
         """
         known = self._speeds.get(peer)
         least_s = 0.0 if peer in self._limited else MIN_SECONDS_S
@@ -138,8 +139,8 @@ class WorkerSpeeds:
     def plan_shares(
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
-        """Divide `total` samples among `peers`; assume the median speed, or its bound if that is lower, for a
-        worker without a measured speed.
+        """Divide `total` samples among `peers`; for a worker without a measured speed, assume the median
+        speed or, if it is lower, the worker's bound.
 
         Args:
             names: (len(peers),) the workers' names, for the text of the reason.
@@ -206,7 +207,7 @@ def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> Batch
 
     Args:
         names: (len(sizes),) the workers' names, for the text of the reason.
-        sizes: their batch sizes; of an even number, the lower of the two middle ones is the median.
+        sizes: their batch sizes; if their number is even, the median is the lower of the two middle sizes.
         reason: the reason for the shares that are not limited.
     """
     most = int(MAX_MEDIAN_RATIO * median_low(sizes))
@@ -238,7 +239,7 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
     counts = _rounded_down(total, speeds, limits, least)
-    # Each further sample goes to the worker that would finish it first; this is optimal, as counts only grow.
+    # Each further sample goes to the worker that would finish it first; optimal, because counts only grow.
     queue = [
         ((count + 1) / speed, i)
         for i, (count, speed, limit) in enumerate(zip(counts, speeds, limits, strict=True))
@@ -289,8 +290,8 @@ def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], le
         whole = math.fsum(speeds[i] for i in unbounded)
         at_least = [i for i in unbounded if left * speeds[i] / whole <= least]
         at_most = [i for i in unbounded if left * speeds[i] / whole >= limits[i]]
-        # Fixing lower and upper bounds moves the rest in opposite directions, so the side with the larger
-        # surplus is fixed first.
+        # Fixing shares at lower and at upper bounds changes the other shares in opposite directions, so the
+        # side with the larger surplus is fixed first.
         short = sum(least - left * speeds[i] / whole for i in at_least)
         over = sum(left * speeds[i] / whole - limits[i] for i in at_most)
         bound = at_least if at_least and short >= over else at_most

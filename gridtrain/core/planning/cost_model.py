@@ -197,8 +197,9 @@ _HOST_LINK = "the host's cores"
 def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: bool) -> ExchangeCost:
     """Estimate a dense or direct exchange that has too many messages to simulate.
 
-    The estimate is the time for which the busiest link or CPU is in use, plus the work before and after; for
-    a ring it is at least the time that one slice takes to pass through all members.
+    The estimate is the time for which the busiest link or CPU is in use, plus the work before the first
+    message and after the last; for a ring it is at least the time that one slice takes to pass through all
+    members.
     """
     size, slices = network.size, slice_count(load, network.size)
     fraction = 1 / slices if load.kind.topology == "star" else 1 / (size * slices)

@@ -3,7 +3,7 @@
 A member normally sends the k largest entries of its gradient; with a smaller share, it sends fewer.
 
     upload rates --> members with slow uploads --> shares to try --> simulated exchanges
-                 --> the largest shares with which an exchange is nearly as fast as with the fastest
+                 --> the largest shares for which the exchange is nearly as fast as the fastest one
 
 A member sends its own payload once.  A leaf of a tree or of a star, and a rank that is folded in a butterfly,
 send nothing else, so a small share keeps such a member from delaying the others.  In the later hops of a
@@ -47,8 +47,8 @@ RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the median upload of the others."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""Of the shares tried, the largest ones are chosen with which an exchange takes at most this many times as
-long as with the shares that make it fastest."""
+"""With the chosen shares, the largest possible, an exchange takes at most this many times as long as with the
+fastest shares that were tried."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator

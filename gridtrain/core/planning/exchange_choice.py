@@ -157,8 +157,8 @@ class ExchangeChoice:
 
     @property
     def unknown_text(self) -> str:
-        """The text of the script's exchange if it is unknown, so that no round can be planned; otherwise
-        empty."""
+        """The text of the script's exchange if this exchange is unknown, in which case no round can be
+        planned; otherwise empty."""
         facts = dict(self._setup.facts) if self._setup is not None else {}
         return facts.get("exchange", "") if self._named is None else ""
 
@@ -209,7 +209,7 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the exchange is known to be sparse; newcomers can then catch up, as updates are small."""
+        """Whether the exchange is known to be sparse; updates are then small, so newcomers can catch up."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 
@@ -309,11 +309,11 @@ class ExchangeChoice:
 
         - A sparse exchange is replaced by a dense one if steps then take at most `DENSE_RETURN_RATIO` times
           as long.
-        - Otherwise, if workers compute for at least the desired share, a denser exchange is chosen with which
-          they wait for at most half of the time that the desired share permits.
+        - Otherwise, if workers compute for at least the desired share, a denser exchange is chosen if workers
+          then wait for at most half of the time that the desired share permits.
         - If they compute for less, another exchange is chosen if steps can become at least
           `MIN_EXCHANGE_SPEEDUP` times as fast.
-        - A choice that was made when the run had only one worker is replaced once there are several; without
+        - A choice that was made when the run had only one worker is replaced once it has several; without
           measurements, it becomes open again.
 
         Args:
@@ -373,7 +373,7 @@ class ExchangeChoice:
         return self._named.computing
 
     def _best_of(self, estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-        """Return the densest exchange with which workers spend the desired share of their time computing.
+        """Return the densest exchange that lets workers spend the desired share of their time computing.
 
         A dense exchange that takes only slightly longer than the fastest is preferred to sparse exchanges.
         If no exchange reaches the desired share, the fastest is returned.

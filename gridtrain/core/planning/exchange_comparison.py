@@ -113,7 +113,7 @@ def estimate_best_order(
 
 
 class Recommendation(NamedTuple):
-    """The estimate of the recommended exchange, and the reason for recommending it in one sentence."""
+    """The estimate of the recommended exchange and, in one sentence, the reason for recommending it."""
 
     best: ExchangeEstimate
     reason: str

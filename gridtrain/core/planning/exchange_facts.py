@@ -49,7 +49,7 @@ def make_exchange(name: str, options: str) -> Exchange | None:
             read["density"] = float(given["density"])
         exchange: Exchange = made(**read)
         return exchange
-    except (ConfigError, KeyError, TypeError, ValueError):  # TypeError: it has no such option
+    except (ConfigError, KeyError, TypeError, ValueError):  # TypeError: the exchange has no such option
         return None
 
 

@@ -108,8 +108,8 @@ def direct(
 
 
 BUNDLING_MIN_RANKS = 32
-"""In an all-gather with more ranks, all payloads that a rank sends in a hop are counted as one message, so
-that there are P log P messages instead of P * P."""
+"""In an all-gather with more ranks than this, all payloads that a rank sends in a hop are counted as one
+message, so that there are P log P messages instead of P * P."""
 
 
 def all_gather(world_size: int) -> list[PlannedMessage]:

@@ -351,7 +351,7 @@ def _corroborate(
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
 ) -> Pieces[bool]:
-    """Return whether the order `then` justifies a new generation whichever member's reports are ignored.
+    """Return whether `then` justifies a new generation regardless of which member's reports are ignored.
 
     This ensures that no member alone can cause a new order.
     """

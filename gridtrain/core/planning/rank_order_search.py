@@ -67,12 +67,12 @@ FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
 """Takes up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
 
 URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
-"""Takes up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; above 16 members, no new
-order is searched."""
+"""Takes up to 15 ms for 16 members and 50 ms for 128, all of which wait for the result; above 16 members, no
+new order is searched."""
 
 RELAY_WEIGHT = 0.2
-"""An order counts as slower by this factor times the fraction of its messages that are relayed, so that one
-that takes almost as long relieves the relay, often the coordinator, and its link."""
+"""An order counts as slower by this factor times the fraction of its messages that are relayed.  An order
+that relieves the relay (often the coordinator) and its link is preferred even if it is slightly slower."""
 
 SIMULATED_MESSAGES = 400  # the maximum for one exchange, so a ring is simulated with few slices
 
@@ -200,7 +200,7 @@ best_order = in_one_piece(search_order)
 
 
 def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` members of `firsts`: the first one, and the ones with the fastest links."""
+    """Return at most `most` members of `firsts`: the first one, and those with the fastest links."""
     fast = sorted(firsts[1:], key=lambda member: -min(network.up_Bps[member], network.down_Bps[member]))
     return [firsts[0], *fast[: most - 1]]
 
@@ -353,8 +353,8 @@ def _edge_count(size: int) -> int:
 
 
 def _affordable_roots(size: int, limits: SearchLimits) -> int:
-    """Return how many candidates for rank 0 the search limits allow if all orders of the remaining members
-    are estimated for each; 0 if the group is too large."""
+    """Return the number of candidates for rank 0 for which all orders of the remaining members can be
+    estimated within the search limits; 0 if the group is too large."""
     return limits.edges // (factorial(size - 1) * _edge_count(size)) if size <= EXACT_MAX_PEERS else 0
 
 
@@ -367,7 +367,7 @@ def _rotated(order: Sequence[int], first: int) -> MemberOrder:
 def _all_orders(starts: Sequence[MemberOrder], estimate: OrderEstimator, most: int) -> list[MemberOrder]:
     """Return the orders with the smallest estimates, at most `most`.
 
-    All orders are considered whose rank 0 is also rank 0 in an order of `starts`.
+    This considers all orders whose rank 0 is also rank 0 in an order of `starts`.
     """
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (

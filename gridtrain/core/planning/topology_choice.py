@@ -4,7 +4,7 @@ In a small group whose members can all connect directly, over similar links, the
 hops, if that is predicted to be faster.  `exchange_choice` holds the choice of a run.
 
 By reporting a slow link, one worker can make all members use the ring or butterfly.  This costs the group
-less than a worker that really is slow.  Requiring the reports of both ends would not prevent it: the
+less than a worker that really is slow.  Requiring the reports of both ends would not prevent this: the
 receiver's answer determines what the sender measures, and a busy receiver measures too high a rate.
 """
 
@@ -40,8 +40,8 @@ class Topology:
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring or in a butterfly.
         reason: the reason for the choice, as text; empty if there was nothing to choose.
-        usual_speedup: how many times as fast as a direct exchange the ring or butterfly is, if it is chosen
-            because it is faster; infinity if it is chosen because of a slow link; otherwise 1.
+        usual_speedup: the speed of the ring or butterfly, as a multiple of a direct exchange's, if it is
+            chosen because it is faster; infinity if it is chosen because of a slow link; otherwise 1.
     """
 
     is_direct: bool

@@ -102,7 +102,7 @@ def worker_memory(
     if isinstance(wire, Dense):
         rounded = ROUNDED_BYTES[wire.values]
         residual = 2.0 * _FLOAT if rounded else 0.0
-        # The sum; with rounding, also the residual as it was sent, the rounding errors and what was sent.
+        # The sum; with rounding, also the residual as it was sent, the rounding errors and the sent values.
         buffers = 3.0 * _FLOAT + rounded if rounded else 1.0 * _FLOAT
     else:
         copies = 4.0 if wire.momentum else 2.0

@@ -28,7 +28,8 @@ LEVEL_BITS = {"int4": 4, "int2": 2}
 LEVEL_BLOCK_SHIFT = 6  # with int4 and int2, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (measured: 4 to 9, decision 0068)
 MAX_MESSAGES = 30_000
-"""An exchange with more messages is simulated with fewer slices, or estimated if one slice still has more."""
+"""An exchange with more messages than this is simulated with fewer slices, or estimated if even one slice has
+more."""
 
 
 class ExchangeKind(StrEnum):
@@ -64,7 +65,7 @@ class ExchangeKind(StrEnum):
 
 
 TopologyName = Literal["ring", "direct", "all-gather", "butterfly", "tree", "star"]
-"""Who exchanges with whom.  Each topology has one schedule of messages, whatever is sent."""
+"""Who exchanges with whom.  Each topology has one schedule of messages, regardless of their content."""
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
@@ -264,8 +265,8 @@ def slice_count(load: Workload, world_size: int) -> int:
 
 
 def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
-    """Return the number of messages that all members together send for one slice, in a ring, directly or in a
-    star."""
+    """Return the number of messages that all members together send for one slice in a ring, a direct exchange
+    or a star."""
     return 2 * (world_size - 1) * (1 if kind.topology == "star" else world_size)
 
 
@@ -297,7 +298,7 @@ def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGE
 
 
 def receive_works(kind: ExchangeKind) -> tuple[ReceiveWork, ReceiveWork]:
-    """Return the work on a part that a member sums for others, and on the sum, directly and in a star."""
+    """Return the work on a part that a member sums for others, and on the sum."""
     return (ReceiveWork.POOL, ReceiveWork.ADOPT) if kind.is_sparse else (ReceiveWork.ADD, ReceiveWork.STORE)
 
 

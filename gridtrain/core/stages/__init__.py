@@ -5,7 +5,7 @@ Contains pure functions of costs and measurements, which the coordinator and `gr
     schedule               the order of each stage's forward and backward passes (fill-drain, 1F1B)
     stage_cost             the time and memory of a stage on a device
     partition              the best partition of a model for given devices
-    bottleneck_partition   the search for a partition whose costliest stage costs least
+    bottleneck_partition   the search for a partition that minimizes the highest stage cost
     memory_fit             the reason why no partition fits into memory, and remedies
     step_time              a simulation of a whole step, and the best number of micro-batches
     micro_batch_trials     the number of micro-batches according to trials in a run's first steps

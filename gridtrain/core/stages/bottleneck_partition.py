@@ -1,4 +1,4 @@
-"""Cuts a sequence of layers into stages so that the costliest stage costs least, by dynamic programming.
+"""Cuts a sequence of layers into stages by dynamic programming so that the highest stage cost is minimal.
 
 The cost of a stage is a function of (stage, start, stop).  The best partition of a prefix does not depend on
 the remaining layers, so the best partitions of all prefixes are computed, one stage at a time.

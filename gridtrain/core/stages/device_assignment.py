@@ -161,8 +161,8 @@ def _stage_orders(
 def able_workers(
     setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], devices: Mapping[PeerId, Device]
 ) -> list[PeerId]:
-    """Return the workers that can hold at least one stage of this partition; all if the layers' costs are
-    unknown."""
+    """Return the workers that can hold at least one stage of this partition; all workers if the layers'
+    costs are unknown."""
     if setup.model is None or not setup.model.blocks:
         return list(peers)
     least = min(stage_bytes(setup, cuts))

@@ -79,8 +79,8 @@ def shortage_text(
         f"no partition of {format_count(len(layers), 'layer')} into {format_count(len(devices), 'stage')} "
         f"fits: in the best one, stage "
         f"{worst} ({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its device "
-        f"has only {format_bytes(devices[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
-        f"(the {format_bytes(needed.total)} consist of: "
+        f"has only {format_bytes(devices[worst].memory_bytes)}; {format_bytes(lack(worst))} is missing "
+        f"(the {format_bytes(needed.total)} consists of: "
         f"{format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
     if stop - start > 1:

@@ -35,8 +35,8 @@ TRIALS = (
     2 * TRIAL_MICRO_BATCHES_PER_STAGE,
 )
 MEASURED_TRIALS = (1, 3)
-"""Indices of the trials whose timings are used.  The other trials are warm-ups, because for a new size
-kernels are compiled and memory is allocated."""
+"""Indices of the trials whose timings are used.  The other trials are warm-ups, because kernels are
+compiled and memory is allocated for a new size."""
 
 MAX_FIGURE = 1e9
 """Upper bound on reported seconds and samples."""

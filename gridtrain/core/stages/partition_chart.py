@@ -26,8 +26,8 @@ BYTES = (
     ("in transit", "#D55E00"),
 )
 TOP, ROW = 116.0, 54.0
-LEFT, WIDTH = 220.0, 360.0  # of the times
-MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
+LEFT, WIDTH = 220.0, 360.0  # of the panel of times
+MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the panel of bytes
 
 
 def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:

@@ -47,7 +47,7 @@ DEFAULT_ACTIVATION_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """Which of the possible members hold the state with which a generation begins.
+    """The possible members that hold the state with which a generation begins.
 
     Attributes:
         in_memory: the stage whose state each worker has in memory.
@@ -55,7 +55,7 @@ class StateLocations:
         initial_stages: the stages whose first replica creates the state, as at step 0.
         last_stage: the stage of each member of the last generation.
         held_spans: the layers whose state each worker has in memory or on disk, whatever the partition.
-        is_initial: whether no step has been committed; if so, a stage that no worker has can be created.
+        is_initial: whether no step has been committed; if so, a state that no worker has can be created.
     """
 
     in_memory: Mapping[PeerId, int] = field(default_factory=dict)
@@ -166,9 +166,9 @@ def _place_holders(
 def _place_disk_holders(
     layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """Place workers so that a placed worker has on its disk each stage that no worker holds in memory.
+    """Place a worker with the stage on its disk for each stage that no worker holds in memory.
 
-    Moves these workers from `rest` to `placed`.  Initial stages are left out.
+    This moves workers from `rest` to `placed`.  Initial stages are left out.
 
     Raises:
         LocalProtocolError: there is a stage whose state no worker has.
@@ -227,7 +227,7 @@ def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
 
 
 def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
-    """Return two times in seconds: that of the slowest pipeline plus that of the slowest group of replicas,
+    """Return two times in seconds: the time of the slowest pipeline plus that of the slowest replica group,
     and the sum over all pipelines and groups, which is compared if the first times are equal.
 
     All pipelines run at the same time, and all groups run at the same time after the pipelines, so the step
@@ -310,7 +310,7 @@ def _choose_state_sources(
             holders = [group[0]]
             if rank == group[0]:
                 continue
-        # Among members with the stage on disk, those of this stage are preferred, because they read the
+        # Among members with the stage on disk, members of this stage are preferred, because they read the
         # state from disk in any case.
         here = holders or [other for other in disk_holders if other in group] or disk_holders
         sources[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))

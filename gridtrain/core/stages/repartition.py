@@ -59,8 +59,8 @@ Pieces = tuple[tuple[Span, int], ...]
 """For each checkpoint from which a stage is assembled: its layers, and the rank that has it."""
 
 PartitionCache = dict[tuple[Device, ...], PartitionCost | ConfigError]
-"""The best partition for each sequence of devices along the pipeline, or the error if no partition fits.  It
-avoids searching for the same partition twice."""
+"""The best partition for each sequence of devices along the pipeline, or the error if no partition fits.
+Its purpose is to avoid searching for the same partition twice."""
 
 
 def defined_cuts(setup: Setup) -> tuple[int, ...]:

@@ -324,7 +324,8 @@ class StageCostModel:
         return work / self._per_s[stage] + self._messages_s[stage]
 
     def boundary_bytes(self, at: int) -> tuple[int, int]:
-        """Return the bytes of activations and of gradients that pass before layer `at` for a micro-batch."""
+        """Return the bytes of activations and of gradients that cross the boundary before layer `at`, per
+        micro-batch."""
         layer = self.layers[at - 1]
         return self.running.samples * layer.output_bytes, self.running.samples * layer.gradient
 

@@ -164,7 +164,7 @@ def micro_batch_candidates(batch: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The arguments of `propose_micro_batches`, with which each number of micro-batches is tried."""
+    """Tries numbers of micro-batches with the arguments of `propose_micro_batches`."""
 
     layers: Sequence[Layer]
     devices: Sequence[Device]
@@ -178,8 +178,8 @@ class _Search:
     def best_step(self, number: int) -> StepEstimate:
         """Return the best step with `number` micro-batches.
 
-        For 1F1B without a fixed `ahead`, use the smallest `ahead` with which the step is nearly as fast as
-        with the best one.
+        For 1F1B without a fixed `ahead`, use the smallest `ahead` that makes the step nearly as fast as
+        the best `ahead` does.
         """
         samples, stages = math.ceil(self.batch / number), len(self.devices)
         running = replace(self.running, samples=samples, micro_batches=number, ahead=self.ahead or 0.0)
@@ -200,7 +200,7 @@ class _Search:
         """Predict a step with the fixed partition, or with the best one for these settings.
 
         Raises:
-            ConfigError: no partition, or not the fixed one, fits into the devices' memory.
+            ConfigError: the fixed partition or, without one, every partition exceeds the devices' memory.
         """
         layers, devices, network = self.layers, self.devices, self.network
         if self.cuts is None:
@@ -237,10 +237,10 @@ def _reason(
 ) -> str:
     running, stages = chosen.settings, len(chosen.cut.stages)
     text = (
-        f"{running.micro_batches} micro-batch{'' if running.micro_batches == 1 else 'es'} of "
-        f"{running.samples} of {format_count(batch, 'sample')} over {format_count(stages, 'stage')}: a step "
-        f"takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
-        f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
+        f"{running.micro_batches} micro-batch{'' if running.micro_batches == 1 else 'es'} of up to "
+        f"{format_count(running.samples, 'sample')}, {batch} in total, over "
+        f"{format_count(stages, 'stage')}: a step takes {format_seconds(chosen.step_s)} "
+        f"and its bubble is {chosen.bubble:.0%} ({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
         ahead = f"{running.ahead:.3g}"
@@ -254,7 +254,7 @@ def _reason(
         best = min(more, key=lambda each: each.step_s)
         text += f"; {best.settings.micro_batches} would take {format_seconds(best.step_s)}"
         text += (
-            ", hardly less"
+            ", only slightly less"
             if best.step_s < chosen.step_s
             else ", because each micro-batch adds overhead and latency"
         )

@@ -277,8 +277,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_shortage_and_a_remedy() -
     assert refused.value.reason == (
         "no partition of 8 layers into 2 stages fits: in the best one, stage 1 "
         '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its device has only 8 GB; '
-        "20.9 GB are missing "
-        "(the 28.9 GB consist of: parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, "
+        "20.9 GB is missing "
+        "(the 28.9 GB consists of: parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, "
         "in transit 16 MB); "
         'its largest layer, "block4", alone needs 7.29 GB'
     )
