@@ -77,7 +77,7 @@ class TokenCheck:
     ) -> None:
         self._look_further, self._is_tokens = look_further, is_tokens
         self._table, self._rows, self._positions = _tables(model)
-        self._has_decoder_labels = any(  # from another vocabulary, and all are predicted
+        self._has_decoder_labels = any(  # of another vocabulary, and all predicted
             getattr(getattr(module, "config", None), "is_encoder_decoder", False)
             for module in model.modules()
         )

@@ -81,7 +81,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._step_settings = _copy_settings(self.inner)
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
         self._change_N = self._flat.swap(self._change_N)
-        is_counted = plan is None or plan.samples > 0  # not if this worker has since left the group
+        is_counted = plan is None or plan.samples > 0  # False if this worker has left the group
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
         self._kept_share = kept_share(1 if plan is None else plan.world_size)

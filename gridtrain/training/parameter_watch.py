@@ -1,4 +1,4 @@
-"""Detects that a script has changed its model's parameters outside of the steps of the run.
+"""Detects whether a script has changed its model's parameters outside of the steps of the run.
 
     for ... in grid.batches(...):    record_turn, when the next turn begins; True after a change by the loop
         p.clamp_(-1, 1)              is_written is True
@@ -40,7 +40,7 @@ class ParameterWatch:
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._recorded: _Reading | None = None
         self._is_after_step = False  # of the turn in progress
-        self._loop_changes: bool | None = None  # whether the loop has changed some after the latest step
+        self._loop_changes: bool | None = None  # whether the loop changed parameters after the latest step
 
     def record(self) -> None:
         """Record the parameters as unchanged, before the script can change them."""

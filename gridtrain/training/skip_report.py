@@ -4,7 +4,7 @@ this worker's gradient      a warning, and a counter in the heartbeats, from whi
                             the dashboard show which worker causes skipped steps
 another worker's gradient   a message at level INFO
 either, with a GradScaler   a message at level INFO, because the scaler reduces its scale; from the 10th
-                            within 100 steps on, as without a scaler
+                            skipped step within 100 steps on, as without a scaler
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gridtrain.quantities import ALERT_SKIPS
 log = logging.getLogger("gridtrain")
 
 ROUTINE_STEPS = 100
-"""Fewer than `ALERT_SKIPS` skipped steps among so many are usual while a GradScaler adapts its scale."""
+"""Fewer than `ALERT_SKIPS` skipped steps among this many are usual while a GradScaler adapts its scale."""
 
 
 class SkipReport:

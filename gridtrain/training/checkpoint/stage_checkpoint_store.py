@@ -281,7 +281,7 @@ class StageCheckpointStore:
         stage = self.folder_of(held.layers)
         make_private_folder(stage)
         partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
-        # An earlier copy of this checkpoint may still be being adopted.
+        # Another thread may still be adopting an earlier copy of this checkpoint.
         return Path(tempfile.mkdtemp(partial.suffix, partial.stem, stage))
 
     def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:

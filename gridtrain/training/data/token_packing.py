@@ -24,7 +24,7 @@ Tokenize = Callable[[Any], Sequence[int]]
 """A function from a sample to its tokens, the last of which separates documents."""
 
 END_OF_TEXT = 256
-"""The token after each document with the tokenizer "bytes", whose other tokens are the bytes of UTF-8."""
+"""The token that the tokenizer "bytes" appends to each document; its other tokens are the bytes of UTF-8."""
 
 
 def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:
