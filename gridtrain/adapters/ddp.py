@@ -181,8 +181,8 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU runs this thread's operations after the event `selected`, on a
-        stream of its own; without an event (on a CPU), the context does nothing.
+        """Return a context in which a GPU runs this thread's operations after the event `selected`, on the
+        thread's own stream; without an event (on a CPU), the context does nothing.
 
         On the stream of the backward pass, each copy to the device would wait for the operations already
         queued there.

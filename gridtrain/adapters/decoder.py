@@ -100,11 +100,11 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
 def decoder_blueprint(
     source: PretrainedConfig | str | Path, *, seed: int = 0, lora: LoraConfig | None = None
 ) -> Blueprint:
-    """Return the blueprint of a language model, of which each worker builds only its own stage.
+    """Return the blueprint of a language model; each worker builds only its own stage.
 
     Args:
-        source: the model's configuration, for random initial values as in transformers; or the folder of a
-            pretrained model, from whose safetensors files each worker reads its blocks' values.
+        source: the model's configuration, for random initial values as in transformers; or a pretrained
+            model's folder, where each worker reads its blocks' values from the safetensors files.
         seed: the seed of the run's initial values.
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
@@ -158,8 +158,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
-    """Return the layout, as JSON, of the folder to which `whole`, which contains `model`, is exported; None
-    if it cannot be exported in the format of PEFT or transformers."""
+    """Return, as JSON, the layout of the export of `whole`, which contains `model`; None if it cannot be
+    exported in the format of PEFT or transformers."""
     layout = pretrained.describe(whole)
     if layout is None:
         return None

@@ -260,7 +260,7 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.  They are also averaged in the last step of the run, unless that is skipped.  0
+                averaged.  They are also averaged in the last step of the run, unless that step is skipped.  0
                 disables both.  Between two averages the workers' buffers differ, and so do their evaluations.
                 Averaging destroys a queue of samples, as in MoCo: register the queue with `persistent=False`,
                 so that each worker keeps its own, which is neither sent nor saved.  Make a codebook a frozen
@@ -605,7 +605,7 @@ class Grid:
 
     def weigh(self, count: int | torch.Tensor) -> None:
         """Weight this worker's gradient by `count`, such as the number of tokens over which its loss is
-        averaged, so that the group's gradient is that of the mean loss over all tokens of the step.
+        averaged, so that the group's gradient is the gradient of the mean loss over all tokens of the step.
 
         The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
         the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
@@ -643,8 +643,8 @@ class Grid:
         """Return the average of a number over all workers; all of them must make this call at the same point.
 
         Each worker's number counts equally, or in proportion to its `weight`, which all workers or none must
-        pass.  The mean of a batch is weighted by its samples; the number of a worker with the weight 0, as
-        for a stand-in batch (see `has_samples`), is ignored:
+        pass.  Weight the mean of a batch by its number of samples; the number of a worker with the weight 0,
+        as for a stand-in batch (see `has_samples`), is ignored:
 
             grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
 
@@ -709,7 +709,7 @@ class Grid:
         `PauseController`.
 
         Args:
-            connect: a function that creates the transport with which this worker rejoins after a pause.
+            connect: a function that creates a transport for rejoining after a pause.
             limit: a function that changes the rate limits of the current transport.
         """
 

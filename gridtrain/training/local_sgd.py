@@ -346,7 +346,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _reset_inner(self) -> None:
         """Reset the inner optimizer's moments to their initial values, and the running statistics to those
-        before the turn.  Like the local parameters, they usually contain values that are not finite."""
+        before the turn.  Like the local parameters, both usually contain values that are not finite."""
         self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "

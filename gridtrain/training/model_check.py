@@ -107,8 +107,8 @@ class TokenCheck:
         self._is_first = False
 
     def _watch_table(self, tokens: Tensor) -> None:
-        """Check, from now on, the ids with which the token embedding is indexed; in a pipeline, whose stages
-        use other modules, check `tokens` immediately."""
+        """Check, from now on, the ids that index the token embedding; in a pipeline, whose stages use other
+        modules, check `tokens` immediately."""
         assert self._table is not None
         if self._table.weight.is_meta:  # a pipeline computes with other modules
             _check_ids("input_ids", self._rows, tokens)

@@ -155,7 +155,7 @@ class ModelState(ABC):
         """
 
     def _define(self, facts: Facts, spec: LedgerSpec) -> None:
-        """Set the facts by which checkpoints with the same training settings are recognized."""
+        """Set the facts that identify checkpoints with the same training settings."""
         self._facts = (*facts, ("order", f"{spec.size} samples, seed {spec.seed}"))
 
     @property

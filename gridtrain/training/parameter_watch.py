@@ -21,14 +21,14 @@ from torch import Tensor, nn
 MAX_SAMPLED = 16
 """The approximate number of parameters whose values are compared, and the number of values in each."""
 
-_Reading = tuple[list[int], Tensor]  # numbers of changes by parameter, and the bytes of those sampled
+_Reading = tuple[list[int], Tensor]  # each parameter's number of changes, and the sampled values' bytes
 
 
 class ParameterWatch:
     """The parameters of a model as they were last recorded.
 
-    Torch counts changes, except those through `.data`: these are noticed if they change a sampled value.  A
-    move to another device is not a change.
+    Torch counts changes, except changes through `.data`, which are noticed only if they change a sampled
+    value.  A move to another device is not a change.
 
     Args:
         model: the model.

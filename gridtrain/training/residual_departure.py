@@ -81,8 +81,8 @@ def transfer_residual(
 
     Args:
         budget_bytes: the maximum number of bytes to send; the largest entries that fit are sent.
-        drop_from_checkpoint: a function that is called with the step from whose checkpoint the residual must
-            be removed; None if there are no checkpoints.
+        drop_from_checkpoint: a function that removes the residual from the checkpoint of the given step; None
+            if there are no checkpoints.
     """
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s

@@ -349,7 +349,7 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return a text with the training settings of a file that differ from `facts`, and both values of
+    """Return a description of the training settings of a file that differ from `facts`, with both values of
     each."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
@@ -357,8 +357,8 @@ def describe_difference(written: Facts, facts: Facts) -> str:
 
 
 def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
-    """Map each checkpoint in `folders` that was written with different training settings to a text about the
-    difference."""
+    """Map each checkpoint in `folders` that was written with different training settings to a description of
+    the difference."""
     headers = itertools.chain.from_iterable(map(readable_headers, folders))
     return {
         path: describe_difference(written, facts)

@@ -173,8 +173,8 @@ class CheckpointUploader:
         """Wait for a checkpoint to upload; return None if this worker is leaving and no checkpoint, or no
         attempt, remains.
 
-        The latest is uploaded first, except that a step for which the storage already has another stage is
-        preferred, because a checkpoint of a pipeline needs all stages.
+        The latest is uploaded first, but a step of which another stage is already stored has priority,
+        because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:
             self._current = None

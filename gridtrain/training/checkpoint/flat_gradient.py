@@ -1,6 +1,6 @@
 """A model's gradients as one flat float32 vector: their order and device, and frozen and tied parameters.
 
-    named_parameters: tied ones once, no frozen ones          flat_N, float32, on one device
+    named_parameters: trainable, without duplicates           flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... | used ]
 

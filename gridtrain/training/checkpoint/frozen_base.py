@@ -4,9 +4,9 @@
                           frozen, that is, the base           never sent; a digest of the values is compared
                                                               once, when a worker joins
 
-Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is that
-of the whole model, so that each worker can hold any stage.  To compute its digest, a worker that joins builds
-the blocks with frozen parameters one at a time.
+Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is the
+base of the whole model, so that each worker can hold any stage.  To compute its digest, a worker that joins
+builds the blocks with frozen parameters one at a time.
 """
 
 from __future__ import annotations

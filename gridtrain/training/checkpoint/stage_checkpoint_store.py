@@ -6,7 +6,7 @@ It decides which of them are kept and loaded:
     <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)
 
 A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
-be partitioned again.  The coordinator decides from which checkpoints the run continues; it needs all stages
+be partitioned again.  The coordinator decides which checkpoints the run continues from; it needs all stages
 of one step.
 """
 
@@ -241,7 +241,7 @@ class StageCheckpointStore:
         """Read a checkpoint.
 
         Raises:
-            ConfigError: it is missing or damaged, in which case it is no longer reported, or belongs to a
+            ConfigError: it is missing or damaged (it is then no longer reported), or it belongs to a
                 different history.
         """
         path = self._path(held.layers, held)

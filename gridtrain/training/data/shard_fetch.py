@@ -90,7 +90,7 @@ class Attempts:
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
-        waited_s: the sum of the waits since attempts were last counted from the first.
+        waited_s: the sum of the waits since the count of attempts last restarted.
     """
 
     def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:

@@ -66,8 +66,8 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set whose samples are read as `dataset[i]` from shards, of which only a few should be open at
-    the same time.
+    """A data set whose samples are read from shards as `dataset[i]`; only a few shards should be open at a
+    time.
 
     Attributes:
         shard_sizes: the number of samples in each shard, at least 1.  The samples of a shard have consecutive

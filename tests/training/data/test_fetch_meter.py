@@ -94,9 +94,7 @@ def test_a_file_that_cannot_be_continued_is_not_begun_beyond_the_budget(
     with pytest.raises(DataError, match="after 100 bytes"):
         cache.open(url, expected)  # the server breaks the first two connections
     meter.limit(None, 50_000, 200_000)
-    with pytest.raises(
-        BudgetSpent, match=what + "needs more than the 49.9 kB left in the traffic budget"
-    ):
+    with pytest.raises(BudgetSpent, match=what + "needs more than the 49.9 kB left in the traffic budget"):
         cache.open(url, expected)
     meter.limit(None, 50_000, 100_000)
     with pytest.raises(
