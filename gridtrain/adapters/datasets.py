@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` streams as shards, of which a worker reads only those that the group leased to it.
+"""Hugging Face `datasets` streams as shards; a worker reads only the shards that the group leased to it.
 
     stream = datasets.load_dataset("org/name", revision="...", split="train", streaming=True).map(tokenize)
     write_index(stream, "index.json")              # once, by the run's owner: it reads everything

@@ -101,7 +101,7 @@ class GTopKState:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
-        # Not when this state is collected: torch would give the next group the name of the destroyed one.
+        # Not when this state is freed: torch would give the next group the name of the destroyed one.
         atexit.register(self._channel.close)
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket is made
@@ -181,8 +181,8 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU runs this thread's operations after the event `selected`, on a
-        stream of its own; without an event (on a CPU), the context does nothing.
+        """Return a context in which a GPU runs this thread's operations after the event `selected`, on the
+        thread's own stream; without an event (on a CPU), the context does nothing.
 
         On the stream of the backward pass, each copy to the device would wait for the operations already
         queued there.
@@ -211,7 +211,7 @@ class GTopKState:
                         return is_skipped(flags)
                     case _:
                         buffer.apply(effect)
-            # One message from each rank before a second, which may depend on all first messages.
+            # Take one message from each rank before a second, which may depend on all first messages.
             from_rank = min(sorted(core.waiting_for()), key=received.__getitem__)
             received[from_rank] += 1
             head_H, payload = channel.receive(from_rank, most_bytes)

@@ -100,11 +100,11 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
 def decoder_blueprint(
     source: PretrainedConfig | str | Path, *, seed: int = 0, lora: LoraConfig | None = None
 ) -> Blueprint:
-    """Return the blueprint of a language model, of which each worker builds only its own stage.
+    """Return the blueprint of a language model; each worker builds only its own stage.
 
     Args:
-        source: the model's configuration, to begin with initial values as transformers draws them; or the
-            folder of a pretrained model, from whose safetensors files each worker reads its blocks' values.
+        source: the model's configuration, for random initial values as in transformers; or a pretrained
+            model's folder, where each worker reads its blocks' values from the safetensors files.
         seed: the seed of the run's initial values.
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
@@ -158,8 +158,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
-    """Return the layout, as JSON, of the folder to which `whole`, which contains `model`, is exported; None
-    if it cannot be exported in the format of PEFT or transformers."""
+    """Return, as JSON, the layout of the export of `whole`, which contains `model`; None if it cannot be
+    exported in the format of PEFT or transformers."""
     layout = pretrained.describe(whole)
     if layout is None:
         return None
@@ -169,7 +169,7 @@ def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
         for file, each in layout.names.items()
     }
     texts = dict(layout.texts)
-    if (text := texts.get(_ADAPTER_CONFIG)) is not None:  # checkpoints are sent to others, without paths
+    if (text := texts.get(_ADAPTER_CONFIG)) is not None:  # checkpoints, sent to others, contain no paths
         texts[_ADAPTER_CONFIG] = json.dumps({**json.loads(text), "base_model_name_or_path": None}, indent=2)
     return replace(layout, texts=texts, names=names).to_json()
 
@@ -309,9 +309,9 @@ def _draw_values(model: PreTrainedModel) -> Init:
 
 
 def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
-    """Return a function that also gives a block's adapters their initial values.
+    """Return a function that initializes a block with `base`, and then the block's adapters.
 
-    Each adapter has a seed of its own, because the random numbers that are drawn before its own depend on the
+    Each adapter has a seed of its own, because the number of random values drawn earlier depends on the
     base's files and on library versions.
     """
 
@@ -354,7 +354,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
             found = full if full in files else full.removeprefix(prefix)  # GPT-2's files have no prefix
             if found in files:
                 stored[name] = found
-                tensors[name]._is_hf_initialized = True  # so that it is not also drawn
+                tensors[name]._is_hf_initialized = True  # so that no value is drawn for it
             elif "lora_" not in name and (number, name) not in tied:  # tied values belong to earlier blocks
                 raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
         _draw_values(model)(block, number)  # for buffers that are not in any file

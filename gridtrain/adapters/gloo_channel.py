@@ -3,10 +3,10 @@
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty
 
-Messages between two processes arrive in the order in which they were sent.  A process that waits for one that
-has exited gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is sent
-only when its receiver waits for it, so two processes that both wait until they have sent wait for each other.
-A timeout breaks the connections to all processes of the group.  Nothing is pickled.
+Messages between two processes arrive in the order in which they were sent.  A process that waits for an
+exited process gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is sent
+only when its receiver waits for it, so two processes that both call `wait_sent` before they receive would
+deadlock.  A timeout breaks the connections to all processes of the group.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class GlooChannel:
     def close(self) -> None:
         """Destroy the group, unless it was already destroyed together with all other groups.
 
-        This ends the group's threads; otherwise one that releases a tensor while the interpreter exits would
-        abort the process.  Later calls do nothing.
+        This ends the group's threads; otherwise, a thread that releases a tensor while the interpreter exits
+        would abort the process.  Later calls do nothing.
         """
         group = vars(self).pop("group", None)  # its threads end with the last reference
         if group is not None and dist.is_initialized():

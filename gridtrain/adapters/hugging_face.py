@@ -55,7 +55,7 @@ log = logging.getLogger("gridtrain")
 
 
 class GridTrainerMixin(_Trainer):
-    """Lets a subclass of `transformers.Trainer` train as a worker of a run, if listed as a base before it.
+    """Makes a subclass of `transformers.Trainer` a worker of a run; list this class first among the bases.
 
     Args:
         grid: the result of `gridtrain.join()`.
@@ -151,7 +151,7 @@ class GridTrainer(GridTrainerMixin, Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Sets Trainer's step count, which starts at 0, to the run's (with `LocalSteps` only its start).
+    """Sets Trainer's step count, which starts at 0, to the run's; with `LocalSteps`, only at the start.
 
     It also ends the training loop when the run ends, lets only the first worker save, and reports the losses.
     """
@@ -163,8 +163,8 @@ class _StepCallback(TrainerCallback):
         self._follow_run(state)
 
     def _follow_run(self, state: Any) -> None:
-        """Add to Trainer's step counts the steps that this worker did not take, over which Trainer would
-        average its losses."""
+        """Add the steps that this worker did not take to Trainer's step counts, including the count at the
+        last log, so that Trainer does not average its losses over them."""
         trainer, calls = self._trainer, self._trainer.grid.calls_per_step
         if calls == 1 or not state.global_step:
             missed = trainer.grid.step * calls - state.global_step

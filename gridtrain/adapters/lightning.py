@@ -92,12 +92,13 @@ class GridStrategy(SingleDeviceStrategy):
         )
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        if self.lightning_module.trainer.training:  # the first hook of a batch, with which grid.step is known
+        if self.lightning_module.trainer.training:  # the batch's first hook; grid.step is now known
             self._follow_run()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_run(self) -> None:
-        """Set Lightning's step counts, which start at 0, to the run's (with `LocalSteps` only at first)."""
+        """Set Lightning's step counts, which start at 0, to the run's; with `LocalSteps`, only at the
+        start."""
         loop, calls = self.lightning_module.trainer.fit_loop.epoch_loop, self._grid.calls_per_step
         if self.lightning_module.automatic_optimization:
             steps = loop.automatic_optimization.optim_progress.optimizer.step.total

@@ -71,9 +71,9 @@ LEADER = 0
 _WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
 _MAX_SAMPLES = 1 << 24
 _MAX_TEXT_BYTES = 4096
-_END_TIMEOUT_S = 5.0  # until the other processes have heard why this one ends
+_END_TIMEOUT_S = 5.0  # until the other processes have received the reason why this one ends
 _PROCESS_TIMEOUT_S = 1800.0  # until a process has trained on its batch
-_LEADER_TIMEOUT_S = 30 * 86400.0  # the leader waits for the run, and its end breaks the connection
+_LEADER_TIMEOUT_S = 30 * 86400.0  # the leader may wait for the run; if it exits, the connection breaks
 _STOPPED = "its site was stopped, perhaps because another of its processes failed"
 
 
@@ -341,7 +341,7 @@ class Site:
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
         """Receive the expected message from another process and return its text.
 
-        Raises `SiteFailed` if another message, which reports a failure, arrives, or if the process exited.
+        Raises `SiteFailed` if a message that reports a failure arrives instead, or if the process has exited.
         """
         word, payload = self._listen(rank, _MAX_TEXT_BYTES)
         text = payload.decode(errors="replace")
@@ -380,8 +380,9 @@ class Site:
     def _signals_delayed(self) -> Iterator[None]:
         """Delay SIGTERM and Ctrl-C while the processes do something together.
 
-        Otherwise, those that have not received the signal would wait for this process.  A failure is raised
-        instead: torchrun stops all processes when one has failed, and the failure is then still reported.
+        Otherwise, those that have not received the signal would wait for this process.  An error in the
+        `with` block is raised instead of the signal: torchrun stops all processes when one has failed, and
+        the error must still be reported.
         """
         self._is_delaying = True
         try:
@@ -483,7 +484,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return this rank's part of `indices`, in order.  Parts differ by at most one sample; with fewer samples
-    than processes, some are empty."""
+    than processes, some parts are empty."""
     n = len(indices)
     return list(indices[n * rank // world_size : n * (rank + 1) // world_size])
 

@@ -1,4 +1,4 @@
-"""The objects that a user's script calls: `Grid` from `gridtrain.join()`, and a whole group in one process.
+"""The objects that a user's script uses: `Grid` from `gridtrain.join()`, and a whole group in one process.
 
 join() --> Grid                 join.py; grid.py: optimizer(), pipeline(), batches(), mean(), report(), ...
             |-- arguments.py, run_facts.py: checks, and what must be equal on all workers

@@ -33,7 +33,7 @@ def to_ints(**named: Any) -> list[Any]:
             plain.append(None if value is None and optional else operator.index(value))
         except TypeError:
             raise ConfigError(
-                f"{name} is {value!r}; it must be a whole number", remedy=f"pass an int: {name}=32"
+                f"{name} is {value!r}; it must be an integer", remedy=f"pass an int: {name}=32"
             ) from None
     return plain
 
@@ -49,7 +49,8 @@ def check_kinds(optimizer: object, model: object) -> None:
 
 
 def warn_of_sync_norms(model: nn.Module) -> None:
-    """Warn about layers that would normalize over all workers only with a process group of torch."""
+    """Warn about `SyncBatchNorm` layers, which synchronize only within a process group of
+    torch.distributed."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         log.warning(
@@ -95,7 +96,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
     """Return the options for checkpoints and for the residual that a leaving worker sends.
 
     By default, each worker on a machine has its own folder, in a folder named after the coordinator's key.
-    Raises `ConfigError` if a number in `config` is not a whole number >= 0.
+    Raises `ConfigError` if a number in `config` is not an integer >= 0.
     """
     folder = Path(config.state_dir or "")
     if not config.state_dir:
@@ -113,7 +114,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
 
 
 def _parse_int(name: str, text: str) -> int:
-    """Parse a whole number >= 0; raise `ConfigError` for any other string."""
+    """Parse an integer >= 0; raise `ConfigError` for any other string."""
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=16")
+        raise ConfigError(f"{name} is {text!r}; it must be an integer >= 0", remedy=f"try {name}=16")
     return int(text)

@@ -47,7 +47,7 @@ SKIP_REMEDY = (
     "optimizer.step() for it"
 )
 
-AGAIN_REMEDY = "; after an interrupted cell of a notebook, call grid.batches(...) again, for this batch"
+AGAIN_REMEDY = "; if a notebook cell was interrupted, call grid.batches(...) again to repeat this batch"
 
 
 class Turns:
@@ -94,8 +94,8 @@ class Turns:
         """Return an iterator over this worker's positions in the data for each call to `optimizer.step`, or
         stand-in positions if it has no samples.
 
-        It ends the iterator of an earlier call, and continues the run where that was.  A batch whose step was
-        not made is yielded again.
+        This ends the iterator of an earlier call, and continues the run where that iterator stopped.  A batch
+        whose step was not taken is yielded again.
 
         Raises, in the iterator:
             ConfigError: the number of calls to `step` differs from the number of batches.
@@ -129,7 +129,7 @@ class Turns:
             raise interrupted_error(session.step, "its model has stages")
 
     def _iterate(self) -> Iterator[Spans]:
-        # The others also wait for a stand-in.  Two samples in each batch, so that batch norm has statistics.
+        # The group also waits for a stand-in.  Each batch has two samples, so that batch norm has statistics.
         most = 2 * self._sizes.accumulate
         stand_in: Spans = (Span(0, min(self.spec.size, most)),)
         while (snapshot := self._next_turn()) is not None:
@@ -168,8 +168,8 @@ class Turns:
         self._computed = spans
 
     def _call_by_call(self, spans: Sequence[Spans], with_samples: int) -> Iterator[Spans]:
-        """Yield the spans of each call, of which the first `with_samples` have samples; while one of the
-        batches has a single sample, the model's batch norms can train on that sample."""
+        """Yield the spans of each call; the first `with_samples` calls have samples.  While a batch has a
+        single sample, the model's batch norms can train on that sample."""
         self._pending = deque(spans)
         while self._pending:
             now = self._pending.popleft()
@@ -246,14 +246,14 @@ class Turns:
 
     def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
         """Whether no worker has samples in this turn, as in the last turn of a run with a delay, which only
-        exchanges the batches of the turn before (see `data_ledger`)."""
+        exchanges the batches of the previous turn (see `data_ledger`)."""
         return not any(data_ledger.assign(self.spec, snapshot.ledger, snapshot.shares).values())
 
     # -- the calls of a turn -----------------------------------------------------------------------------
 
     def _calls_with_samples(self, spans: Sequence[Span]) -> int:
-        """Return how many of a turn's calls have samples; a short step has fewer calls rather than smaller
-        batches."""
+        """Return how many of a turn's calls have samples; a short step has fewer such calls rather than
+        smaller batches."""
         samples = data_ledger.count_samples(spans)
         return min(self._calls, samples, -(-self._calls * samples // max(1, self._full_share)))
 

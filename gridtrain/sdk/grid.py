@@ -100,7 +100,7 @@ class Grid:
     """This worker's interface to the run.  Use it on the training thread."""
 
     _has_warned = _has_warned_of_end = False
-    _read_error: Exception | None = None  # with which `batches` has ended
+    _read_error: Exception | None = None  # the error that ended `batches`
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
 
@@ -132,9 +132,9 @@ class Grid:
         )
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
-        self._given: tuple[LedgerSpec, BatchSizes, str] | None = None  # with which the script has joined
+        self._given: tuple[LedgerSpec, BatchSizes, str] | None = None  # what the script passed when it joined
         self._prefetcher: Prefetcher | None = None
-        self._is_repeated_later = False  # the sample of the current micro-batch
+        self._is_repeated_later = False  # whether the current micro-batch's sample is
         self._is_closed = False
         atexit.register(self._close_at_exit)
         install_sigterm_handler()
@@ -201,7 +201,7 @@ class Grid:
     @property
     def has_samples(self) -> bool:
         """Whether this worker's batch counts in a mean over samples (see `mean`).  The backward pass must run
-        for every batch, also where this is False: for a stand-in batch (see `batches`), and for a sample that
+        for every batch, even where this is False: for a stand-in batch (see `batches`), and for a sample that
         a later micro-batch repeats.  It is also False before the first batch.
 
         If a step has fewer samples than micro-batches (`accumulate`), samples are repeated.  The gradient of
@@ -251,7 +251,7 @@ class Grid:
         model in an `nn.ModuleList`.
 
         The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
-        share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, also
+        share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, even
         those of float64 parameters.
 
         Args:
@@ -260,27 +260,27 @@ class Grid:
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
-                averaged.  They are also averaged in the last step of the run, unless that is skipped.  0
-                disables both.  In between they differ between workers, and so do evaluations.  An average
-                destroys a queue of samples, as in MoCo: register it with `persistent=False`, so that each
-                worker keeps its own, which is neither sent nor saved.  Make a codebook a frozen parameter
-                (`send_frozen`) that the loop changes in the same way on all workers.
-            compare_every: the interval, in steps, at which the workers' states are compared, and also after
-                steps 1, 2, 4, 8, ... before the first interval ends; a state that differs (because of a
+                averaged.  They are also averaged in the last step of the run, unless that step is skipped.  0
+                disables both.  Between two averages the workers' buffers differ, and so do their evaluations.
+                Averaging destroys a queue of samples, as in MoCo: register the queue with `persistent=False`,
+                so that each worker keeps its own, which is neither sent nor saved.  Make a codebook a frozen
+                parameter (`send_frozen`) that the loop changes in the same way on all workers.
+            compare_every: the interval, in steps, at which the workers' states are compared; within the first
+                interval, they are compared after steps 1, 2, 4, 8, ...  A state that differs (because of a
                 flipped bit, a different kind of processor, or random numbers of the script) is replaced by
                 the state of the majority, about a second later or at the end of the run.  0 disables
                 comparisons.  The steps after the last comparison are not compared.
             overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
                 workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
-            wait: "all" waits for all workers in every step, so that a run of the same workers is reproducible
-                from its seeds if shares and exchange do not depend on measurements: with `batch_size=`, and
-                an exchange with a fixed topology (a dense star adds in order of arrival), and if each worker
-                has the same rank, which determines its samples: use `--order joined` and start the workers in
-                the same order.  The same applies to a run that is resumed, because a residual stays with its
-                worker.  "auto" continues without workers whose loops have stalled (see docs/stragglers.md).
-                It must be the same on all workers.  The default is the option `wait` of `gridtrain worker`,
-                or "all" if that is not set.
+            wait: "all" waits for all workers in every step.  A run of the same workers is then reproducible
+                from its seeds on two conditions.  Shares and exchange must not depend on measurements: use
+                `batch_size=`, and an exchange with a fixed topology (but not a dense star, which adds in
+                order of arrival).  Each worker must have the same rank, which determines its samples: use
+                `--order joined` and start the workers in the same order.  The same applies to a run that is
+                resumed, because a residual stays with its worker.  "auto" continues without workers whose
+                loops have stalled (see docs/stragglers.md).  It must be the same on all workers.  The default
+                is the option `wait` of `gridtrain worker`, or "all" if that is not set.
             base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
@@ -295,8 +295,8 @@ class Grid:
                 CPU.  It may differ between workers.  The default is the device of the parameters.
             unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
-                optimizer skips it, as torch does in one process: for alternating updates, as in a GAN, and
-                for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  It must be the
+                optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
+                and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  It must be the
                 same on all workers.
 
         Raises:
@@ -376,10 +376,11 @@ class Grid:
         Args:
             model: a chain of blocks (`nn.Sequential`, a list, `gridtrain.pipeline.Sequence`) on the meta
                 device, a function that creates it and is called on the meta device, or a `Blueprint`.
-            optimizer: a function that makes the optimizer of a stage, or a list of optimizers, from its
+            optimizer: a function that makes a stage's optimizer, or a list of optimizers, from the stage's
                 parameters: `torch.optim.SGD` with bound arguments, or
-                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list make each optimizer
-                with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may lack its parameters.
+                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list, make each
+                optimizer with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may have none of
+                its parameters.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.
@@ -406,11 +407,11 @@ class Grid:
             seed: the seed of the initial parameters and of dropout; the same on all workers.
             init: the function that initializes a block; see `gridtrain.pipeline.Blueprint`, which also
                 describes the supported models.
-            profile: a profile of the blocks (`gridtrain.pipeline.profile`), with which the model is
-                repartitioned when workers are lost; without it a block's time is assumed to be
-                proportional to its bytes, and activations are not counted.
+            profile: a profile of the blocks (`gridtrain.pipeline.profile`), which is used to repartition the
+                model when workers are lost; without it a block's time is assumed to be proportional to its
+                bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
-                GPU's memory, or on a CPU of the memory that is free on the host.
+                GPU's memory or, on a CPU, of the host's free memory.
             base, send_frozen: as in `optimizer`, for the whole model.
 
         Raises:
@@ -485,11 +486,11 @@ class Grid:
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
         every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the
-        method yields a stand-in batch, whose gradient is ignored, so that schedulers take the same number of
-        steps on all workers.
+        method yields a stand-in batch, so that schedulers take the same number of steps on all workers; its
+        gradient is ignored.
 
-        A further call with the same arguments continues the run where the loop was left, as by an interrupted
-        cell of a notebook: a batch whose step was not made is yielded again.
+        A further call with the same arguments continues the run where the loop was left, for example in an
+        interrupted notebook cell; a batch whose step was not taken is yielded again.
 
         With `LocalSteps(every=H)` a step of the run (in `steps=`, `grid.step` and all settings that count
         steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
@@ -502,12 +503,12 @@ class Grid:
                 generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
                 an iterable data set that generates other samples each time is refused.
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
-                end of a pass, or if it exceeds 64 times the median of the workers, which the coordinator
-                logs.
+                end of a pass, or if this number exceeds 64 times the median of the workers' numbers, which
+                the coordinator logs.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.  A step
                 is smaller at the end of a pass, or if a worker is lost during the step; the samples of the
-                lost worker belong to later steps, so that a pass may have one step more.
+                lost worker belong to later steps, so that a pass may take one more step.
             max_batch_size: with `global_batch_size`, the largest batch that this worker can process; it is
                 exceeded while the group is too small, which the coordinator logs.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
@@ -517,11 +518,11 @@ class Grid:
             length: the number of samples in a pass over an iterable data set without `__len__`.
             num_workers: the number of processes that read batches ahead; at most 1 for an iterable data set.
                 Batches that are not needed after a change of the group are dropped, because a sample counts
-                when its step commits.
+                only when its step commits.
             prefetch_factor: the number of steps that each of these processes reads ahead.
-            collate_fn: a function that makes a batch of a list of samples.  A batch has the weight of all the
-                samples in this list; if the function leaves some out, use `weigh_by="tokens"`, and call
-                `grid.weigh` with the number of the remaining ones.
+            collate_fn: a function that makes a batch from a list of samples.  A batch has the weight of all
+                the samples in this list; if the function leaves some out, use `weigh_by="tokens"`, and call
+                `grid.weigh` with the number of remaining samples.
             weigh: whether each sample has the same weight even if a step's samples cannot be divided evenly
                 into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
                 is scaled between two batches.  Set it to False for a loop that reads all batches of a step
@@ -604,14 +605,14 @@ class Grid:
 
     def weigh(self, count: int | torch.Tensor) -> None:
         """Weight this worker's gradient by `count`, such as the number of tokens over which its loss is
-        averaged, so that the group's gradient is that of the mean loss over all tokens of the step.
+        averaged, so that the group's gradient is the gradient of the mean loss over all tokens of the step.
 
         The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
         the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
         before each of the N backward passes, with the mean loss of each divided by N, or once for the step,
-        if the accumulated gradient is the mean over all of them.  With a count of 0 the gradient is ignored.
-        Gradients that the loop sets itself, such as those of `torch.func.grad`, are not weighted within a
-        step: for them, call it once for the step.
+        if the accumulated gradient is the mean over the tokens of all N batches.  With a count of 0 the
+        gradient is ignored.  Gradients that the loop sets itself, such as those of `torch.func.grad`, are not
+        weighted within a step: for them, call it once for the step.
         """
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):
@@ -639,28 +640,29 @@ class Grid:
             self._session.set_busy(False)
 
     def mean(self, value: float | torch.Tensor, *, weight: float | None = None) -> float:
-        """Return the average of a number over all workers; all workers must call it at the same point.
+        """Return the average of a number over all workers; all of them must make this call at the same point.
 
         Each worker's number counts equally, or in proportion to its `weight`, which all workers or none must
-        pass.  The mean of a batch is weighted by its samples; the number of a worker with the weight 0, as
-        for a stand-in batch (see `has_samples`), is ignored:
+        pass.  Weight the mean of a batch by its number of samples; the number of a worker with the weight 0,
+        as for a stand-in batch (see `has_samples`), is ignored:
 
             grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
 
         If all weights are 0, the average is NaN.  A weighted average is the quotient of two averages, so its
         last digit can be rounded even if all numbers are equal.  It takes two exchanges; if a worker is lost
-        between them, it counts in only one of them, and the average is inexact, but equal on all workers.
+        between the two, that worker counts in only one of them, and the average is inexact, but equal on all
+        workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
         number, even if workers join or leave during the call, and so can decide together to end the loop.  A
         worker that is cut off from the group, or leaves it, receives its own number; with `LocalSteps` or
-        after `step()`, so may a worker from which a newcomer receives the state.  A worker that finishes the
-        step without the call is left out and named in the log.  If a worker's number is not finite, neither
-        is the average.
+        after `step()`, this can also happen to a worker that sends its state to a newcomer.  A worker that
+        finishes the step without the call is left out and named in the log.  If a worker's number is not
+        finite, neither is the average.
 
-        Raises `ConfigError` on rank 0 if this happens three times in a row and at least half of the workers
-        do not make the call, and on any worker if a weight is negative or not finite.  Before the first
-        batch, a worker receives its own number, and a warning is logged once.
+        Raises `ConfigError` on rank 0 if workers do not make the call three times in a row, and the last time
+        at least half of the workers do not make it; and on any worker if a weight is negative or not finite.
+        Before the first batch, a worker receives its own number, and a warning is logged once.
         """
         self._warn_before_first_batch()
         number = value.item() if isinstance(value, torch.Tensor) else float(value)
@@ -693,8 +695,7 @@ class Grid:
         newcomers; not available for a pipeline.
 
         If a gradient overflows, all workers skip the step and reduce the scale.  The log and `gridtrain
-        status` name this as a problem of a worker only from the tenth skipped step within 100
-        steps on.
+        status` report this as a worker's problem only from the tenth skipped step within 100 steps.
         """
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
@@ -708,7 +709,7 @@ class Grid:
         `PauseController`.
 
         Args:
-            connect: a function that creates the transport with which this worker rejoins after a pause.
+            connect: a function that creates a transport for rejoining after a pause.
             limit: a function that changes the rate limits of the current transport.
         """
 
@@ -721,9 +722,9 @@ class Grid:
     def close(self, reason: str = "the training script ended before the run") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends.
 
-        Call it before loading other weights, such as the best ones, because it saves the model of the last
-        step: no model is saved if the parameters have changed since the loop's end, or since the start of a
-        step in which the loop ended.  Changes through `.data` are noticed only in a few sampled values.  If a
+        Call it before loading other weights, such as the best, because it saves the model of the last step:
+        no model is saved if the parameters have changed since the loop's end, or since the start of a step in
+        which the loop ended.  Changes through `.data` are noticed only in a few sampled values.  If a
         variable refers to the iterator of `grid.batches(...)` and the loop changes parameters after its
         steps, delete the variable first, because the loop's end is recorded only then.
         """
@@ -757,7 +758,7 @@ class Grid:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
         if self._model_state is not None:
-            # Not by Ctrl-C or SIGTERM, nor while the script was waiting for its batch or the group.
+            # Ctrl-C, SIGTERM and errors in waits for a batch or the group are not the script's failures.
             is_own = error is not self._read_error and not self._session.has_ended_by(error)
             self._model_state.has_failed = isinstance(error, Exception) and is_own
         reason = describe_end(error)
@@ -857,7 +858,7 @@ class Grid:
         except Exception as error:
             self._read_error = error
             if isinstance(error, DataError):
-                failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
+                failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process counted them
                 what = f"{error.summary}; " if error.summary else ""
                 text = f"its data cannot be read ({what}failed reads: {failed_reads}); see its output"
                 self._session.failure = " ".join([text, *getattr(error, "__notes__", ())])

@@ -64,8 +64,8 @@ def join(
 
     Args:
         invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
-        name: the name of this worker, which the other workers can see; by default a random name that is
-            derived from its key.
+        name: the name of this worker, which the other workers can see; by default a name that is derived from
+            its key.
         listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
             default is a free port on the interface that leads to the coordinator.
         advertise: the address that is announced to peers, if it differs from `listen`.
@@ -138,7 +138,7 @@ def join(
 
 
 _open: list[tuple[tuple[int, int, str], Grid, str]] = []
-"""The grids that `join` has made and that are not closed: process, thread and run; the grid; its name."""
+"""The open grids that `join` has made: (process, thread, run), the grid, and the worker's name."""
 
 
 def _place(config: JoinConfig) -> tuple[int, int, str]:
@@ -146,8 +146,9 @@ def _place(config: JoinConfig) -> tuple[int, int, str]:
 
 
 def _warn_of_open_grid(config: JoinConfig) -> None:
-    """Warn if this thread, such as that of a notebook whose cells are run again, holds another worker of the
-    run: its loop cannot run while this thread runs the new one, but the group waits for it."""
+    """Warn if this thread, such as the thread of a notebook whose cells are run again, holds another worker
+    of the run: that worker's loop cannot run while this thread runs the new one's, but the group waits for
+    it."""
     for place, grid, name in list(_open):
         if place == _place(config) and not grid.finished:
             log.warning(

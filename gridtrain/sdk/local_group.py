@@ -41,8 +41,8 @@ log = logging.getLogger("gridtrain")
 Result = TypeVar("Result")
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How many seconds to wait for the threads to end.  A thread that is still running user code then is left
-running."""
+"""How many seconds to wait for the threads to end.  A thread that is still running user code after this time
+is left running."""
 
 
 class LocalGroup:
@@ -133,7 +133,7 @@ class LocalGroup:
             export_dir: as in `gridtrain.join`; with None, the final model is not written.
             state_dir: as in `gridtrain.join`; with None, the worker saves nothing when it leaves.
             hidden: whether other workers cannot connect to this worker, as if it were behind NAT.
-            owner: an agent that pauses the worker; None for none.
+            owner: an agent that pauses the worker, or None.
 
         Raises:
             ConfigError: a worker of this name has not left yet.
@@ -209,7 +209,7 @@ def local(
         ConfigError: `workers` is not a positive integer.
     """
     if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers is {workers!r}; it must be a whole number >= 1", remedy="try workers=4")
+        raise ConfigError(f"workers is {workers!r}; it must be an integer >= 1", remedy="try workers=4")
     futures: list[Future[Result]] = [Future() for _ in range(workers)]
 
     def one(number: int) -> None:

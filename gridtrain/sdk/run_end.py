@@ -112,7 +112,7 @@ def _repeat_writing(
 ) -> tuple[Exception | None, bool | Exception]:
     """Try again to write the last checkpoint and, unless that is written, the final model.
 
-    Stops after `MAX_ATTEMPTS` attempts, or when this worker has to stop.
+    Stops after `MAX_ATTEMPTS` attempts, or when this worker must stop.
 
     Args:
         failed: the error that prevented the export, if any.

@@ -1,4 +1,4 @@
-"""One worker's part in training, also in a pipeline: optimizer, exchange, residual, local steps, pauses.
+"""One worker's part in training, pipelines included: optimizer, exchange, residual, local steps, pauses.
 
     backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer, overlapped_local_sgd)
         -> exchangers: contribution -> collective buffers -> runtime.group_session: round and vote

@@ -66,7 +66,7 @@ class Absence:
     def __init__(self, optimizer: AbsentOptimizer, trackers: Mapping[str, serialization.Stateful]) -> None:
         self._optimizer, self._trackers = optimizer, trackers
         self._latest: tuple[int, bytes, tuple[int, ...]] | None = None  # step, settings, steps of schedulers
-        self._are_schedulers_seen = False  # each has stepped once in one step of the run
+        self._are_schedulers_seen = False  # whether each has stepped once in a step of the run
         self._comparisons: set[int] = set()  # missed steps after which replicas are compared
         self._found_obstacle = ""
         self._is_obstacle_logged = False
@@ -78,8 +78,8 @@ class Absence:
         return self.find_change()
 
     def find_change(self) -> str:
-        """Return what the script may change in or after a step that `advance_schedulers` does not repeat; ""
-        if there is nothing."""
+        """Return why `advance_schedulers` cannot repeat everything that the script may change in or after a
+        step; "" if it can."""
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle

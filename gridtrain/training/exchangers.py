@@ -43,7 +43,7 @@ def topology_of(exchange: Exchange | Auto, chosen: str = "") -> str:
     """Return the topology of an exchange in a step.
 
     Args:
-        chosen: the coordinator's choice (`StepPlan.exchange`), which decides if the topology is "auto".
+        chosen: the coordinator's choice (`StepPlan.exchange`), which applies if the topology is "auto".
     """
     if exchange.topology != "auto":
         return exchange.topology
@@ -128,8 +128,8 @@ def make_exchanger(
 
     Args:
         bounds: the buckets' bounds (0, ..., n) in the flat gradient.
-        feedback: the error feedback of another exchanger, which may have other bounds, to be shared; by
-            default a new one, if the exchange keeps a residual.
+        feedback: the error feedback to share with another exchanger, which may have other bounds; by default
+            a new one, if the exchange keeps a residual.
     """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds, feedback)

@@ -63,7 +63,7 @@ def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
 
 
 def check_hyperparameters(plan: StepPlan, optimizer: torch.optim.Optimizer, sums: DenseRingBuffer) -> None:
-    """Compare the settings of all ranks after an attempt with `make_hyperparameter_buffer` was aborted.
+    """Compare the settings of all ranks after an attempt that exchanged them was aborted.
 
     Nothing is compared if this worker's own row is not the one that it sent.
 
@@ -114,7 +114,7 @@ def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
 
 
 def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
-    """Return the settings that differ as two texts: with this worker's values, and with the other rank's.
+    """Return the settings that differ as two strings: with this worker's values, and with the other rank's.
 
     Only printable characters are returned, because `theirs` was received from the network.
     """

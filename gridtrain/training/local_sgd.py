@@ -173,8 +173,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._calls_with_samples = self.calls_per_turn
         self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
         self._has_anchor = False  # from a turn's first local step until the turn's update is applied
-        self._is_anchor_own = True  # whether the script has left the parameters to the optimizer until then
-        frozen = [p for _, p in state_parameters(model) if not p.requires_grad]  # `send_frozen`: no anchor
+        self._is_anchor_own = True  # whether the script has left the anchor's values unchanged
+        frozen = [p for _, p in state_parameters(model) if not p.requires_grad]  # `send_frozen`; not anchored
         self._frozen_watch = ParameterWatch(model, frozen) if frozen else None
         self._computing_s = 0.0
 
@@ -285,7 +285,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.last_skipped = overflowed
 
     def _report_speed(self) -> None:
-        """Report the compute figures of this turn so far, at the interval of heartbeats and before its
+        """Report this turn's compute figures so far, at the interval of heartbeats and before the turn's
         stand-ins."""
         calls = self._calls_with_samples
         is_due = self.local_calls < calls and self._session.is_computing_unreported
@@ -323,8 +323,9 @@ class LocalSGDOptimizer(GridOptimizer):
 
     @contextmanager
     def _own_changes(self) -> Iterator[None]:
-        """Record the changes of the parameters in the `with` block as not made by the script, also if it is
-        interrupted; unless it has changed frozen ones, which `abort_turn` cannot restore."""
+        """Record that changes of the parameters in the `with` block are not the script's, even if the block
+        is interrupted.  Do nothing if the script has changed frozen parameters, which `abort_turn` cannot
+        restore."""
         self._is_anchor_own = self._is_anchor_own and not self._has_changed_frozen
         try:
             yield
@@ -345,7 +346,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _reset_inner(self) -> None:
         """Reset the inner optimizer's moments to their initial values, and the running statistics to those
-        before the turn.  Like the local parameters, they usually contain values that are not finite."""
+        before the turn.  Like the local parameters, both usually contain values that are not finite."""
         self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "

@@ -77,7 +77,7 @@ class TokenCheck:
     ) -> None:
         self._look_further, self._is_tokens = look_further, is_tokens
         self._table, self._rows, self._positions = _tables(model)
-        self._has_decoder_labels = any(  # from another vocabulary, and all are predicted
+        self._has_decoder_labels = any(  # of another vocabulary, and all predicted
             getattr(getattr(module, "config", None), "is_encoder_decoder", False)
             for module in model.modules()
         )
@@ -107,8 +107,8 @@ class TokenCheck:
         self._is_first = False
 
     def _watch_table(self, tokens: Tensor) -> None:
-        """Check, from now on, the ids with which the token embedding is indexed; in a pipeline, whose stages
-        use other modules, check `tokens` immediately."""
+        """Check, from now on, the ids that index the token embedding; in a pipeline, whose stages use other
+        modules, check `tokens` immediately."""
         assert self._table is not None
         if self._table.weight.is_meta:  # a pipeline computes with other modules
             _check_ids("input_ids", self._rows, tokens)

@@ -6,7 +6,7 @@ subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pi
     join          load the checkpoint on disk, and describe the training settings to the coordinator
     begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
     finished run  write the checkpoint of the last step
-    rest, leave   send the largest entries of the residual to another worker, and keep its rest in memory
+    rest, leave   send the largest entries of the residual to another worker, and keep the rest in memory
     close         after this worker has left: write the rest of the residual, and the state, to disk
     export        write the final model
 """
@@ -83,11 +83,11 @@ PAUSE_TIMEOUT_S = 300.0
 SAVE_REPORT_S = 5.0
 """How long a paused worker waits for its checkpoint before it reports which step is on its disk."""
 
-CHANGED = "its script has changed the parameters since (call grid.close() before loading other weights)"
+CHANGED = "its script has changed the parameters since then (call grid.close() before loading other weights)"
 WITHIN_STEP = "was stopped within a step"
 UNSETTLED = (
-    "was stopped after an update, before its script had requested the next batch, when the objects that it "
-    "tracks may lack their changes (gridtrain worker stop ends a script between two steps)"
+    "was stopped after an update, before its script had requested the next batch, so the objects that it "
+    "tracks may not be up to date (gridtrain worker stop ends a script between two steps)"
 )
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
@@ -138,7 +138,7 @@ class ModelState(ABC):
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
         self._is_leaving = False  # from `leave` until `close` has saved what this worker still has
-        self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; it is the model's latest
+        self._left_at: WorkerSnapshot | None = None  # the snapshot of the state to save, the model's latest
         self._left_step: int | None = None  # of the state that this worker left or paused with
         self._paused_step: int | None = None  # of a checkpoint that is not uploaded
         # The state of the latest pause, until the next turn, and whether no other worker had it:
@@ -155,7 +155,7 @@ class ModelState(ABC):
         """
 
     def _define(self, facts: Facts, spec: LedgerSpec) -> None:
-        """Set the facts by which checkpoints with the same training settings are recognized."""
+        """Set the facts that identify checkpoints with the same training settings."""
         self._facts = (*facts, ("order", f"{spec.size} samples, seed {spec.seed}"))
 
     @property
@@ -294,7 +294,7 @@ class ModelState(ABC):
         is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
-        if not is_settled:  # then a step may have committed that is missing in the model
+        if not is_settled:  # then a step may have committed that the model lacks
             held = None
         if held is not None:
             snapshot = self._session.snapshot
@@ -306,9 +306,9 @@ class ModelState(ABC):
         return held
 
     def save_paused(self) -> None:
-        """Start writing the state that `rest` has recorded, because all workers may pause and none return.
-        Unless a checkpoint of this step is due, the state is not uploaded, because the pause may be meant to
-        spare the worker's link or its budget.
+        """Start writing the state that `rest` has recorded, because all workers may pause and none may
+        return.  Unless a checkpoint of this step is due, the state is not uploaded, because the pause may be
+        meant to spare the worker's link or its budget.
 
         Called after this worker has left, so that the other members do not wait for the copy and the disk.
         """
@@ -684,7 +684,7 @@ class WholeModelState(ModelState):
         super().close(timeout_s, is_run_over=is_run_over)
 
     def _warn_of_loss(self, step: int, why: str) -> None:
-        """Warn that `step`, the run's latest, has no checkpoint, unless a checkpoint of it is on disk.
+        """Warn that `step`, the run's latest, is lost, unless a checkpoint of it is on disk.
 
         Args:
             why: why this worker could not save the step, as a clause with "this worker" as its subject, or

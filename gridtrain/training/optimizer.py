@@ -92,7 +92,7 @@ class GridOptimizer(WrappingOptimizer):
         average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
         compare_every: the interval, in steps, at which the whole state is compared with the other workers'
-            states, and also after steps 1, 2, 4, 8, ... before the first interval ends; 0 disables
+            states; within the first interval, it is compared after steps 1, 2, 4, 8, ...; 0 disables
             comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between `backward()` and `step`.
@@ -260,7 +260,7 @@ class GridOptimizer(WrappingOptimizer):
         self._apply()
 
     def _disable_replay(self, reason: str) -> None:
-        """From now on, let the group wait for this worker in every step, and let no newcomer catch up from
+        """From now on, make the group wait for this worker in every step, and let no newcomer catch up from
         it, because the updates alone do not determine the effect of a step."""
         self._session.tasks.disable_replay(reason)
         self.absence.set_obstacle(reason)
@@ -297,7 +297,7 @@ class GridOptimizer(WrappingOptimizer):
         first.
 
         Raises:
-            ConfigError: `exchange` was called twice for one step, or for one of the reasons of `step`.
+            ConfigError: `exchange` was called twice for one step, or one of the errors of `step` occurred.
         """
         self._disable_replay("its script may change updates between exchange() and step()")
         return self._exchange()
@@ -496,7 +496,7 @@ class GridOptimizer(WrappingOptimizer):
     @property
     def is_settled(self) -> bool:
         """Whether the state after a committed step is certainly complete: its update is applied, and all
-        tracked objects are schedulers that the script has stepped since.  With other objects, and with
+        tracked objects are schedulers that the script has stepped since then.  With other objects, and with
         schedulers that are stepped less often, this is not known, and the result is False."""
         return self._is_applied and have_stepped(self._trackers, self._rates_at_step)
 
@@ -507,7 +507,8 @@ class GridOptimizer(WrappingOptimizer):
         self._check_script_changes(self.parameter_watch.record_turn())
 
     def _check_script_changes(self, are_written: bool) -> None:
-        """Disable replay if the script has changed parameters outside of steps: an update lacks that."""
+        """Disable replay if the script has changed parameters outside of steps, because updates lack such
+        changes."""
         if are_written:
             self._disable_replay("its script changes parameters outside of its steps")
 
@@ -538,8 +539,8 @@ class GridOptimizer(WrappingOptimizer):
             if self._turn_start is not None:
                 self.capture_turn_state()()  # restores trackers and settings from the start of the turn
         elif not self.absence.find_change():
-            self.absence.advance_late_schedulers()  # the interrupt came between step() and them
-        self.inner.zero_grad()  # the script may not have done it
+            self.absence.advance_late_schedulers()  # interrupted before the script stepped them
+        self.inner.zero_grad()  # the script may not have done so
 
     def _finish_step(self) -> None:
         """Continue an interrupted exchange, and do what the script does in and after a step."""
@@ -598,7 +599,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def _anchors(self) -> Mapping[Tensor, Tensor]:
-        """By parameter, its value after the last step, if this turn has changed it; empty if it has not."""
+        """The parameters' values after the last step, if this turn has changed them; otherwise empty."""
         return {}
 
     @property
@@ -643,7 +644,7 @@ class GridOptimizer(WrappingOptimizer):
             self._flat.flat_N.copy_(kept_N)
 
     def is_state_needed(self, plan: StepPlan) -> bool:
-        """Whether the buffers are averaged in the step, so that the step needs this worker's buffers."""
+        """Whether the buffers are averaged in the step, which then needs this worker's buffers."""
         return self.buffer_averaging.is_due(plan)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
@@ -795,7 +796,7 @@ def check_applied(unapplied_step: int | None) -> None:
 
 
 def interrupted_error(step: int, why: str) -> GridtrainError:
-    """Return the error for a loop that is run again after an interrupt that does not allow it.
+    """Return the error for a loop that is run again after an interrupt but cannot continue.
 
     Args:
         step: the number of steps that the model contains.

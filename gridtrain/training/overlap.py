@@ -164,7 +164,7 @@ class Overlapper:
         return plan, sent
 
     def exchanger(self, plan: StepPlan) -> Exchanger:
-        """Return the exchanger with which all members divide their gradients in this attempt."""
+        """Return the exchanger that all members use to divide their gradients in this attempt."""
         self._current_plan = plan
         return self._bucket_exchanger if self.trial.is_overlapped(plan) else self._whole_exchanger
 

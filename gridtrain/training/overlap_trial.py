@@ -11,7 +11,7 @@ In an overlapped step, buckets are sent during the backward pass; in a whole ste
     0, 1         whole
     2 to 13      the first trial, in blocks of three steps: overlapped, whole, overlapped, whole
     14           whole; the round also sums the table of durations
-    15 to 99     overlapped if such a step takes at most 98 % of the time of a whole step; otherwise whole
+    15 to 99     overlapped if this takes at most 98 % of the time of a whole step; otherwise whole
     100 to 111   the second trial; its table is summed in phase 112.  Further trials: 600, 1200, ...
 
     table (P, 2), in seconds     overlapped   whole     Each member fills its own row and leaves zeros in

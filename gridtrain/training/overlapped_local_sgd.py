@@ -2,7 +2,7 @@
 
     A       the anchor: the parameters after the last committed round, equal on all workers
     D_r     the change that turn r has made on this worker so far
-    share   the fraction of its own latest change with which a worker begins a turn (`kept_share`)
+    share   the fraction of its own latest change that a worker keeps when it begins a turn (`kept_share`)
 
     turn r begins           D_(r-1) is submitted to round r;  parameters = A - share * D_(r-1);  D_r = 0
     local steps 1 to t      the parameters change;  meanwhile the group exchanges D_(r-1)
@@ -81,7 +81,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._step_settings = _copy_settings(self.inner)
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
         self._change_N = self._flat.swap(self._change_N)
-        is_counted = plan is None or plan.samples > 0  # not if this worker has since left the group
+        is_counted = plan is None or plan.samples > 0  # False if this worker has left the group
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
         self._kept_share = kept_share(1 if plan is None else plan.world_size)
@@ -173,7 +173,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
 
 def kept_share(world_size: int) -> float:
-    """Return the share of a worker's own latest change with which its next turn starts.
+    """Return the share of its own latest change that a worker keeps at the start of its next turn.
 
     A worker that trains alone makes the group's whole change; a worker in a group contributes 1 / world_size
     of the mean change.  The share is the mean of 1 and 1 / world_size (decision 0067).

@@ -1,4 +1,4 @@
-"""Detects that a script has changed its model's parameters outside of the steps of the run.
+"""Detects whether a script has changed its model's parameters outside of the steps of the run.
 
     for ... in grid.batches(...):    record_turn, when the next turn begins; True after a change by the loop
         p.clamp_(-1, 1)              is_written is True
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 MAX_SAMPLED = 16
 """The approximate number of parameters whose values are compared, and the number of values in each."""
 
-_Reading = tuple[list[int], Tensor]  # numbers of changes by parameter, and the bytes of those sampled
+_Reading = tuple[list[int], Tensor]  # each parameter's number of changes, and the sampled values' bytes
 
 
 class ParameterWatch:
     """The parameters of a model as they were last recorded.
 
-    Torch counts changes, except those through `.data`: these are noticed if they change a sampled value.  A
-    move to another device is not a change.
+    Torch counts changes, except changes through `.data`, which are noticed only if they change a sampled
+    value.  A move to another device is not a change.
 
     Args:
         model: the model.
@@ -40,7 +40,7 @@ class ParameterWatch:
         self._sampled = parameters[:: max(1, len(parameters) // MAX_SAMPLED)]
         self._recorded: _Reading | None = None
         self._is_after_step = False  # of the turn in progress
-        self._loop_changes: bool | None = None  # whether the loop has changed some after the latest step
+        self._loop_changes: bool | None = None  # whether the loop changed parameters after the latest step
 
     def record(self) -> None:
         """Record the parameters as unchanged, before the script can change them."""

@@ -144,7 +144,7 @@ class PauseController:
         return self._limit_bytes
 
     def report_spent(self) -> None:
-        """Notify the agent that the script ends because the traffic budget is exhausted, which is not a
+        """Notify the agent that the script is ending because the traffic budget is exhausted, which is not a
         failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
 
@@ -265,7 +265,7 @@ class PauseController:
                 return False
 
     def _should_pause(self) -> bool:
-        """Whether to pause now.  The I/O thread also calls it, while the script waits between two steps."""
+        """Whether to pause now.  The I/O thread also calls this, while the script waits between two steps."""
         directive = self._agent.directive
         return not directive.run or directive.stop or self._exceeds_budget(directive)
 

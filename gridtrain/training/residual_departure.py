@@ -2,8 +2,8 @@
 
     leave after step s   the largest entries are sent to another worker, which sends them in later steps;
                          the rest is written to <folder>/left with the step, the history and the facts
-    return               <folder>/left is removed; the rest is added to the residual if the run is still
-                         after step s with the same history, and is otherwise reported as lost
+    return               <folder>/left is removed; the rest is added to the residual if the run's last step
+                         is still s, with the same history, and is otherwise reported as lost
 
 See docs/decisions/0016.
 """
@@ -81,8 +81,8 @@ def transfer_residual(
 
     Args:
         budget_bytes: the maximum number of bytes to send; the largest entries that fit are sent.
-        drop_from_checkpoint: a function that is called with the step from whose checkpoint the residual must
-            be removed; None if there are no checkpoints.
+        drop_from_checkpoint: a function that removes the residual from the checkpoint of the given step; None
+            if there are no checkpoints.
     """
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s
@@ -103,7 +103,7 @@ def transfer_residual(
         return None
     snapshot = session.snapshot
     chosen = residual_pieces.select_entries(residual_N, budget_bytes, max(1, snapshot.world_size))
-    sent: bool | None = False  # None: the recipient has not answered, and may have it
+    sent: bool | None = False  # None: the recipient has not answered, and may have the entries
     text = _obstacle(snapshot) if chosen.entries else "the remaining budget allows no entry"
     if not text:
         # The timeout begins only now, because selecting and encoding many entries also takes time.

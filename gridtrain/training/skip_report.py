@@ -1,10 +1,10 @@
 """Reports skipped steps, and whether this worker's gradient caused them, with few messages for many steps.
 
-this worker's gradient      a warning, and a counter in the heartbeats, from which `gridtrain status` and
-                            the dashboard show which worker causes skipped steps
+this worker's gradient      a warning, and a counter in the heartbeats, so that `gridtrain status` and
+                            the dashboard can show which worker causes skipped steps
 another worker's gradient   a message at level INFO
 either, with a GradScaler   a message at level INFO, because the scaler reduces its scale; from the 10th
-                            within 100 steps on, as without a scaler
+                            skipped step within 100 steps on, as without a scaler
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from gridtrain.quantities import ALERT_SKIPS
 log = logging.getLogger("gridtrain")
 
 ROUTINE_STEPS = 100
-"""Fewer than `ALERT_SKIPS` skipped steps among so many are usual while a GradScaler adapts its scale."""
+"""Fewer than `ALERT_SKIPS` skipped steps among this many are usual while a GradScaler adapts its scale."""
 
 
 class SkipReport:
-    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ..., separately for steps
-    skipped because of this worker's gradient and because of another worker's, and for those that a scaler
-    handles.
+    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ... of each kind: caused by
+    this worker's gradient or by another worker's, and handled by a scaler or not.
 
     Args:
         report_figures: a function that is called with the number of steps that were skipped because of this

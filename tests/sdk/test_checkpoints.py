@@ -212,8 +212,8 @@ def test_weights_that_a_script_loads_after_its_loop_are_not_saved_as_those_of_th
         run(tmp_path / str(loads), 1, partial(work, loads=loads), every=4, saves_on_leaving=True)
         written[loads] = {path.name for path in (tmp_path / str(loads) / "worker-0").glob("step-*")}
     assert written == {False: {"step-00000004", "step-00000005"}, True: {"step-00000004"}}
-    text = "and its script has changed the parameters since (call grid.close() before loading other weights)"
-    assert f"{text}; step 5 is lost: this worker's latest checkpoint is of step 4" in caplog.text
+    text = "its script has changed the parameters since then (call grid.close() before loading other weights)"
+    assert f"and {text}; step 5 is lost: this worker's latest checkpoint is of step 4" in caplog.text
 
 
 @pytest.mark.parametrize("by_data", [False, True], ids=["load_state_dict", "data.copy_"])

@@ -145,7 +145,7 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
 
 @pytest.mark.parametrize("workers", ["2", 0, 1.5])
 def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^workers is {workers!r}; it must be a whole number >= 1"):
+    with pytest.raises(ConfigError, match=f"^workers is {workers!r}; it must be an integer >= 1"):
         gridtrain.local(lambda grid: None, workers=workers)
 
 

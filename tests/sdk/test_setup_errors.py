@@ -218,10 +218,10 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
         (Script(ends=(("epochs", 0),)), "epochs is 0 and the data set has 8 samples; epochs must be at"),
         (
             Script(ends=(("steps", 1e3),)),
-            "steps is 1000.0; it must be a whole number -> pass an int: steps=32",
+            "steps is 1000.0; it must be an integer -> pass an int: steps=32",
         ),
-        (Script(sizes=(("batch_size", "2"),)), "batch_size is '2'; it must be a whole number -> "),
-        (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None; it must be a whole number -> "),
+        (Script(sizes=(("batch_size", "2"),)), "batch_size is '2'; it must be an integer -> "),
+        (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None; it must be an integer -> "),
         (Script(data=[]), "the list has 0 samples; it must have at least 1 -> check the paths and filters"),
         (
             Script(data=iter(DATA)),

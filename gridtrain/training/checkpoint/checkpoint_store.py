@@ -1,4 +1,4 @@
-"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, warns of a full disk.
+"""Writes due checkpoints to a worker's disk, keeps a few, rejects incompatible ones, warns about a full disk.
 
     <folder>/step-00000200/
         state.json             step, history, ledger, facts, digests, and the state without its tensors;
@@ -58,7 +58,8 @@ _PARTIAL = ".step-*.partial"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """The content of a checkpoint; of one to write: copies, so that training does not change it.
+    """The content of a checkpoint.  Before it is written, it consists of copies, which training does not
+    change.
 
     Attributes:
         facts: the training settings, as in `Setup.facts`.
@@ -91,8 +92,8 @@ ReportFigures = Callable[[Mapping[str, float]], None]
 
 
 class FailureCounter:
-    """Counts consecutive failures and decides which of them are logged: an error that differs from the one
-    before immediately, and a persistent error at intervals.
+    """Counts consecutive failures and decides which of them are logged: the first, each whose error differs
+    from the previous one, and a persistent error at intervals.
 
     Args:
         figure: the name of the figure that reports the count.
@@ -112,7 +113,7 @@ class FailureCounter:
         return is_due
 
     def clear(self) -> bool:
-        """Record a success; return whether there were failures before."""
+        """Record a success; return whether failures preceded it."""
         had_failed, self.count, self._error, self._warned_s = self.count > 0, 0, "", -math.inf
         if had_failed:
             self._report_figures({self._figure: 0.0})
@@ -220,7 +221,7 @@ class CheckpointStore:
     def _prune_unverified(self, step: int) -> None:
         """Remove the checkpoints before `step` that earlier processes wrote with the same settings.
 
-        The latest of them stays, because it may belong to another history than the group's.
+        The latest of them stays, because it may belong to a different history than the group's.
         """
         found = [path for path in list_checkpoints(self.folder) if checkpoint_step(path) < step]
         for path in found[:-1]:
@@ -348,7 +349,7 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return a text with the training settings of a file that differ from `facts`, and both values of
+    """Return a description of the training settings of a file that differ from `facts`, with both values of
     each."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
@@ -356,8 +357,8 @@ def describe_difference(written: Facts, facts: Facts) -> str:
 
 
 def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
-    """Map each checkpoint in `folders` that was written with different training settings to a text about the
-    difference."""
+    """Map each checkpoint in `folders` that was written with different training settings to a description of
+    the difference."""
     headers = itertools.chain.from_iterable(map(readable_headers, folders))
     return {
         path: describe_difference(written, facts)
@@ -421,13 +422,14 @@ def checkpoint_folder_name(step: int) -> str:
 
 
 def partial_folder(path: Path, use: str = "") -> Path:
-    """Return the folder in which a checkpoint is prepared; `claim` removes those of killed processes."""
+    """Return the folder in which a checkpoint is prepared; `claim` removes the folders that killed processes
+    left."""
     return path.with_name(f".{path.name}{use}.partial")
 
 
 def save(content: CheckpointContent, path: Path) -> None:
-    """Write a checkpoint to the folder `path`, completely or not at all; replace a checkpoint that is there.
-    Raises `OSError` if it cannot be written."""
+    """Write a checkpoint to the folder `path`, completely or not at all; replace an existing one.  Raises
+    `OSError` if it cannot be written."""
     with replaced_folder(path) as partial:
         _write_file(partial / "tensors.safetensors", safetensors_pieces(content.tensors))
         residual = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -451,7 +453,7 @@ def save(content: CheckpointContent, path: Path) -> None:
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which replaces the folder `path` when it is complete and its files are on disk.
-    After an error it is removed, and `path` stays as it is."""
+    After an error the new folder is removed, and `path` stays as it is."""
     partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     make_private_folder(path.parent)
@@ -465,7 +467,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, if possible, so that no reader finds it without some of its files."""
+    """Remove a checkpoint.  It is renamed first, if possible, so that no reader finds it incomplete."""
     removed = partial_folder(path, ".removed")
     try:
         os.rename(path, removed)
@@ -558,13 +560,13 @@ def _unreadable_error(path: Path, error: Exception) -> ConfigError:
 
 
 def parse_step(name: str) -> int | None:
-    """Return the number of committed steps of the checkpoint folder `name`; None for any other name."""
+    """Return the step of the checkpoint folder `name`; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the number of committed steps of a checkpoint that `list_checkpoints` has found."""
+    """Return the step of a checkpoint that `list_checkpoints` has found."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -4,9 +4,10 @@
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
 
 Training never waits for an upload.  If an upload takes longer than the interval between checkpoints, later
-checkpoints are queued; of more than `keep`, the oldest is dropped.  If several workers have the same URL,
-each part is uploaded only by the worker that uploaded it for the previous checkpoint.  The checkpoint of the
-last step, which no later one replaces, is also uploaded by other workers if it does not appear in time.
+checkpoints are queued; if more than `keep` are waiting, the oldest is dropped.  If several workers have the
+same URL, each part is uploaded only by the worker that uploaded it for the previous checkpoint.  The
+checkpoint of the last step, which no later one replaces, is also uploaded by other workers if it does not
+appear in time.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class CheckpointUploader:
             self._changed.notify_all()
 
     def close(self, timeout_s: float, max_attempts: int = 1) -> None:
-        """Upload the waiting checkpoints, in at most `max_attempts` attempts and for at most `timeout_s`.
+        """Upload the waiting checkpoints, with at most `max_attempts` attempts, and wait at most `timeout_s`.
         Further calls have no effect."""
         with self._changed:
             if self._attempts_left is not None:
@@ -169,11 +170,11 @@ class CheckpointUploader:
                 self._changed.wait(wait_s)
 
     def _next(self) -> _Upload | None:
-        """Wait for a checkpoint to upload; return None if this worker leaves and has none, or has no attempts
-        left.
+        """Wait for a checkpoint to upload; return None if this worker is leaving and no checkpoint, or no
+        attempt, remains.
 
-        The latest is uploaded first, except that a step for which the storage already has another stage is
-        preferred, because a checkpoint of a pipeline needs all stages.
+        The latest is uploaded first, but a step of which another stage is already stored has priority,
+        because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:
             self._current = None

@@ -1,6 +1,6 @@
 """A model's gradients as one flat float32 vector: their order and device, and frozen and tied parameters.
 
-    named_parameters: tied ones once, no frozen ones          flat_N, float32, on one device
+    named_parameters: trainable, without duplicates           flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... | used ]
 
@@ -108,7 +108,7 @@ class FlatGradient:
         self.swap(self.flat_N)
         self.scale = 1.0  # factor of the gradients when they are gathered
         self._hooks: list[RemovableHandle] = []
-        self._accumulators: list[Node] = []  # that have the hooks; a parameter does not keep its own
+        self._accumulators: list[Node] = []  # nodes with the hooks; parameters do not keep them alive
 
     @property
     def n(self) -> int:
@@ -239,8 +239,8 @@ class FlatGradient:
                     parameter.grad.zero_()
 
     def scale_backward(self, factor: float) -> None:
-        """Multiply what later backward passes add to the gradients by `factor`, as `rescale` does.  What
-        `torch.autograd.grad` returns, as within a loss that contains gradients, stays as it is."""
+        """Multiply by `factor`, as `rescale` does, the gradients that later backward passes add.  Results of
+        `torch.autograd.grad`, for example within a loss that contains gradients, stay as they are."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -297,8 +297,8 @@ class FlatGradient:
             parameter.grad.copy_(view)
 
     def _separate_gradients(self) -> None:
-        """Replace gradients that must not be written in place by copies: `torch.autograd.grad` may return
-        one tensor, or parts of it, for several parameters, and expanded tensors, whose elements share
+        """Replace with copies the gradients that must not be written in place: `torch.autograd.grad` may
+        return one tensor, or parts of it, for several parameters, and expanded tensors, whose elements share
         memory."""
         by_storage: dict[int, list[tuple[int, Tensor, Tensor]]] = {}  # address, parameter and gradient
         for _, parameter in self._named:

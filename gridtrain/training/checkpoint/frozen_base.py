@@ -4,9 +4,9 @@
                           frozen, that is, the base           never sent; a digest of the values is compared
                                                               once, when a worker joins
 
-Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is that
-of the whole model, so that each worker can hold any stage.  To compute its digest, a worker that joins builds
-the blocks with frozen parameters one at a time.
+Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is the
+base of the whole model, so that each worker can hold any stage.  To compute its digest, a worker that joins
+builds the blocks with frozen parameters one at a time.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class FrozenBase:
         if not self._named or not isinstance(name, str) or not name:
             return ""
         is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-        if is_path or os.path.isdir(name):  # a folder may have been removed since
+        if is_path or os.path.isdir(name):  # a folder may have been removed
             return os.path.basename(os.path.abspath(name))
         return f"{name}@{revision[:12]}" if isinstance(revision, str) else name
 
@@ -264,10 +264,10 @@ def _moved_scales(model: nn.Module) -> dict[int, Tensor]:
 
 
 def _parts(tensor: Tensor, moved_scales: Tensor | None = None) -> Iterator[Tensor | str]:
-    """Yield the tensors and texts that determine the values of `tensor`.
+    """Yield the tensors and strings that determine the values of `tensor`.
 
     A plain tensor yields itself; bitsandbytes' 4-bit and 8-bit tensors also yield their scales; a wrapper,
-    such as a quantized tensor of torchao, yields its inner tensors, and the text of its context.
+    such as a quantized tensor of torchao, yields its inner tensors, and its context as a string.
     """
     if (state := getattr(tensor, "quant_state", None)) is not None:
         yield from (value for _, value in sorted(state.as_dict(packed=True).items()))

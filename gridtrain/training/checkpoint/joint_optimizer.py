@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one, whose state has the layout of one optimizer's."""
+"""Several optimizers of one model as one, whose state has the layout of a single optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gridtrain.quantities import format_count
 class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers of one model as one, with the groups and the state of all of them.
 
-    In its `state_dict`, as in that of one optimizer, parameters are numbered through all groups:
+    In its `state_dict`, as in that of a single optimizer, parameters are numbered across all groups:
 
         SGD      groups [0, 1] [2]    state {0, 1, 2}     joint    groups [0, 1] [2] [3, 4]
         AdamW    groups [0, 1]        state {0, 1}                 state {0, 1, 2, 3, 4}
@@ -93,7 +93,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return joint
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.  Raises `ValueError` if it has another number of groups."""
+        """Load what `state_dict` returned.  Raises `ValueError` if it has a different number of groups."""
         state, groups = state_dict["state"], state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"the state has {len(groups)} groups, the optimizers {len(self.param_groups)}")
@@ -116,7 +116,7 @@ def as_one(optimizer: Any) -> Any:
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that a `JointOptimizer` consists of; for another one, only itself."""
+    """Return the optimizers that a `JointOptimizer` consists of; for any other optimizer, only itself."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 

@@ -58,8 +58,8 @@ FINAL_FILE = "final.safetensors"
 FINAL_INDEX = f"{FINAL_FILE}.index.json"
 _FINAL_PART = re.compile(r"final-\d{5}-of-\d{5}\.safetensors")
 END = "end"
-"""The key in the metadata of a stage's part of the final model, and of its index, that names the end of the
-run at which they were written."""
+"""The metadata key, in a stage's part of the final model and in its index, for the end of the run at which
+they were written."""
 
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
@@ -181,8 +181,8 @@ def save_model(state: Mapping[str, Any], out: Path, metadata: dict[str, str] | N
 
 
 def keep_earlier(folder: Path, *names: str) -> str:
-    """Copy the files and folders with these names, which an earlier end of a run wrote to `folder`, to a
-    folder `earlier-N` below it; return what to append to the message that says where the new model is.
+    """Copy the files and folders with these names, which were written to `folder` at an earlier end of a run,
+    to a folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
     such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner restarts it,
@@ -241,7 +241,7 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other worker moves files in `folder`.
+    """Wait until no other worker is moving files in `folder`, and lock it.
 
     The lock is on a file, because NFS does not lock folders.
     """
@@ -278,7 +278,7 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a path is a file, or a folder that contains more than, for example, a tokenizer."""
+    """Return whether a path is a file, or a folder with a model's files, not only those of a tokenizer."""
     return path.is_file() or (
         path.is_dir() and any(REPLACED_NAME.fullmatch(each.name) for each in path.iterdir())
     )

@@ -60,7 +60,7 @@ class Packer:
     """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
 
     Args:
-        tensors: the tensors packed so far, to which those of packed values are added.
+        tensors: the tensors packed so far; `pack` adds the tensors of its values.
         copies: whether to copy the tensors to the CPU; otherwise they are the state's own.
     """
 

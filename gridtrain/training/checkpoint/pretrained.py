@@ -107,8 +107,8 @@ class PretrainedLayout:
         return layout
 
     def check(self) -> None:
-        """Raise `ValueError` if there is a file that the libraries do not write, or if there are too many
-        files, names of one tensor, or bytes of text.
+        """Raise `ValueError` if the layout names a file that the libraries do not write, too many files, or
+        one tensor too often, or if a text is too long.
 
         A peer's checkpoint must not choose which files an export writes.
         """
@@ -140,8 +140,8 @@ class PretrainedLayout:
 
 
 def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return a pair: the prefix that its tensors' names have in `model`, and the outermost PEFT or
-    transformers model in `model`.
+    """Return the outermost PEFT or transformers model in `model`, preceded by the prefix that the names of
+    its tensors have there.
 
     This may be `model` itself, with the prefix "".  Returns None if there is no such model.
     """
@@ -192,8 +192,8 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
     """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, if its
     library cannot save it in a permitted form, or if a trained parameter would be missing.
 
-    To find the names, the library itself saves one-element tensors that contain the positions of the tensors
-    in the state_dict.
+    The names in an adapter's file are found by letting the library itself save one-element tensors that
+    contain the positions of the tensors in the state_dict.
     """
     found = find_pretrained(model)
     if found is None:
@@ -369,7 +369,7 @@ def write_safetensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write copies of the tensors, because safetensors accepts neither shared memory (tied tensors have
-    several names) nor other orders of strides (channels_last)."""
+    several names) nor non-contiguous tensors (channels_last)."""
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     safetensors.torch.save_file(own, path, metadata=metadata)
 

@@ -142,7 +142,7 @@ def open_url(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it.
 
     Raises:
-        ConfigError: `url` is not a URL, is one for HTTP, or a package for its protocol is not installed.
+        ConfigError: `url` is not a URL or is an HTTP URL, or a package for its protocol is not installed.
     """
     if not is_url(url):
         raise ConfigError(

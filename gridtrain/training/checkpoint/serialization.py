@@ -147,14 +147,14 @@ def capture_state(
 
 
 def _state_of(optimizer: torch.optim.Optimizer, start: TurnStartState | None) -> dict[str, Any]:
-    """Return the optimizer's state_dict with the settings of `start`.  The rest of it does not change during
-    a turn."""
+    """Return the optimizer's state_dict with the settings of `start`.  The rest of the state_dict does not
+    change during a turn."""
     state = optimizer.state_dict()
     return state if start is None else {"state": state["state"], "param_groups": start.param_groups}
 
 
 def _states_of(trackers: Trackers, start: TurnStartState | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each tracker's name and its state_dict, that of `start` if it has one."""
+    """Yield each tracker's name and its state_dict: the one in `start`, if any, or else the current one."""
     earlier = start.trackers if start is not None else {}
     for name, item in trackers.items():
         yield name, earlier[name] if name in earlier else item.state_dict()
@@ -469,7 +469,7 @@ def _read_tensors(data: memoryview) -> dict[str, Tensor]:
 
 @_reading()
 def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the packed values by part: parameters, buffers, ...  Raises the same errors as
+    """Unpack the values and return them by part: parameters, buffers, ...  Raises the same errors as
     `restore_state`."""
     trackers = document.get("trackers")
     values = {name: unpack(document[name], tensors) for name in _PARTS if name in document}

@@ -6,7 +6,7 @@ It decides which of them are kept and loaded:
     <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)
 
 A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
-be partitioned again.  The coordinator decides from which checkpoints the run continues; it needs all stages
+be partitioned again.  The coordinator decides which checkpoints the run continues from; it needs all stages
 of one step.
 """
 
@@ -241,7 +241,7 @@ class StageCheckpointStore:
         """Read a checkpoint.
 
         Raises:
-            ConfigError: it is missing or damaged, in which case it is no longer reported, or belongs to a
+            ConfigError: it is missing or damaged (it is then no longer reported), or it belongs to a
                 different history.
         """
         path = self._path(held.layers, held)
@@ -281,7 +281,7 @@ class StageCheckpointStore:
         stage = self.folder_of(held.layers)
         make_private_folder(stage)
         partial = checkpoint_store.partial_folder(self._path(held.layers, held), ".copy-")
-        # An earlier copy of this checkpoint may still be being adopted.
+        # Another thread may still be adopting an earlier copy of this checkpoint.
         return Path(tempfile.mkdtemp(partial.suffix, partial.stem, stage))
 
     def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:

@@ -22,7 +22,7 @@ class BatchSizes:
     Attributes:
         per_worker, per_step, max_per_worker: the arguments `batch_size`, `global_batch_size` and
             `max_batch_size` of `Grid.batches`.
-        accumulate: the number of batches on a worker in one call to `optimizer.step`.
+        accumulate: the number of a worker's batches per call to `optimizer.step`.
         calls_per_step: the number of calls to `optimizer.step` in a step of the run.
     """
 

@@ -22,7 +22,7 @@ from gridtrain.network.transport.rate_limiter import MAX_LATENESS_S
 from gridtrain.quantities import format_bytes
 
 PIECE_S = 0.1
-"""With a download limit, one read is at most as large as this many seconds allow."""
+"""With a download limit, one read is limited to the bytes that may arrive in this many seconds."""
 
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
@@ -105,8 +105,8 @@ class FetchMeter:
             self._follow_limit()
         if (left := self._left_bytes) < 1:
             raise BudgetSpent(
-                "the data set's files need more bytes than the traffic budget has left",
-                remedy="wait until more bytes are allowed, or raise the budget; what has arrived is kept",
+                "the data set's files need more bytes than remain in the traffic budget",
+                remedy="wait until more bytes are allowed, or raise the budget; fetched bytes are kept",
             )
         most = left if self._Bps == math.inf else min(left, max(MIN_PIECE_BYTES, self._Bps * PIECE_S))
         return int(min(nbytes, most))
@@ -115,7 +115,7 @@ class FetchMeter:
         """Wait before another attempt at a fetch.
 
         Raises:
-            BudgetSpent: this worker's rules do not allow fetches any more.
+            BudgetSpent: this worker's rules no longer allow fetches.
         """
         until_s = self._clock() + duration_s
         while (left_s := until_s - self._clock()) > 0:
@@ -140,7 +140,7 @@ class FetchMeter:
             )
         if nbytes > (left := self._left_bytes):
             raise BudgetSpent(
-                f"{what} needs more than the {format_bytes(max(0.0, left))} that the traffic budget has left",
+                f"{what} needs more than the {format_bytes(max(0.0, left))} left in the traffic budget",
                 remedy="wait until more bytes are allowed, or raise the budget",
             )
 

@@ -58,7 +58,7 @@ class Prefetcher:
         self._loader = DataLoader(
             _RequestDataset(reader),
             batch_size=None,
-            sampler=iter(self._next_request, None),  # endless, as a request is never None
+            sampler=iter(self._next_request, None),  # endless, because a request is never None
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             collate_fn=_identity,
@@ -91,7 +91,7 @@ class Prefetcher:
         """Stop the processes."""
         batches, self._batches = self._batches, None
         if batches is not None:
-            batches._shutdown_workers()  # not by itself: an exception that is being raised refers to it
+            batches._shutdown_workers()  # explicitly: an exception being raised may refer to the iterator
 
     def _next_request(self) -> Spans:
         """Return the spans of the step that the loader is to read next; () if no further step is expected."""
@@ -114,7 +114,8 @@ class Prefetcher:
 class _RequestDataset(Dataset[Any]):
     """The data set in the reader processes: an "index" is a step's spans.
 
-    An error with a message for users is a value, because a loader would add the process's traceback to it.
+    An error with a message for users is returned, because a loader would add the process's traceback to one
+    that is raised.
     """
 
     def __init__(self, reader: Reader) -> None:

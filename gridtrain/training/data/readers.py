@@ -58,8 +58,8 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def check_kind(dataset: Any) -> None:
-    """Raise `ConfigError` for an object that is no data set: a DataLoader, whose batches would be mistaken
-    for samples, or a mapping of names.  Warn of a tuple such as (inputs, targets)."""
+    """Raise `ConfigError` for an object that is not a data set: a DataLoader, whose batches would be mistaken
+    for samples, or a mapping of names.  Warn about a tuple such as (inputs, targets)."""
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "a DataLoader was passed instead of a data set, but the run itself makes the batches",
@@ -175,7 +175,7 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Return the weights of micro-batches, in descending order, with which each sample counts once in total.
+    """Return weights for micro-batches, in descending order, so that each sample counts once in total.
 
     The weights are equal if there are no samples.
 

@@ -93,8 +93,8 @@ def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ..
 def fetch_batch(
     dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate
 ) -> Any:
-    """Return one batch, built as `DataLoader` builds it.  An error of the data set gets a note that names the
-    sample (see `describe_read_error`)."""
+    """Return one batch, built as `DataLoader` builds it.  An error raised by the data set gets a note that
+    names the sample (see `describe_read_error`)."""
     if hasattr(dataset, "__getitems__"):
         with _named(indices):
             samples = dataset.__getitems__(list(indices))

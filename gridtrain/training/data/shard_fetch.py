@@ -41,11 +41,11 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0, *(60.0,) * 9)
 another `CHUNK_BYTES` have arrived, attempts are counted again from the first."""
 
 BRIEF_S = 31.0
-"""The sum of the first three of these waits.  A group waits for a worker until its waits exceed this sum, or
-it has the file."""
+"""The sum of the first three of these waits.  The group waits for a worker until the worker has the file, or
+until its waits exceed this sum."""
 
 OTHER_RETRIES = 3
-"""The maximum number of further attempts after an error that is not one of the connection or the server."""
+"""The maximum number of further attempts after an error other than one of the connection or the server."""
 
 _PERMANENT = (FileNotFoundError, PermissionError, ImportError, ValueError, InvalidURL)
 READ_TIMEOUT_S = 60.0
@@ -67,7 +67,7 @@ _BUSY = (408, 425, 429)
 """The HTTP statuses below 500 after which another attempt may succeed."""
 
 Copy = Callable[[str, Path, int, FetchMeter], bool | None]
-"""A function that appends the missing bytes to a partial file, and returns the same, as `copy_rest` does."""
+"""A function that appends the missing bytes to a partial file; for arguments and result, see `copy_rest`."""
 
 
 class ServerBusy(ConnectionError):
@@ -90,7 +90,7 @@ class Attempts:
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
-        waited_s: the sum of the waits since attempts were last counted from the first.
+        waited_s: the sum of the waits since the count of attempts last restarted.
     """
 
     def __init__(self, place: str, retry_after_s: Sequence[float]) -> None:
@@ -102,7 +102,7 @@ class Attempts:
         """Return the seconds to wait before the next attempt, and log the first of these waits.
 
         Args:
-            error: how the attempt has failed.
+            error: the error with which the attempt failed.
             done: the number of bytes that have arrived so far.
 
         Raises:
@@ -133,13 +133,13 @@ class Attempts:
         if self._failed == 1:
             total_s = sum(self._retry_after_s if is_outage else self._retry_after_s[:OTHER_RETRIES])
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + total_s))
-            log.warning("%s; it is requested again until about %s", failure, until)
+            log.warning("%s; retrying until about %s", failure, until)
         self.waited_s += wait_s
         return wait_s
 
     def _next_wait(self, error: Exception) -> float | None:
-        """Return the seconds until the next attempt, at least those for which the server asks unless that
-        exceeds all remaining waits; None after the last attempt."""
+        """Return the seconds until the next attempt, at least as many as the server asks for, unless these
+        exceed all remaining waits; None after the last attempt."""
         wait_s = next(self._waits_s, None)
         asked_s = error.retry_after_s if isinstance(error, ServerBusy) else 0.0
         while wait_s is not None and wait_s < asked_s:
@@ -235,7 +235,7 @@ def refuse_credentials(place: str) -> None:
             continue
         try:
             host = urlsplit(url).netloc
-        except ValueError:  # its text may contain the password
+        except ValueError:  # the error's text may contain the password
             shown = path_of(url).rpartition("@")[2]
             raise ConfigError(
                 f"the host in the URL {shown!r:.200} is invalid", remedy="correct the URL"
@@ -252,7 +252,7 @@ def refuse_credentials(place: str) -> None:
 class _Redirections(HTTPRedirectHandler):
     """Follows redirections to http(s) URLs of the same host or of public addresses.
 
-    A server is thus no means to send requests into this machine's own network.
+    A server thus cannot direct requests to other hosts in this machine's own network.
     """
 
     def redirect_request(
@@ -306,7 +306,7 @@ def _request(url: str, start: int) -> HTTPResponse:
 
 
 def _status_error(error: HTTPError) -> OSError:
-    reason = str(error.reason).partition("\n")[0]  # of a loop of redirections, it has several lines
+    reason = str(error.reason).partition("\n")[0]  # a redirection loop's reason has several lines
     text = make_printable(f"HTTP {error.code} {reason:.{MAX_REASON}}")
     if error.code in _MISSING:
         return FileNotFoundError(text)
@@ -331,14 +331,14 @@ def path_of(place: str) -> str:
 
 
 def describe(error: Exception) -> str:
-    """Return the status of an HTTP error, or the type and the text of another one, as one line."""
+    """Return the status of an HTTP error, or the type and the text of any other error, as one line."""
     text = make_printable(str(error))
     return text if text.startswith("HTTP ") else f"{type(error).__name__}: {text}"
 
 
 def file_system(place: str) -> tuple[Any, str]:
-    """Return the file system of fsspec for a URL, and the path in it.  Raises `ConfigError` if the URL is not
-    of a supported kind, contains a password, or needs a package that is not installed."""
+    """Return fsspec's file system for a URL, and the path in it.  Raises `ConfigError` if the URL is not of a
+    supported kind, contains a password, or needs a package that is not installed."""
     refuse_credentials(place)
     require("fsspec", f"reading {place.partition('://')[0]}://")
     import fsspec

@@ -89,7 +89,7 @@ class ShardFile:
             return f"url is {self.url!r:.200}; it must be a path or a URL of at most {MAX_URL} characters"
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
-            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0 and below 2**53"
+            return f"samples, bytes and tokens are {counts}; they must be integers >= 0 and below 2**53"
         is_digest = isinstance(self.sha256, str) and re.fullmatch("[0-9a-f]{64}", self.sha256)
         return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 lower-case hexadecimal digits"
 
@@ -198,7 +198,7 @@ def parse_limit(name: str, text: str) -> int:
 
 
 Convert = Callable[[BinaryIO, BinaryIO], None]
-"""A function that reads a file, and writes another form of it."""
+"""A function that reads a file, and writes it in another form."""
 
 
 def copy_plain(file: BinaryIO, plain: BinaryIO) -> None:
@@ -221,8 +221,8 @@ class ShardCache:
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
-        note_outage: a function that is called with True before a wait for a server that makes the sum of the
-            waits exceed `BRIEF_S`, and with False whenever bytes arrive.
+        note_outage: a function that is called with True before each wait for a server that brings the total
+            wait above `BRIEF_S`, and with False whenever bytes arrive.
     """
 
     close_idle: Callable[[], bool] = staticmethod(lambda: False)
@@ -257,8 +257,8 @@ class ShardCache:
             compares_digest: whether to compare the digest, and not only the size, of a file that is opened
                 where it is; the digests of other files are compared when they enter the cache.
             convert: a function that writes the file in another form, which is opened instead.
-            as_stored: whether to skip decompression; a remote file is then `folder / expected.sha256` as long
-                as it is open, and its digest is compared even if it was fetched earlier.
+            as_stored: whether to skip decompression; a remote file then stays at `folder / expected.sha256`
+                while it is open, and its digest is compared even if it was fetched earlier.
             copy: a function that copies a remote file.
 
         Raises:
@@ -406,7 +406,7 @@ class ShardCache:
                     )
                 return part
             except BudgetSpent:
-                raise  # what has arrived is resumed later
+                raise  # the partial file is resumed later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
                 done = part.stat().st_size if part.exists() else 0
                 if self._freed_disk(error, expected.bytes - done, expected.sha256):
@@ -489,8 +489,8 @@ class ShardCache:
                 )
 
     def _freed_disk(self, error: Exception, nbytes: int, own: str) -> bool:
-        """If `error` says that the disk is full, remove the least recently used files that have `nbytes`, or
-        all that are not in use; return whether any was removed or closed.
+        """If `error` says that the disk is full, remove the least recently used files, with at least `nbytes`
+        in total, or all files that are not in use; return whether any file was removed or closed.
 
         Args:
             own: as for `_make_room`.
@@ -521,7 +521,7 @@ class ShardCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold the lock `name` of the cache, for which other workers, also in other processes, wait."""
+        """Hold the cache's lock `name`; other workers, including those in other processes, wait for it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / f"{name}.lock").open("w")

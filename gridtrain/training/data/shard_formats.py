@@ -37,7 +37,7 @@ class ShardFormat:
     """A format of shards.
 
     Attributes:
-        suffixes: the suffixes of file names by which the format is recognized.
+        suffixes: the suffixes of file names that identify the format.
         ranges: a function that finds the samples in a file; raises `ValueError` or `tarfile.TarError`.
         decode: a function that converts the bytes of one sample; raises `ValueError` or `tarfile.TarError`.
         convert: a function that first writes the file in the form that the other functions read; None if they

@@ -30,10 +30,10 @@ from gridtrain.training.data.shard_formats import FORMATS, ShardFormat, format_n
 from gridtrain.training.data.token_packing import Tokenize
 
 VERSION = 1
-"""The value of `version` in an index; a reader refuses others."""
+"""The value of `version` in an index; readers refuse any other value."""
 
 MAX_INDEX_BYTES = 256 << 20
-"""The size of the largest index that is read."""
+"""The maximum size of an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ShardIndex:
         format: a key of `shard_formats.FORMATS`.
         shards: the files, in the order of the data set.
         tokenizer: the name of the tokenizer that counted the tokens; "" if they were not counted.
-        base: the folder or URL to which relative URLs are relative.
+        base: the folder or URL against which relative URLs are resolved.
     """
 
     format: str
@@ -77,7 +77,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
     """Read an index from a file or a URL.
 
     Args:
-        root: the folder or URL to which relative URLs are relative; by default the folder of the index.
+        root: the folder or URL against which relative URLs are resolved; by default the folder of the index.
 
     Raises:
         ConfigError: the file cannot be read, or is not a valid index of the supported version.
@@ -119,8 +119,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
             machine; the index then contains URLs.
 
     Raises:
-        ConfigError: no file has a sample, the index cannot be written, the files are not on this machine but
-            `url` is given, or it contains a password.
+        ConfigError: no file has a sample, the index cannot be written, or `url` contains a password or is
+            given although not all files are on this machine.
     """
     if not index.samples:
         count = format_count(len(index.shards), "file")

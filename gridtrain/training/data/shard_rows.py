@@ -3,8 +3,9 @@
     row 0 | row 1 | ...                             MessagePack of {column: value}
     the end of each row, and the number of rows     int64, little-endian
 
-A row is then a range of bytes as in the other formats, although Parquet has no such ranges.  Numbers, texts,
-bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and UUIDs become text.
+A row is then a range of bytes as in the other formats, although Parquet has no such ranges.  Numbers,
+strings, bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and UUIDs become
+strings.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     raise ValueError(
         f"a column has {describe_type(value)}, which has no portable form; store it as bytes, a number, a "
-        "text or a list (with the package datasets: remove with_format, and cast_column(..., decode=False))"
+        "string or a list (with the package datasets: remove with_format, and cast_column(..., decode=False))"
     )
 
 

@@ -66,16 +66,17 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set whose samples are read as `dataset[i]` from shards, of which only a few should be open at
-    the same time.
+    """A data set whose samples are read from shards as `dataset[i]`; only a few shards should be open at a
+    time.
 
     Attributes:
         shard_sizes: the number of samples in each shard, at least 1.  The samples of a shard have consecutive
             indices.
         description: a text that is equal on workers with the same data.
         failed_reads: the number of failed attempts at reading a file or a sample.
-        while_opening: a function that returns a context to be active while a shard is being opened, which may
-            take a long time; `Shards` leaves it while a server does not answer for more than half a minute.
+        while_opening: a function that returns a context that is active while a shard is being opened, which
+            may take a long time; `Shards` leaves the context while a server does not answer for more than
+            half a minute.
     """
 
     shard_sizes: tuple[int, ...]
@@ -105,9 +106,9 @@ class Shards(ShardedDataset):
         index: the path or the URL of an index that `gridtrain data index` wrote.
         root: the folder or the URL with the files, if it is not the folder of the index.
         decode: a function that converts a sample into the value that is collated into batches.
-        pack: the number of tokens in a sequence (`token_packing`); None for samples as they are.
-        tokenize: with `pack`, the function with which the tokens in the index were counted; by default, the
-            tokenizer that the index names, applied to the field `text_field`.
+        pack: the number of tokens in a sequence (`token_packing`); None for unpacked samples.
+        tokenize: with `pack`, the function that counted the tokens for the index; by default, the tokenizer
+            that the index names, applied to the field `text_field`.
         pack_seed: the seed for the order in which documents are packed, the same on all workers.
         cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
         cache_limit: the maximum size of that folder, such as "20GB"; a limit set by the volunteer takes
@@ -248,8 +249,8 @@ class Shards(ShardedDataset):
             )
 
     def _close_files(self) -> bool:
-        """Close all open files, as their space on the disk cannot be used before; return whether there were
-        any."""
+        """Close all open files, because their space on the disk cannot be freed while they are open; return
+        whether there were any."""
         had_files = bool(self._open)
         while self._open:
             self._open.popitem()[1].close()

@@ -4,9 +4,8 @@
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
 
 A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
-tokens has 8,192 tokens.  The index records each shard's token count, from which the number of sequences
-follows for any length.  The tokens that remain at the end of each shard, too few for a sequence, are not
-used.
+tokens has 8,192 tokens.  The index records each shard's token count, so the number of sequences is known for
+any length.  The tokens that remain at the end of each shard, too few for a sequence, are not used.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import numpy.typing as npt
 from gridtrain.extras import require
 
 Tokenize = Callable[[Any], Sequence[int]]
-"""A function from a sample to its tokens, the last of which separates documents."""
+"""A function that converts a sample to its tokens, the last of which separates documents."""
 
 END_OF_TEXT = 256
-"""The token after each document with the tokenizer "bytes", whose other tokens are the bytes of UTF-8."""
+"""The token that the tokenizer "bytes" appends to each document; its other tokens are the bytes of UTF-8."""
 
 
 def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:

@@ -72,7 +72,7 @@ def test_a_fetch_ends_within_the_budget_and_is_continued(
     meter.limit(None, 60_000)
     meter.note_exchanges(received_bytes=4_000, moved_bytes=20_000)
     cache = cache_with(meter, tmp_path)
-    with pytest.raises(BudgetSpent, match="more bytes than the traffic budget has left -> wait"):
+    with pytest.raises(BudgetSpent, match="more bytes than remain in the traffic budget -> wait"):
         cache.open(f"{server.url}/plain/a.txt", expected)
     assert cache.meter.fetched_bytes == 40_000 and cache.failed_reads == 0
     meter.limit(None, math.inf)  # the next day
@@ -94,9 +94,7 @@ def test_a_file_that_cannot_be_continued_is_not_begun_beyond_the_budget(
     with pytest.raises(DataError, match="after 100 bytes"):
         cache.open(url, expected)  # the server breaks the first two connections
     meter.limit(None, 50_000, 200_000)
-    with pytest.raises(
-        BudgetSpent, match=what + "needs more than the 49.9 kB that the traffic budget has left"
-    ):
+    with pytest.raises(BudgetSpent, match=what + "needs more than the 49.9 kB left in the traffic budget"):
         cache.open(url, expected)
     meter.limit(None, 50_000, 100_000)
     with pytest.raises(

@@ -193,9 +193,7 @@ def test_a_busy_server_is_asked_again_when_it_says(
     assert max(slept) <= 1.0, "a pause must be noticed soon"
     assert sum(slept) == 1 + 5 + 25, "the first of these times after 7 s"
     (line,) = caplog.messages
-    what = (
-        r"a\.txt cannot be read after 0 bytes: HTTP 503 .*; it is requested again until about \d\d:\d\d:\d\d"
-    )
+    what = r"a\.txt cannot be read after 0 bytes: HTTP 503 .*; retrying until about \d\d:\d\d:\d\d"
     assert re.search(what, line)
 
 

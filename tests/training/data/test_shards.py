@@ -183,7 +183,7 @@ def test_the_digest_of_an_index_does_not_depend_on_its_location(tmp_path: Path) 
         (
             '{"version": 1, "format": "text", "tokenizer": "", "shards": '
             '[{"url": "a", "samples": -1, "bytes": 1, "sha256": ""}]}',
-            "no file has a sample|whole numbers >= 0",
+            "no file has a sample|integers >= 0",
         ),
     ],
 )
