@@ -27,6 +27,8 @@ EVENT_TEXTS = {
     "this worker has rejoined and is receiving the group's state",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
+    "offline": "this worker reaches neither the coordinator nor any other worker, so its own network is "
+    "probably down; it keeps trying to reconnect",
     "not_learning": "%(reason)s",
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "

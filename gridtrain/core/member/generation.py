@@ -244,7 +244,7 @@ class Generation:
             reason = f"attempts at step {step} were aborted: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
-            names = ", ".join(peer.hex()[:8] for peer in missing)
+            names = ", ".join(map(self.rank_assignment.name_of, missing))
             # A peer that violated the protocol was disconnected on purpose.
             excluded = self._context.peer_links.excluded
             unreachable = required.report([peer for peer in missing if peer not in excluded])
@@ -279,7 +279,8 @@ class Generation:
         attempt = self.attempts.open_attempt
         round_id = attempt.round_id if attempt is not None else self.attempts.next_round
         report = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
-        return [LogEvent("stalled", {"reason": reason}), Send(self._context.coordinator, report)]
+        log = [LogEvent("stalled", {"reason": reason})] if self._context.coordinator_link.is_welcomed else []
+        return [*log, Send(self._context.coordinator, report)]
 
     # -- connections ---------------------------------------------------------------------------
 
