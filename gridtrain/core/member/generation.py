@@ -102,6 +102,14 @@ class Generation:
     def _is_forming(self) -> bool:
         return self.phase is MemberPhase.FORMING
 
+    @property
+    def awaited_newcomers(self) -> tuple[str, ...]:
+        """While the generation forms: the names of the other members that must first receive the state."""
+        others = (
+            member for member in self.rank_assignment.members if member.peer != self.rank_assignment.own_id
+        )
+        return tuple(member.name for member in others if member.joining) if self._is_forming else ()
+
     # -- the open step, for the trainer --------------------------------------------------------
 
     @property
@@ -355,7 +363,8 @@ class Generation:
         if not self._is_forming or self._is_ready_sent or not is_synced or self.required_peers.missing:
             return []
         self._is_ready_sent = True
-        return [self._ready_message()]
+        awaited = self.awaited_newcomers
+        return [*([LogEvent("awaited", {"names": awaited})] if awaited else []), self._ready_message()]
 
     def _ready_message(self) -> Send:
         assignment, history = self.rank_assignment, self._context.replica_state.history

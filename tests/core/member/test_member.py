@@ -521,6 +521,18 @@ def test_a_member_without_a_route_is_logged_by_name_and_once_while_it_is_missing
     assert logged(worker.core.tick(worker.core.deadline_s)) == expected
 
 
+def test_members_say_which_newcomers_they_wait_for() -> None:
+    worker = Worker()
+    members = (m.Member(p, p[:1].decode(), "", 4, p == A) for p in (ME, A))
+    worker.install(1, members)
+    ready = worker.hear(ev.PeerConnected(A))
+    assert logged(ready) == [ev.LogEvent("awaited", {"names": ("a",)})]
+    generation = worker.core.current_generation
+    assert generation is not None and generation.awaited_newcomers == ("a",)
+    worker.say(m.StartGeneration(1, 1))
+    assert generation.awaited_newcomers == ()
+
+
 def test_a_peer_that_was_lost_before_the_generation_is_reported_earlier() -> None:
     """Connecting again over the same route takes less time than connecting for the first time."""
     worker = Worker()
