@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from gridtrain.runtime.client.endpoint_file import EndpointFile
-
 from gridtrain_coordinator import serving
 
 
