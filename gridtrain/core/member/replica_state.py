@@ -173,9 +173,12 @@ class ReplicaState:
 
     def make_report(self, term: int, generation: int, vote: PreparedVote) -> m.FreezeReport:
         """Return the answer to a Freeze (commit rule 5)."""
+        prepared, digest, flags = vote
         has_state = self.is_synced or self.memory_layers is not None
         layers = self.memory_layers or self._layers
-        return m.FreezeReport(term, generation, has_state, *self.position, self.ledger, *vote, layers)
+        return m.FreezeReport(
+            term, generation, has_state, *self.position, self.ledger, prepared, digest, flags, layers
+        )
 
 
 def _was_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice) -> bool:
