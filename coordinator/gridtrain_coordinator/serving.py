@@ -30,7 +30,7 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.worker_defaults import state_directory
 from gridtrain.tools.bundle import Bundle
-from gridtrain.tools.log_output import LineWriter, put
+from gridtrain.tools.log_output import LineWriter, is_same_file, put
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization
 from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
@@ -114,12 +114,14 @@ class StopOnSignal:
 def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run `serve` and return its exit code.
 
-    If the log is JSON, an error that stops the coordinator is written as the log's last line.
+    If the log is JSON, an error that stops the coordinator is written as the log's last line, and nothing in
+    another format is written to the log's stream, or at all if the format was chosen.
     """
     writer = LineWriter(err, settings.log_format)
     log = log_of(writer)
+    is_logged = writer.is_json and (settings.log_format == "json" or is_same_file(out, err))
     try:
-        return serve(settings, out=out, log=log)
+        return serve(settings, out=None if is_logged else out, log=log)
     except GridtrainError as error:
         if not writer.is_json or os.environ.get("GRIDTRAIN_DEBUG"):
             raise
@@ -129,13 +131,14 @@ def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int
         writer.flush()
 
 
-def serve(settings: Settings, *, out: TextIO, log: Log) -> int:
+def serve(settings: Settings, *, out: TextIO | None, log: Log) -> int:
     """Run a coordinator over TCP in this process's main thread; return the exit code.
 
     The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
-        out: the stream for the coordinator's address and the commands with which workers join.
+        out: the stream for the coordinator's address and the commands with which workers join; None for the
+            log.
         log: a function that receives the log's events; it must not block.
 
     Raises:
@@ -146,7 +149,12 @@ def serve(settings: Settings, *, out: TextIO, log: Log) -> int:
     coordinator, board, endpoint = _open(settings, folder, log)
     with contextlib.closing(board), endpoint.published(folder):
         board.start()
-        put(out, _greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
+        is_terminal = out is not None and out.isatty()
+        text = _greeting(settings, endpoint, folder, board, is_terminal=is_terminal)
+        if out is None:
+            log("info", "greeting", {"text": text})
+        else:
+            put(out, text)
         coordinator.run(stop)
     if not stop.signal_number:
         return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from gridtrain.quantities import list_first
 
 log = logging.getLogger("gridtrain")
 
+MAX_NAMES = 3
 UNREACHABLE_TEXT = (
     "other workers cannot connect to this worker because of a router or a firewall; this worker connects to "
     "them directly or through a relay, so it can still train"
@@ -27,6 +30,8 @@ EVENT_TEXTS = {
     "this worker has rejoined and is receiving the group's state",
     "offence": "%(peer)s violated the protocol: %(reason)s",
     "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
+    "offline": "this worker reaches neither the coordinator nor any other worker, so its own network is "
+    "probably down; it keeps trying to reconnect",
     "not_learning": "%(reason)s",
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
@@ -49,6 +54,10 @@ def describe_run_state(state: str, reason: str) -> str:
     return f"the run is {'' if reason.startswith(state) else f'{state}: '}{reason}"
 
 
+def describe_awaited(names: Sequence[str]) -> str:
+    return f"the members wait for the state to reach {list_first(names, MAX_NAMES)}"
+
+
 def log_event(event: str, fields: Mapping[str, Any]) -> None:
     """Log an event of the core with its fields.  See `member_events.LogEvent`."""
     match event:
@@ -59,6 +68,8 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
             log.warning("the coordinator removed this worker while it was disconnected; it is rejoining")
         case _ if event in EVENT_TEXTS:
             log.warning(EVENT_TEXTS[event], fields)
+        case "awaited":
+            log.info("%s", describe_awaited(fields["names"]))
         case "reach":
             address = fields["address"]
             log.info("%s", f"other workers reach this worker at {address}" if address else UNREACHABLE_TEXT)

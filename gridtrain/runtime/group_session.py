@@ -38,7 +38,7 @@ from gridtrain.runtime.buffers.buckets import RoundBuffers
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.contribution import Contribution, ContributionReporter
-from gridtrain.runtime.event_log import describe_run_state
+from gridtrain.runtime.event_log import describe_awaited, describe_run_state
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
@@ -772,6 +772,8 @@ class GroupSession:
         if reason := self._loop.waiting_reason:
             return reason
         snapshot = self._loop.mailbox.snapshot
+        if snapshot.awaited_newcomers:
+            return describe_awaited(snapshot.awaited_newcomers)
         if snapshot.phase is ev.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
             return ""
         return describe_run_state(*snapshot.run_state)

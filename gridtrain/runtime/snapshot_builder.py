@@ -73,6 +73,7 @@ class SnapshotBuilder:
             exchange=assignment.exchange if assignment is not None else "",
             stage_bounds=assignment.stage_bounds if assignment is not None else (),
             first_step=generation.first_step if generation is not None else 0,
+            awaited_newcomers=generation.awaited_newcomers if generation is not None else (),
             is_late=any(batch.peer == core.own_id for batch in state.ledger.late),
         )
 

@@ -415,6 +415,20 @@ def test_the_endpoint_belongs_to_the_named_run(server: AccessServer, monkeypatch
         CoordinatorEndpoint.find("mine")
 
 
+@pytest.mark.parametrize(
+    ("here", "address"),
+    [("tcp://127.0.0.2:{port}", "tcp://127.0.0.3:1"), ("tcp://127.0.0.2:1", "tcp://localhost:{port}")],
+    ids=["loopback", "advertised"],
+)
+def test_a_coordinator_is_found_after_the_address_of_this_machine_has_changed(
+    server: AccessServer, here: str, address: str
+) -> None:
+    port = server.contact.here.rpartition(":")[2]
+    old = (address.format(port=port), here.format(port=port))
+    EndpointFile(*old, server.keys.public, "default", True).write(server.folder)
+    assert json.loads(output_of(server, "status --json"))["run"] == "default"
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_starting_coordinator_is_awaited(
     server: AccessServer, monkeypatch: pytest.MonkeyPatch, is_killed: bool
@@ -452,7 +466,9 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
     assert "restart it with `gridtrain coordinator`, " in str(result.exception)
     with contact.published(tmp_path):  # it runs, but cannot be reached
         result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
-        assert "the coordinator at tcp://127.0.0.1:1 cannot be reached" in refusal(result, 3)
+        reason = refusal(result, 3)
+        assert "the coordinator at tcp://127.0.0.1:1 cannot be reached" in reason
+        assert reason.endswith("(tried: tcp://127.0.0.1:1, tcp://192.0.2.7:7700)")
 
 
 @pytest.mark.parametrize("command", ["status", "finish", "invite"])

@@ -80,6 +80,8 @@ Step s + 1 begins only after step s is committed, which requires the votes of al
 
 AttemptMessage = m.Data | m.Vote | m.Decision
 PreparedVote = tuple[m.RoundId | None, bytes, int]
+"""The prepared round, its digest and its flags."""
+
 NO_VOTE: PreparedVote = (None, b"", 0)
 
 

@@ -138,6 +138,10 @@ class RankAssignment:
     def rank_of(self, peer: PeerId) -> int | None:
         return self._ranks.get(peer)
 
+    def name_of(self, peer: PeerId) -> str:
+        """Return a member's name, for the log."""
+        return self.members[self._ranks[peer]].name or peer.hex()[:8]
+
     @property
     def rank(self) -> int:
         rank = self.rank_of(self.own_id)

@@ -102,6 +102,14 @@ class Generation:
     def _is_forming(self) -> bool:
         return self.phase is MemberPhase.FORMING
 
+    @property
+    def awaited_newcomers(self) -> tuple[str, ...]:
+        """While the generation forms: the names of the other members that must first receive the state."""
+        others = (
+            member for member in self.rank_assignment.members if member.peer != self.rank_assignment.own_id
+        )
+        return tuple(member.name for member in others if member.joining) if self._is_forming else ()
+
     # -- the open step, for the trainer --------------------------------------------------------
 
     @property
@@ -244,7 +252,7 @@ class Generation:
             reason = f"attempts at step {step} were aborted: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
-            names = ", ".join(peer.hex()[:8] for peer in missing)
+            names = ", ".join(map(self.rank_assignment.name_of, missing))
             # A peer that violated the protocol was disconnected on purpose.
             excluded = self._context.peer_links.excluded
             unreachable = required.report([peer for peer in missing if peer not in excluded])
@@ -279,7 +287,8 @@ class Generation:
         attempt = self.attempts.open_attempt
         round_id = attempt.round_id if attempt is not None else self.attempts.next_round
         report = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
-        return [LogEvent("stalled", {"reason": reason}), Send(self._context.coordinator, report)]
+        log = [LogEvent("stalled", {"reason": reason})] if self._context.coordinator_link.is_welcomed else []
+        return [*log, Send(self._context.coordinator, report)]
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -354,7 +363,8 @@ class Generation:
         if not self._is_forming or self._is_ready_sent or not is_synced or self.required_peers.missing:
             return []
         self._is_ready_sent = True
-        return [self._ready_message()]
+        awaited = self.awaited_newcomers
+        return [*([LogEvent("awaited", {"names": awaited})] if awaited else []), self._ready_message()]
 
     def _ready_message(self) -> Send:
         assignment, history = self.rank_assignment, self._context.replica_state.history

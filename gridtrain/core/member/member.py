@@ -266,8 +266,9 @@ class MemberCore:
         if not peers:
             return []
         names = ", ".join(peer.hex()[:8] for peer in catch_up.sources)
-        report = m.PeersUnreachable(self.term, 0, peers)
-        return [LogEvent("no_route", {"peers": names}), Send(self.coordinator, report)]
+        is_offline = not self._context.peer_links.connected
+        log = LogEvent("offline", {}) if is_offline else LogEvent("no_route", {"peers": names})
+        return [log, Send(self.coordinator, m.PeersUnreachable(self.term, 0, peers))]
 
     def _extend_timeouts(self, now_s: float) -> None:
         """If this worker's own loop has stalled, extend the timeouts by which other peers are judged."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
+from gridtrain.core.commit.attempts import PreparedVote
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 
 
@@ -170,14 +171,8 @@ class ReplicaState:
         """Return whether the run has ended according to the ledger of this worker's state."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
-    def make_report(
-        self, term: int, generation: int, vote: tuple[m.RoundId | None, bytes, int]
-    ) -> m.FreezeReport:
-        """Return the answer to a Freeze (commit rule 5).
-
-        Args:
-            vote: the prepared round, its digest and its flags, see `Attempts.prepared_vote`.
-        """
+    def make_report(self, term: int, generation: int, vote: PreparedVote) -> m.FreezeReport:
+        """Return the answer to a Freeze (commit rule 5)."""
         prepared, digest, flags = vote
         has_state = self.is_synced or self.memory_layers is not None
         layers = self.memory_layers or self._layers

@@ -92,6 +92,7 @@ class RequiredPeers:
         self._forming_since_s = now_s  # start of the wait for connections; infinite: reported as unreachable
         self._disconnected_since_s = now_s
         self._lost_before = set(context.peer_links.lost)  # peers that were lost in an earlier generation
+        self._logged: set[m.PeerId] = set()  # peers whose absence was logged since a connection last broke
         self._ranks: frozenset[int] | None = None
         self._peers: tuple[m.PeerId, ...] | None = None  # the peers with these ranks
 
@@ -145,15 +146,23 @@ class RequiredPeers:
         return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
 
     def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report the peers in `missing` that this member dials; the coordinator may know other addresses."""
+        """Report the peers in `missing` that this member dials; the coordinator may know other addresses.
+
+        What was logged once, or belongs to the failure of this worker's own network, is not logged again.
+        """
         self._forming_since_s = math.inf
         assignment = self._rank_assignment
         dialled = tuple(peer for peer in missing if self._addresses[peer])
+        is_new, is_offline = not self._logged.issuperset(missing), not self._context.peer_links.connected
+        self._logged.update(missing)
+        effects: list[MemberEffect] = [LogEvent("offline", {})] if is_new and is_offline else []
         if not dialled:
-            return []
-        names = ", ".join(f"{peer.hex()[:8]} at {self._addresses[peer]}" for peer in dialled)
+            return effects
+        if is_new and not is_offline:
+            names = ", ".join(f"{assignment.name_of(peer)} at {self._addresses[peer]}" for peer in dialled)
+            effects = [LogEvent("no_route", {"peers": names})]
         report = m.PeersUnreachable(assignment.term, assignment.generation, dialled)
-        return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, report)]
+        return [*effects, Send(self._context.coordinator, report)]
 
     def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
         """Restart the wait if the missing peers were already reported, or `peer` is the only one missing.
@@ -161,6 +170,7 @@ class RequiredPeers:
         The address of a peer that was connected is known to be reachable.
         """
         self._lost_before.discard(peer)
+        self._logged.clear()
         if math.isinf(self._forming_since_s) or self.missing == (peer,):
             self._forming_since_s = now_s
 
@@ -174,6 +184,7 @@ class RequiredPeers:
     def restart_running_wait(self, now_s: float) -> None:
         """Restart the wait for connections at the start of a generation, or after a connection broke."""
         self._disconnected_since_s = now_s
+        self._logged.clear()
 
     def extend_timeouts(self, until_s: float) -> None:
         """After a stall of this worker's loop, postpone the deadlines to `until_s` or later."""

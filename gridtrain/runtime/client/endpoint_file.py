@@ -51,6 +51,13 @@ class EndpointFile:
     encrypted: bool
     pid: int = field(default=0, compare=False)
 
+    @property
+    def local_addresses(self) -> list[str]:
+        """The addresses that a program on this machine tries: if the machine's own has changed since the file
+        was written, a coordinator that listens on all interfaces is still at the loopback address."""
+        port = self.here.rpartition(":")[2]
+        return list(dict.fromkeys((self.here, f"tcp://127.0.0.1:{port}", self.address)))
+
     def write(self, folder: Path) -> None:
         """Replace the file in `folder`.  Raises `ConfigError` if the file cannot be written."""
         body = {

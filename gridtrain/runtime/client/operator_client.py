@@ -121,10 +121,11 @@ class OperatorClient:
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
         there, operator = self.endpoint.file, self.endpoint.operator
+        address = _find_listener(there) or there.here
         with (
             _explain_errors(self.endpoint),
             _operator_lock(self.endpoint.key_file, timeout_s),
-            CoordinatorClient(there.here, there.coordinator, operator, encrypted=there.encrypted) as client,
+            CoordinatorClient(address, there.coordinator, operator, encrypted=there.encrypted) as client,
         ):
             return question(client)
 
@@ -212,16 +213,20 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
     operator's key, or if a coordinator on this machine is not running or does not answer."""
     try:
         yield
-    except CoordinatorUnreachable:
+    except CoordinatorUnreachable as error:
         folder = endpoint.key_file.parent if endpoint.key_file is not None else None
         is_locked = EndpointFile.is_locked(folder) if folder is not None else None
-        if is_locked and tcp_error(endpoint.file.here) is None:
+        is_listening = _find_listener(endpoint.file) is not None
+        if is_locked and is_listening:
             process = f"process {endpoint.file.pid}, " if endpoint.file.pid else ""
             raise CoordinatorUnreachable(
                 f"the coordinator ({process}{folder}) is running but does not answer", remedy="see its log"
             ) from None
         if is_locked is not False:
-            raise
+            if is_listening:
+                raise
+            tried = ", ".join(endpoint.file.local_addresses)
+            raise CoordinatorUnreachable(f"{error.reason} (tried: {tried})", remedy=error.remedy) from None
         raise CoordinatorUnreachable(
             f'the coordinator of the run "{endpoint.file.run}", {endpoint.file.address}, is not running on '
             "this machine",
@@ -235,6 +240,11 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
             f"the coordinator at {endpoint.file.here} does not know the key in {OPERATOR_KEY}",
             remedy="restart the coordinator, which reads the file when it starts",
         ) from None
+
+
+def _find_listener(file: EndpointFile) -> str | None:
+    """Return the first of the coordinator's addresses at which a program listens; None if there is none."""
+    return next((address for address in file.local_addresses if tcp_error(address) is None), None)
 
 
 def _read_endpoint(folder: Path) -> EndpointFile | None:

@@ -37,8 +37,8 @@ class LinkProbe:
         self._transport, self._limit_s = transport, limit_s
         self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
-        self._best_s: dict[m.PeerId, float] = {}  # the shortest round-trip time of each target
-        self._pings_left: dict[m.PeerId, int] = {}  # for each target, in the targets' order
+        self._best_s: dict[m.PeerId, float] = {}  # shortest round-trip time of each target, or infinity
+        self._pings_left: dict[m.PeerId, int] = {}
         self._sent: dict[int, tuple[m.PeerId, float]] = {}  # by nonce: the target and the time
         self._nonce = 0
         self._bursts_from_s = self._until_s = math.inf
@@ -51,8 +51,8 @@ class LinkProbe:
         The bursts begin after at most 40 % of `limit_s`, and the deadline is after 80 % of it.
         """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
-        self._best_s, self._sent = {}, {}
-        self._pings_left = dict.fromkeys((peer for peer, _ in probe.targets), PINGS_PER_PEER)
+        self._best_s, self._sent = dict.fromkeys((peer for peer, _ in probe.targets), math.inf), {}
+        self._pings_left = dict.fromkeys(self._best_s, PINGS_PER_PEER)
         self._bursts_from_s, self._until_s = now_s + 0.4 * self._limit_s, now_s + 0.8 * self._limit_s
         self._is_pinging = self._is_probing = True
         for peer in self._pings_left:
@@ -60,7 +60,7 @@ class LinkProbe:
                 self._ping(peer, now_s)
 
     def peer_up(self, peer: m.PeerId, now_s: float) -> None:
-        if self._is_probing and peer in self._pings_left and peer not in self._best_s:
+        if self._is_probing and self._best_s.get(peer) == math.inf:
             self._ping(peer, now_s)
 
     def peer_down(self, peer: m.PeerId) -> None:
@@ -92,26 +92,24 @@ class LinkProbe:
         is_answered = not any(self._pings_left.values())
         if self._is_pinging and (is_answered or now_s >= self._bursts_from_s):
             self._is_pinging = False
-            direct = {
-                peer: self._best_s[peer]
-                for peer in self._pings_left
-                if peer in self._best_s and peer not in self._relayed
-            }
+            direct = {peer: rtt_s for peer, rtt_s in self._answered if peer not in self._relayed}
             self._bandwidth.begin(direct, self._until_s, now_s)
         waiting = self._bandwidth.advance(self._transport, now_s)
         rates, measured = self._bandwidth.take_new_rates(), None
         if self._is_probing and not waiting and (is_answered or now_s >= self._until_s):
             self._is_probing = False
-            measured = ev.ProbeResults(
-                tuple((p, self._best_s[p]) for p in self._pings_left if p in self._best_s)
-            )
+            measured = ev.ProbeResults(self._answered)
         return None if rates is None else m.LinkRates(rates), measured
+
+    @property
+    def _answered(self) -> tuple[tuple[m.PeerId, float], ...]:
+        return tuple((peer, rtt_s) for peer, rtt_s in self._best_s.items() if rtt_s < math.inf)
 
     def _handle_pong(self, nonce: int, now_s: float) -> None:
         peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
-        if peer not in self._pings_left:
+        if peer not in self._best_s:
             return
-        self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
+        self._best_s[peer] = min(now_s - sent_s, self._best_s[peer])
         # At least 0: a peer that connects during `begin` is pinged twice, and answers one ping more.
         self._pings_left[peer] = max(0, self._pings_left[peer] - 1)
         if self._pings_left[peer] > 0:

@@ -37,6 +37,7 @@ class WorkerSnapshot:
         stage_bounds: the first layer of each stage, followed by the number of layers; empty for a model
             without stages.
         first_step: the first step of this generation.
+        awaited_newcomers: the names of the other members that must receive the state before training begins.
         is_late: whether `spans` belong to an earlier step, from which this worker was absent.
     """
 
@@ -65,4 +66,5 @@ class WorkerSnapshot:
     exchange: str = ""
     stage_bounds: tuple[int, ...] = ()
     first_step: int = 0
+    awaited_newcomers: tuple[str, ...] = ()
     is_late: bool = False

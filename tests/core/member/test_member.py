@@ -40,6 +40,10 @@ def dials(effects: list[ev.MemberEffect]) -> dict[m.PeerId, str]:
     return {effect.peer: effect.address for effect in effects if isinstance(effect, ev.Dial)}
 
 
+def logged(effects: list[ev.MemberEffect]) -> list[ev.LogEvent]:
+    return [effect for effect in effects if isinstance(effect, ev.LogEvent)]
+
+
 def test_known_peers_are_the_coordinator_and_then_the_members() -> None:
     worker = Worker()
     assert worker.core.known_peers == {COORDINATOR}
@@ -470,7 +474,7 @@ def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_th
         assert worker.core.deadline_s == lost_s + 2 * LIMITS.regreet_s
     worker.now_s = worker.core.deadline_s
     (report,) = sent_messages(worker.core.tick(worker.now_s))
-    assert report == m.RoundStalled(m.RoundId(1, 1, 0, 0), (A,), 0.0, f"no connection to {A.hex()[:8]}")
+    assert report == m.RoundStalled(m.RoundId(1, 1, 0, 0), (A,), 0.0, "no connection to a")
 
 
 def test_a_member_that_dials_a_lost_peer_reports_the_route_with_the_stall() -> None:
@@ -483,6 +487,50 @@ def test_a_member_that_dials_a_lost_peer_reports_the_route_with_the_stall() -> N
     unreachable, stalled = sent_messages(worker.core.tick(worker.now_s))
     assert unreachable == m.PeersUnreachable(1, 1, (A,)), "b dials, so b reports this route"
     assert isinstance(stalled, m.RoundStalled) and set(stalled.suspects) == {A, B}
+
+
+@pytest.mark.parametrize("has_sources", [False, True])
+def test_a_worker_that_reaches_nobody_says_so_once(has_sources: bool) -> None:
+    worker = Worker()
+    if has_sources:
+        worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
+    else:
+        worker.view(1, a="tcp://a:1", b="")
+        worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
+        worker.say(m.StartGeneration(1, 1))
+        worker.hear(ev.PeerDisconnected(A, "timed out")), worker.hear(ev.PeerDisconnected(B, "timed out"))
+    worker.hear(ev.PeerDisconnected(COORDINATOR, "timed out"))
+    worker.now_s = worker.core.deadline_s
+    assert logged(worker.core.tick(worker.now_s)) == [ev.LogEvent("offline", {})]
+    worker.hear(ev.PeerConnected(COORDINATOR))
+    worker.say(m.Welcome(1, "r", ""))
+    back = worker.core.tick(worker.now_s)
+    if not has_sources:
+        assert logged(back) == [ev.LogEvent("stalled", {"reason": "no connection to a, b"})]
+        assert [type(message) for message in sent_messages(back)] == [m.PeersUnreachable, m.RoundStalled]
+
+
+def test_a_member_without_a_route_is_logged_by_name_and_once_while_it_is_missing() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    expected = [ev.LogEvent("no_route", {"peers": "a at tcp://a:1"})]
+    assert logged(worker.core.tick(LIMITS.route_s)) == expected
+    repeated = worker.say(m.Welcome(1, "r", ""))
+    assert m.PeersUnreachable(1, 1, (A,)) in sent_messages(repeated) and logged(repeated) == []
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerDisconnected(A, "reset"))
+    assert logged(worker.core.tick(worker.core.deadline_s)) == expected
+
+
+def test_members_say_which_newcomers_they_wait_for() -> None:
+    worker = Worker()
+    members = (m.Member(p, p[:1].decode(), "", 4, p == A) for p in (ME, A))
+    worker.install(1, members)
+    ready = worker.hear(ev.PeerConnected(A))
+    assert logged(ready) == [ev.LogEvent("awaited", {"names": ("a",)})]
+    generation = worker.core.current_generation
+    assert generation is not None and generation.awaited_newcomers == ("a",)
+    worker.say(m.StartGeneration(1, 1))
+    assert generation.awaited_newcomers == ()
 
 
 def test_a_peer_that_was_lost_before_the_generation_is_reported_earlier() -> None:

@@ -15,6 +15,7 @@ from gridtrain.core.group import member_events as ev
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import TrafficCounters
+from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
@@ -222,3 +223,15 @@ def test_a_worker_that_dropped_its_batch_requests_no_mean() -> None:
     session: Any = GroupSession.__new__(GroupSession)
     session._is_dropping_batch, session.end_reason = True, ""
     assert session.average(2.5) == 2.5
+
+
+def test_a_worker_that_waits_for_another_ones_state_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    worker = ManualLoop()
+    worker.install(5, (m.Member(peer, peer[:1].decode(), "", 0, peer == B) for peer in (A, B)))
+    assert worker.snapshot.awaited_newcomers == ("b",)
+    session: Any = GroupSession.__new__(GroupSession)
+    session.connection = SimpleNamespace(loop=worker.loop)
+    assert session.why_waiting == "the members wait for the state to reach b"
+    caplog.set_level("INFO", "gridtrain")
+    log_event("awaited", {"names": ("b", "c", "d", "e")})
+    assert caplog.messages == ["the members wait for the state to reach b, c, d and 1 more"]
