@@ -503,7 +503,9 @@ MAX_UPDATE_LOG_MIB = 1 << 14
 
 
 DEFAULT_DONATE_LIMIT = "25Mbit"
-"""The limit for sending the state if `JoinConfig.donate_limit` is ""."""
+DEFAULT_DONATE_SHARE = 0.25
+"""If `JoinConfig.donate_limit` is "", the state is sent to newcomers at no more than this rate, and no
+more than this share of `upload_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +525,7 @@ class JoinConfig:
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
             state directory.  None: the same folder, but nothing is saved when the worker leaves.
         donate_limit: the upload limit for sending the state to newcomers while this worker trains; "": the
-            lower of `DEFAULT_DONATE_LIMIT` and a quarter of `upload_limit`.
+            lower of `DEFAULT_DONATE_LIMIT` and `DEFAULT_DONATE_SHARE` of `upload_limit`.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""

@@ -22,7 +22,7 @@ from typing import Any
 
 from gridtrain.errors import ConfigError, DataError, describe_type
 from gridtrain.quantities import format_count
-from gridtrain.training.data import shard_index, shard_rows
+from gridtrain.training.data import shard_index, shard_tables
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
@@ -122,4 +122,4 @@ def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMet
 
             meter.count(file.tell() - counted)
 
-        shard_rows.write_rows(rows(), file)
+        shard_tables.write_rows(rows(), file)

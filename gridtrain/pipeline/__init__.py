@@ -13,7 +13,7 @@ executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` 
 - partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers), `tensor_meter`
 - stage: `stage_state`, `stage_optimizer`, `autocast`, `batch_norm`, `random_seeds`, `memory_usage`
 - transfer between stages: `tensor_tree`, `wire_precision`
-- step: `micro_batch_count`, `validation`
+- step: `micro_batch_count`, `batch_checks`, `fault_origin`
 
 Importing this package does not import torch; each name is imported when it is first used.
 """

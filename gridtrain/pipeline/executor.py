@@ -22,10 +22,10 @@ import torch
 from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule as plan
 from gridtrain.errors import LineBroken, RemoteProtocolError
+from gridtrain.pipeline.fault_origin import FaultOrigin, find_fault_origin, sender_fault
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch
-from gridtrain.pipeline.validation import FaultOrigin, find_fault_origin, sender_fault
 from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 
 log = logging.getLogger("gridtrain")

@@ -38,6 +38,7 @@ from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
 from gridtrain.pipeline.autocast import autocast_dtype, without_autocast
+from gridtrain.pipeline.batch_checks import check_batch, check_same_dtypes
 from gridtrain.pipeline.executor import OtherSizes, StepResult, share_tied_parameters
 from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
 from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
@@ -46,7 +47,6 @@ from gridtrain.pipeline.model_stages import ModelStages, StageModule
 from gridtrain.pipeline.random_seeds import derive_step_seed
 from gridtrain.pipeline.stage_link import ExpectedPayloads, RoundStageLink
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState
-from gridtrain.pipeline.validation import check_batch, check_same_dtypes
 from gridtrain.runtime.activation_buffers import StageSummary, StageSummaryBuffer
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer

@@ -121,7 +121,7 @@ class Stage:
     def begin(self, seed: int, sizes: Sequence[int], *, inputs: Any = None, targets: Any = None) -> None:
         """Start a mini-batch of sum(sizes) samples; an earlier, uncommitted mini-batch is dropped.
 
-        The caller must have checked inputs and targets with `validation.check_batch`.
+        The caller must have checked inputs and targets with `batch_checks.check_batch`.
 
         Args:
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`).

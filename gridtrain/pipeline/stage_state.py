@@ -25,13 +25,13 @@ from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError, describe_type
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.pipeline.autocast import autocast_dtype
+from gridtrain.pipeline.batch_checks import check_in_flight
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.memory_usage import SavedTensorMeter
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.stage import LossFunction, Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, map_tree
-from gridtrain.pipeline.validation import check_in_flight
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient

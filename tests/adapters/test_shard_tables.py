@@ -17,7 +17,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
-from gridtrain.training.data import shard_rows
+from gridtrain.training.data import shard_tables
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_files import ShardCache
 from gridtrain.training.data.shard_index import build_index, read_index, write_index
@@ -37,12 +37,12 @@ def rows_of(shard: int) -> list[dict[str, Any]]:
 
 def stored(rows: list[dict[str, Any]]) -> io.BytesIO:
     file = io.BytesIO()
-    shard_rows.write_rows(rows, file)
+    shard_tables.write_rows(rows, file)
     return file
 
 
 def read_back(file: io.BytesIO) -> list[Any]:
-    return [shard_rows.decode(file.getvalue()[a:b]) for a, b in shard_rows.ranges(file).tolist()]
+    return [shard_tables.decode(file.getvalue()[a:b]) for a, b in shard_tables.ranges(file).tolist()]
 
 
 @pytest.mark.parametrize("rows", [[], [{}], rows_of(0)])
@@ -61,9 +61,9 @@ def test_values_that_are_not_of_json_become_text_or_are_refused() -> None:
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-8], lambda b: b[1:], lambda b: b + bytes(7)])
 def test_damaged_rows_are_noticed(damage: Any) -> None:
     with pytest.raises(ValueError, match="offsets of its"):
-        shard_rows.ranges(io.BytesIO(damage(stored(rows_of(0)).getvalue())))
+        shard_tables.ranges(io.BytesIO(damage(stored(rows_of(0)).getvalue())))
     with pytest.raises(ValueError):
-        shard_rows.decode(stored(rows_of(0)).getvalue()[:3])
+        shard_tables.decode(stored(rows_of(0)).getvalue()[:3])
 
 
 def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -227,7 +227,7 @@ def test_a_shard_of_a_stream_is_not_begun_beyond_the_budget(tmp_path: Path) -> N
     ):
         data[8]
     meter.limit(None, nbytes - 1, nbytes)
-    with pytest.raises(BudgetSpent, match=r"datasets://shard/1 .* needs more than the 1\.\d+ kB that the"):
+    with pytest.raises(BudgetSpent, match=r"datasets://shard/1 .* needs more than the 1\.\d+ kB left in the traffic budget"):
         data[8]
     assert stream.reads == [] and data.fetched_bytes == 0
     meter.limit(None, nbytes, nbytes)

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.core.stages.schedule import fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError, LineBroken
+from gridtrain.pipeline.batch_checks import check_in_flight
 from gridtrain.pipeline.boundary_specs import lone_sample_layer
 from gridtrain.pipeline.executor import StageExecutor, share_tied_parameters
+from gridtrain.pipeline.fault_origin import FaultOrigin, find_fault_origin, sender_fault
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
 from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
-from gridtrain.pipeline.validation import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
 from gridtrain.sdk.local_group import local
 
 SEED, STEPS, BATCH = 4, 7, 4

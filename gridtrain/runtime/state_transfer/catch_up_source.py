@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from gridtrain.config import DEFAULT_DONATE_LIMIT, JoinConfig
+from gridtrain.config import DEFAULT_DONATE_LIMIT, DEFAULT_DONATE_SHARE, JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.interface import Transport
@@ -43,9 +43,6 @@ BACKLOG_BYTES = 2 << 20
 """While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
 it."""
 
-DEFAULT_UPLOAD_SHARE = 0.25
-"""The share of an upload limit that the state may take unless `donate_limit` is set."""
-
 
 def donated_Bps(config: JoinConfig) -> float:
     """Return the rate, in bytes per second, at which a worker sends its state to newcomers.
@@ -58,7 +55,7 @@ def donated_Bps(config: JoinConfig) -> float:
     rate_Bps = parse_rate(DEFAULT_DONATE_LIMIT)
     if not config.upload_limit:
         return rate_Bps
-    return min(rate_Bps, DEFAULT_UPLOAD_SHARE * parse_rate(config.upload_limit))
+    return min(rate_Bps, DEFAULT_DONATE_SHARE * parse_rate(config.upload_limit))
 
 
 class CatchUpSource:

@@ -7,5 +7,5 @@ batch_sizes     the number of samples in a step
 shards          data sets that are read file by file;  shard_index: the list of their files
 shard_files     opens, checks and caches the files;  shard_fetch: copies them to this machine
 fetch_meter     keeps fetches within the volunteer's limits
-shard_formats   finds the samples in a file;  shard_rows: rows of tables;  token_packing: token sequences
+shard_formats   finds the samples in a file;  shard_tables: rows of tables;  token_packing: token sequences
 """

@@ -3,7 +3,7 @@
     path, file://...            opened where it is, after its size and digest were compared with the index
     https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, and compared
     .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
-    .parquet, .arrow            compared, then converted and written to the cache (`shard_rows`)
+    .parquet, .arrow            compared, then converted and written to the cache (`shard_tables`)
 
 The cache is a folder that all workers on a machine may share.  Its files are named by their digests, so each
 is fetched once, and the least recently used ones are removed when the cache is full.

@@ -1,9 +1,9 @@
-"""Finds and decodes each sample in the formats of shards (jsonl, text, WebDataset tar, Parquet, Arrow).
+"""Finds and decodes samples in shards (jsonl, text, WebDataset tar; tables as `shard_tables` writes them).
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
     tar     WebDataset: files with the same base name {"__key__": "0001", "jpg": bytes, "cls": bytes}
-    parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_rows`)
+    parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_tables`)
 
 Every sample is a range of bytes of the decompressed or converted file, so that any sample can be read without
 reading those before it.  Empty lines are not samples.
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import ConfigError
-from gridtrain.training.data import shard_rows
+from gridtrain.training.data import shard_tables as tables
 from gridtrain.training.data.shard_fetch import path_of
 
 Ranges = npt.NDArray[np.int64]
@@ -123,11 +123,9 @@ FORMATS = {
         ShardFormat("jsonl", (".jsonl", ".ndjson", ".json"), _line_ranges, json.loads),
         ShardFormat("text", (".txt", ".text"), _line_ranges, _decode_text),
         ShardFormat("tar", (".tar",), _tar_ranges, _decode_tar),
-        ShardFormat(
-            "parquet", (".parquet",), shard_rows.ranges, shard_rows.decode, shard_rows.convert_parquet
-        ),
-        ShardFormat("arrow", (".arrow",), shard_rows.ranges, shard_rows.decode, shard_rows.convert_arrow),
-        ShardFormat("rows", (), shard_rows.ranges, shard_rows.decode),
+        ShardFormat("parquet", (".parquet",), tables.ranges, tables.decode, tables.convert_parquet),
+        ShardFormat("arrow", (".arrow",), tables.ranges, tables.decode, tables.convert_arrow),
+        ShardFormat("rows", (), tables.ranges, tables.decode),
     )
 }
 """The formats, by name."""

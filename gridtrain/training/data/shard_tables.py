@@ -1,4 +1,4 @@
-"""Writes and reads rows of Parquet and Arrow tables in the cache's own format, with portable value types.
+"""Converts Parquet and Arrow tables to rows in the cache's own format, with portable value types; reads them.
 
     row 0 | row 1 | ...                             MessagePack of {column: value}
     the end of each row, and the number of rows     int64, little-endian

@@ -1,14 +1,8 @@
-"""Checks a pipeline's batch and number of micro-batches, and finds the stage in which a fault originated.
+"""Finds the origin of an exception in a layer: this worker, or values received from another stage.
 
-    check_batch         checks the inputs and targets that the script has passed to `pipe.step`
-    check_same_dtypes   compares the inputs with those of an earlier step
-    check_in_flight     checks that neighbours can store the messages of all micro-batches in flight
-    find_fault_origin   finds out, after an exception in a layer, whether received values have caused it
-
-A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
-raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
-fault, because a bug in the script causes exceptions regardless of the values.  The layers are therefore run
-again with values that are not expected to cause an exception.
+A fault in another stage raises a `LineBroken` that names the stage.  An exception in a layer does not prove
+that the sender is at fault, because a bug in the script causes exceptions regardless of the values.  The
+layers are therefore run again with values that are not expected to cause an exception.
 """
 
 from __future__ import annotations
@@ -20,84 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gridtrain.core.commit.attempts import MAX_EARLY_MESSAGES
-from gridtrain.core.stages.schedule import Schedule
-from gridtrain.errors import ConfigError, GridtrainError, LineBroken, describe_type
-from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, tensors_in
-from gridtrain.quantities import format_count
-
-_REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
-
-
-def check_batch(name: str, tree: Any, samples: int) -> Any:
-    """Check that every tensor of a tree has `samples` rows, and that all other values can be copied.
-
-    Args:
-        name: "inputs" or "targets", for the message.
-
-    Returns:
-        The same tree with the dtypes of the tensors, and None in place of all other values.
-
-    Raises:
-        ConfigError: the batch fails the check.
-    """
-
-    def check(value: Any) -> torch.dtype | None:
-        if isinstance(value, Tensor):
-            if value.dim() == 0 or value.shape[0] != samples:
-                raise ConfigError(
-                    f"the {name} contain a tensor of shape {tuple(value.shape)}, but the batch of this "
-                    f"step has {format_count(samples, 'sample')}",
-                    remedy="pass pipe.step the whole batch that grid.batches(...) yielded, with the "
-                    "samples in the first dimension",
-                )
-            return value.dtype
-        if not isinstance(value, bool | int | float | str | None):
-            raise ConfigError(
-                f"the {name} contain {describe_type(value)}, which cannot be divided into micro-batches",
-                remedy="use tensors (torch.as_tensor(...)), numbers, strings and None, in tuples, lists "
-                "and dicts",
-            )
-        return None
-
-    return map_tree(tree, check)
-
-
-def check_same_dtypes(dtypes: Any, earlier: Any) -> None:
-    """Check that the inputs have the same dtypes and structure as in an earlier step.
-
-    Args:
-        dtypes, earlier: the results of `check_batch`.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if dtypes != earlier:
-        raise ConfigError(
-            f"the dtypes of the inputs are {dtypes}, but in earlier steps they were {earlier}",
-            remedy="pass pipe.step inputs with the same structure and dtypes in each step",
-        )
-
-
-def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check that a stage cannot send too many messages before a neighbour begins the step and receives them.
-
-    Args:
-        buffers: the number of buffers in a payload.  A payload takes at least one message for each buffer,
-            and one for the table of its buffers.
-
-    Raises:
-        ConfigError: a stage could send more messages than a neighbour stores, which would then disconnect it.
-    """
-    most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # the other half is for all other messages
-    kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)
-    if kept > most:
-        raise ConfigError(
-            f"with {schedule.micro_batches} micro-batches and the schedule {schedule.name}, {kept} of them "
-            f"are in flight at once; with {format_count(buffers, 'tensor')} each, a worker stores at most "
-            f"{most} for a neighbour",
-            remedy=f'use at most micro_batches={most}, or schedule="1f1b" with a small ahead',
-        )
+from gridtrain.errors import GridtrainError, LineBroken
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, tensors_in
 
 
 class FaultOrigin(Enum):
@@ -152,7 +70,8 @@ def sender_fault(source: int, found: str, error: Exception) -> LineBroken:
     return LineBroken(
         f"stage {source} sent values that the layers cannot process: {found} -> {text}",
         source,
-        remedy=_REMEDY,
+        remedy="run the same model on the same data on all workers; if they do, remove the worker of that "
+        "stage",
     )
 
 
