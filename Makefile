@@ -100,7 +100,7 @@ $(DOCS): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@
 
-files: ## every file of the product, with one line on what it decides: make files | grep -i "batch norm"
+files: ## every file except tests, with one line on what it decides: make files | grep -i "batch norm"
 	@$(or $(PYTHON),python3) docs/files.py
 
 lint: $(READY) ## ruff: rules and format

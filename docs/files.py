@@ -1,25 +1,32 @@
-"""Prints the product's files, one line each, with what it decides: `make files | grep -i "batch norm"`."""
+"""Prints the repository's files, one line each, with what it decides: `make files | grep -i "batch norm"`."""
 
 from __future__ import annotations
 
 import ast
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("gridtrain", "coordinator/gridtrain_coordinator", "worker/gridtrain_worker")
-COMMENTS = {".js": "//", ".sql": "--", ".toml": "#", ".yaml": "#"}
+FOLDERS = ("gridtrain", "coordinator", "worker", "docker", "benchmarks", "examples", "tests")
+COMMENTS = {".js": "//", ".sql": "--", ".toml": "#", ".yaml": "#", ".sh": "#", ".Dockerfile": "#"}
 
 
 def described() -> Iterator[tuple[Path, str]]:
-    """Each file, a package's own first, with the first line of its docstring or comment."""
-    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.*")):
-        text = path.read_text(encoding="utf-8") if path.suffix in (".py", *COMMENTS) else ""
+    """Each file with the first line of its docstring or comment; no tests, only what they use."""
+    command = ["git", "ls-files", *FOLDERS]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in map(Path, listed.stdout.splitlines()):
+        if path.name.startswith("test_") or not (ROOT / path).is_file():
+            continue
+        text = (ROOT / path).read_text(encoding="utf-8") if path.suffix in (".py", *COMMENTS) else ""
         if path.suffix == ".py":
-            yield path.relative_to(ROOT), (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        elif path.suffix in COMMENTS and text.startswith(COMMENTS[path.suffix]):
-            yield path.relative_to(ROOT), text.partition("\n")[0].removeprefix(COMMENTS[path.suffix]).strip()
+            yield path, (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        elif path.suffix in COMMENTS:
+            first = next((line for line in text.splitlines() if not line.startswith("#!")), "")
+            if first.startswith(COMMENTS[path.suffix]):
+                yield path, first.removeprefix(COMMENTS[path.suffix]).strip()
 
 
 if __name__ == "__main__":
