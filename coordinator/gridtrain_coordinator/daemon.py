@@ -11,7 +11,7 @@
                             disk full: DiskFullMode, then the same effects; from time to time: Backups
 
 Journal entries are on disk before any effect that follows is carried out.  The entries of an operator's
-command are on disk before it changes anything; if the disk is full, it is refused.
+command are on disk before it changes anything; if the disk is full, the command is refused.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None
 def _recover_and_compact(store: JournalStore, run: str, log: Log) -> RecoveredRun:
     """Return the run that the journal records; remove superseded entries from the journal if they are large.
 
-    The journal remains as it is if another run would be recovered from what is left of it.  Raises
+    The journal is left unchanged if another run would be recovered from the remaining entries.  Raises
     `JournalError` if the run cannot continue from the journal.
     """
     superseded = SupersededEntries()
@@ -291,7 +291,7 @@ class Coordinator:
     def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[ev.Effect]:
         """Handle the events of one poll, in order; return the effects that are still to be carried out.
 
-        Those before an operator's command are carried out first, so that it can be refused on its own.
+        Effects before an operator's command are carried out first, so that it can be refused on its own.
         """
         effects: list[ev.Effect] = []
         for event in events:
@@ -404,7 +404,7 @@ class Coordinator:
         return losses
 
     def _record_violations(self, effects: Iterable[ev.Effect], now_s: float) -> list[ev.Effect]:
-        """Record each `RecordViolation`, and replace it by the effects of that."""
+        """Record each `RecordViolation`, and replace it by the effects of recording it."""
         replaced: list[ev.Effect] = []
         for effect in effects:
             if isinstance(effect, ev.RecordViolation):
@@ -497,7 +497,7 @@ class Coordinator:
             self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
 
     def _finish_backups(self, backups: Backups) -> None:
-        """Wait for the backup that is being written; then make one of the later entries, if there are any."""
+        """Wait for the backup that is being written; then make another if there are later entries."""
         backups.wait(self._clock())
         self._poll_backup(backups, self._clock())
         if backups.is_pending and not backups.is_writing:

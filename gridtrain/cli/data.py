@@ -46,7 +46,7 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
       gridtrain data index "hf://datasets/org/name@revision/data/*.parquet"
       gridtrain data index corpus/*.jsonl.gz --tokenizer bytes
 
-    Every file is read once, and every sample decoded.  Scripts pass the index to gridtrain.Shards;
+    Every file is read once, and every sample is decoded.  Scripts pass the index to gridtrain.Shards;
     [run.data] in run.toml names it for volunteers.
     """
     try:

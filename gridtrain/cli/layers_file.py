@@ -99,7 +99,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MAX_LAYERS:
         raise ConfigError(
             f"{where} has name = {name!r} and repeat = {repeat!r}",
-            remedy=f"write the name as a string, and repeat as a whole number from 1 to {MAX_LAYERS}",
+            remedy=f"write the name as a string, and repeat as an integer from 1 to {MAX_LAYERS}",
         )
     forward_s = _seconds(where, entry.get("forward", 0))
     named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")

@@ -38,8 +38,8 @@ MAX_CONNECTIONS = 16
 MAX_LISTED = 10
 SUSPENDED, REFUSING = "a suspended worker", "a worker that does not say its name"
 ALLOWED_FROM_SCRIPT = ("show",)
-"""Requests that a training script may make.  A short pause would replace its owner's longer one, and `stop`
-removes it.  This restrains no malicious script: it has the permissions of the same account."""
+"""Requests that a training script may make.  Its own short pause would replace its owner's longer pause, and
+`stop` would end that pause.  A malicious script is not restrained: it has the permissions of the account."""
 
 MIN_DIGITS = 6
 ASK_S = 5.0

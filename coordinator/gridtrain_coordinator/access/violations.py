@@ -6,7 +6,7 @@
     bert            anna, carl          bert is suspected if he is the only accuser of both
     then dora       anna                bert is no longer the only accuser of anna, and no longer suspected
 
-The accusations by a suspected accuser are not counted, and its further ones are not recorded.  If no other
+A suspected accuser's accusations are not counted, and no further ones are recorded.  If no other
 member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
 accusations are withdrawn.
 
