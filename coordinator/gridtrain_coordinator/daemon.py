@@ -73,15 +73,15 @@ EXIT_DELAY_S = 5.0
 """How long the coordinator keeps running after the run's end, so that workers can be notified and leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The delay instead of `EXIT_DELAY_S` while a worker that is to write the final model is still writing it, or
-could not write its last checkpoint."""
+"""The delay that replaces `EXIT_DELAY_S` while a worker that is to write the final model is still writing it,
+or could not write its last checkpoint."""
 
 MAX_STATUS_REQUESTS, STATUS_WINDOW_S, MAX_STATUS_ASKERS = 50, 10.0, 1000
-"""How many requests for the status from one key other than the operator's are answered within the window, and
-the number of keys that are counted.  `gridtrain status --watch` asks once a second."""
+"""How many status requests from one key, other than the operator's, are answered within the window, and for
+how many keys they are counted.  `gridtrain status --watch` asks once a second."""
 
 COMPACTION_BYTES = 2**20
-"""A start removes superseded entries if their total size is at least this; reading them takes 0.02 s."""
+"""At startup, superseded entries of at least this total size are removed; reading them takes 0.02 s."""
 
 
 class StopFlag(Protocol):

@@ -1,7 +1,7 @@
 """Builds the status for the CLI and the dashboard, including average rates of steps and bytes per second.
 
-A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds or, for the
-remaining time, `LONG_WINDOW_S` seconds:
+A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds, or
+`LONG_WINDOW_S` seconds to predict the remaining time:
 
     time     now - 10 s    now
     step     410           430     2 steps per second

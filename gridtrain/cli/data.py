@@ -23,7 +23,7 @@ def data() -> None:
     "--out", type=click.Path(path_type=Path, dir_okay=False), default="index.json", show_default=True
 )
 @click.option(
-    "--url", default="", help="Where workers find the folder that has all files.  [default: beside the index]"
+    "--url", default="", help="URL of the folder that contains all the files.  [default: beside the index]"
 )
 @click.option(
     "--format",

@@ -48,7 +48,7 @@ def json_line(level: str, event: str, fields: Mapping[str, Any]) -> str:
 def put(stream: TextIO, text: str) -> None:
     """Write text, however long it takes, or drop it if it cannot be written (full disk, closed pipe).
 
-    The stream's buffer is not used: it would keep what cannot be written, and its lock would be held by a
+    The stream's buffer is not used: it would keep unwritable text, and its lock would be held by a
     thread that waits for the reader when the process ends.
     """
     with suppress(OSError, ValueError):  # ValueError: the stream is closed

@@ -355,8 +355,8 @@ def _run(
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text()
-                then = f"will be started again when training is allowed (not now: {why})"
-                tell(f"the script has ended; it {then if why else 'is being started again'}")
+                when = f"when training is allowed (not now: {why})" if why else "now"
+                tell(f"the script has ended; it will be started again {when}")
                 continue
             answer = _ask_after_failure(entry, signals)
             is_removed = answer.refusal == DENIED
@@ -430,7 +430,7 @@ def _await_coordinator(
 
 
 def _ask_after_failure(entry: Enrollment, signals: SignalWatcher) -> Answer:
-    """Return the coordinator's answer; a refusal of its key only if it lasts for `ACCESS_CHECK_S`."""
+    """Return the coordinator's answer; a refusal of this worker's key only if it lasts `ACCESS_CHECK_S`."""
     until_s = _clock() + ACCESS_CHECK_S
     while (answer := ask_coordinator(entry, ANSWER_S)).refusal == DENIED and _clock() < until_s:
         if signals.wait(ACCESS_RETRY_S):
@@ -491,7 +491,7 @@ class SignalWatcher:
         self._stop_requested = True
 
     def suspend_if_requested(self, processes: ScriptProcesses | None = None) -> None:
-        """After Ctrl-Z, stop this process and those of the script until SIGCONT.
+        """After Ctrl-Z, stop this process and the script's processes until SIGCONT.
 
         The terminal does not stop the script, which would otherwise train while no agent enforced the rules.
         """

@@ -28,8 +28,8 @@ class ContributionStats:
         self._total_file = identity.with_suffix(".given.json")
         self._console = console
         self._next_read_s = float("-inf")
-        self._before = Contribution.read(self._total_file) or Contribution()  # of earlier starts
-        self._finished = Contribution()  # of earlier scripts since the agent started
+        self._before = Contribution.read(self._total_file) or Contribution()  # from earlier starts
+        self._finished = Contribution()  # from earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
         self.path.unlink(missing_ok=True)

@@ -180,7 +180,7 @@ class Authorization:
         Enrolling a key that already belongs to a member does not count as a use of the invitation.
 
         Args:
-            address_range: the range to which the connection's source address belongs.  The number of keys
+            address_range: the range that contains the connection's source address.  The number of keys
                 enrolled per range is limited.
         """
         name = invitation_digest(invitation_key)

@@ -42,8 +42,8 @@ MONITORED = ("/healthz", "/metrics")  # answered however many connections are op
 MAX_LOGGED_ERRORS = 20  # different errors, per `LOG_EVERY_S`
 LOG_EVERY_S = 60.0
 BACKLOG = 64
-"""How many connections may wait to be accepted, and how often at a time asyncio tries to accept one, even if
-too many files are open."""
+"""How many connections may wait to be accepted; asyncio also tries to accept this many at a time, even if too
+many files are open."""
 
 END_S = 3.0
 

@@ -280,8 +280,8 @@ class StalledStep:
     def _find_suspected_reporter(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
         """Return the member other than the root that reported most of many stalls; empty if none did.
 
-        A false report comes before the root's, which waits for a timeout; no other member must be dismissed
-        because of it.
+        A false report comes before the root's, which waits for a timeout, and must not lead to the
+        dismissal of another member.
         """
         ((most, reports),) = self._reporters.most_common(1)
         times = self._reporters.total()

@@ -160,7 +160,7 @@ class Readiness:
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
             if peer in futile:
-                text = "received nothing of the state, because its connections to the members break"
+                text = "received no part of the state, because its connections to the members break"
                 effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
             elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))

@@ -206,7 +206,7 @@ class AddressBook:
 
         Args:
             broken: members to which `viewer` was connected until recently.  Such a link drops packets in both
-                directions, so that the other member need not try it as well.
+                directions, so that the other member need not try the link as well.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}

@@ -44,7 +44,7 @@ from gridtrain_coordinator.run.run_state import RunState
 T = TypeVar("T")
 WHOLE_SEARCH_MEMBERS = 32
 MAX_ROUTED_MEMBERS = 32
-"""The largest group in which relays count; the routes of its pairs are looked up in a millisecond."""
+"""The largest group whose relays are considered; looking up the routes of its pairs takes a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)

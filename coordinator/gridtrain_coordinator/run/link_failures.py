@@ -124,7 +124,7 @@ class LinkFailures:
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """Map members to those with which their connections failed too often in the last `within_s` seconds.
+        """Map members to their peers in pairs that failed too often in the last `within_s` seconds.
 
         Discards the records of pairs that last failed more than `REMEMBERED_S` ago.
         """

@@ -187,7 +187,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The registered workers on which the decision to make the next generation depends.
+    """The registered workers that determine whether the next generation is made.
 
     Attributes:
         newcomers: workers that may enter the next generation, in joining order.

@@ -52,7 +52,7 @@ class LinkMeasurement:
         rtt_s: the shortest round-trip time of several pings, in seconds.
         up_Bps, down_Bps: the rates at which 256 KiB were sent and received; they are too low for a fast link
             with high latency.
-        is_up_bound, is_down_bound: whether the rate is an upper bound: the burst did not arrive in time.
+        is_up_bound, is_down_bound: whether the burst did not arrive in time; the rate is then an upper bound.
     """
 
     rtt_s: float | None = None
