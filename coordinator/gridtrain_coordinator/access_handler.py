@@ -123,7 +123,7 @@ class AccessHandler:
             return effects[len(entries) :], reply
         name = self._membership.worker_name(order.peer) if isinstance(order, m.RemoveWorker) else ""
         by = self._authorization.operator or b""
-        # A copy decides, because deciding changes who has access, which the transport checks at any time.
+        # Decided on a copy: a decision changes who has access, which the transport may check at any time.
         answer = copy.deepcopy(self._authorization).handle_order(by, order, self._wall(), name)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
         record(answer.entries)

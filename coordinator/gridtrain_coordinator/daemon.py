@@ -11,7 +11,7 @@
                             disk full: DiskFullMode, then the same effects; from time to time: Backups
 
 Journal entries are on disk before any effect that follows is carried out.  The entries of an operator's
-command are on disk before it changes anything; if the disk is full, it is refused.
+command are on disk before it changes anything; if the disk is full, the command is refused.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ EXIT_DELAY_S = 5.0
 """How long the coordinator keeps running after the run's end, so that workers can be notified and leave."""
 
 WRITING_DELAY_S = 3600.0
-"""The delay instead of `EXIT_DELAY_S` while a worker that is to write the final model is still writing it, or
-could not write its last checkpoint."""
+"""The delay that replaces `EXIT_DELAY_S` while a worker that is to write the final model is still writing it,
+or could not write its last checkpoint."""
 
 MAX_STATUS_REQUESTS, STATUS_WINDOW_S, MAX_STATUS_ASKERS = 50, 10.0, 1000
-"""How many requests for the status from one key other than the operator's are answered within the window, and
-the number of keys that are counted.  `gridtrain status --watch` asks once a second."""
+"""How many status requests from one key, other than the operator's, are answered within the window, and for
+how many keys they are counted.  `gridtrain status --watch` asks once a second."""
 
 COMPACTION_BYTES = 2**20
-"""A start removes superseded entries if their total size is at least this; reading them takes 0.02 s."""
+"""At startup, superseded entries of at least this total size are removed; reading them takes 0.02 s."""
 
 
 class StopFlag(Protocol):
@@ -130,7 +130,7 @@ def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None
 def _recover_and_compact(store: JournalStore, run: str, log: Log) -> RecoveredRun:
     """Return the run that the journal records; remove superseded entries from the journal if they are large.
 
-    The journal remains as it is if another run would be recovered from what is left of it.  Raises
+    The journal is left unchanged if another run would be recovered from the remaining entries.  Raises
     `JournalError` if the run cannot continue from the journal.
     """
     superseded = SupersededEntries()
@@ -291,7 +291,7 @@ class Coordinator:
     def _handle_events(self, events: Iterable[TransportEvent], now_s: float) -> list[ev.Effect]:
         """Handle the events of one poll, in order; return the effects that are still to be carried out.
 
-        Those before an operator's command are carried out first, so that it can be refused on its own.
+        Effects before an operator's command are carried out first, so that it can be refused on its own.
         """
         effects: list[ev.Effect] = []
         for event in events:
@@ -404,7 +404,7 @@ class Coordinator:
         return losses
 
     def _record_violations(self, effects: Iterable[ev.Effect], now_s: float) -> list[ev.Effect]:
-        """Record each `RecordViolation`, and replace it by the effects of that."""
+        """Record each `RecordViolation`, and replace it by the effects of recording it."""
         replaced: list[ev.Effect] = []
         for effect in effects:
             if isinstance(effect, ev.RecordViolation):
@@ -497,7 +497,7 @@ class Coordinator:
             self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
 
     def _finish_backups(self, backups: Backups) -> None:
-        """Wait for the backup that is being written; then make one of the later entries, if there are any."""
+        """Wait for the backup that is being written; then make another if there are later entries."""
         backups.wait(self._clock())
         self._poll_backup(backups, self._clock())
         if backups.is_pending and not backups.is_writing:

@@ -6,7 +6,7 @@
                         -- Burst 0 .. 15 ---------> BurstReceived      upload
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
-A burst is 16 messages of 16 KiB, with which the machine measures its upload or download rate.  A check
+A burst is 16 messages of 16 KiB, which serve to measure the machine's upload or download rate.  A check
 does not count as a use of an invitation.  The number of checks per address range and the size of each check
 are limited, and only the source address of a connection is dialled.
 """

@@ -93,7 +93,7 @@ class Settings:
 
 
 class StopOnSignal:
-    """A stop flag that SIGINT, SIGTERM and SIGHUP set; SIGHUP not if it is ignored, as by nohup.
+    """A stop flag that is set by SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
 
     The flag is a plain attribute, because a signal handler must not wait for a lock.
     """
@@ -184,7 +184,7 @@ def _open(
             source = restore(settings.from_backup, folder)
             opened.callback((folder / JOURNAL).unlink)  # so that the same command can be repeated
             own_log("info", "restored", {"from": str(source), "to": str(folder)})
-        # The journal is opened before any port, so that a second start of the run says that it is in use.
+        # The journal is opened before any port, so that a second start of the run reports that it is in use.
         store = JournalStore.open(folder / JOURNAL)
         opened.callback(store.close)
         board = open_dashboard(settings.dashboard, folder, own_log)
@@ -284,8 +284,8 @@ def _make(folder: Path) -> None:
 def _outward_host(listen: str) -> str:
     """Return the address of the interface with the default route, preferably IPv4.
 
-    Returns the loopback address if there is no default route, or only one of IPv6 while `listen` is an
-    address of IPv4.  Sends no packets.
+    Returns the loopback address if there is no default route, or if the only one is for IPv6 while
+    `listen` is an IPv4 address.  Sends no packets.
     """
     probes = [(socket.AF_INET, "192.0.2.1", "{}")]  # documentation addresses of RFC 5737 and RFC 3849
     if "[" in listen:

@@ -1,7 +1,7 @@
 """Builds the status for the CLI and the dashboard, including average rates of steps and bytes per second.
 
-A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds, and for the
-remaining time `LONG_WINDOW_S`:
+A rate is the increase of a counter per second, measured over at most the last `WINDOW_S` seconds, or
+`LONG_WINDOW_S` seconds to predict the remaining time:
 
     time     now - 10 s    now
     step     410           430     2 steps per second
@@ -35,7 +35,7 @@ class RateMeter:
         self.due_s = -math.inf
 
     def restart(self, now_s: float) -> None:
-        """Forget the counters; the next `observe` is due when workers have reported later ones."""
+        """Forget the counters; the next `observe` is due when workers have reported later values."""
         self._samples.clear()
         self._steps.clear()
         self.due_s = now_s + SAMPLE_S

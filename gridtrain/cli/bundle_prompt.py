@@ -48,7 +48,7 @@ def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> N
     """Show the result of a dry run: text on a terminal, otherwise one JSON object.
 
     Args:
-        offer: None if the command line, not a bundle, says what to run.
+        offer: None if the command line, not a bundle, specifies the command.
     """
     from gridtrain_worker.bundle_consent import is_accepted
 
@@ -152,7 +152,7 @@ def _limits(settings: OptionValues, job: Job, offer: BundleOffer | None = None) 
 
 
 def _shown_limits(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, str]:
-    """Return the limits as texts, by option name; with an offer, this machine's saved rules also apply."""
+    """Return the limits as strings, by option name; with an offer, this machine's saved rules also apply."""
     from gridtrain.cli.worker_commands import NO_RULE
     from gridtrain_worker.saved_settings import SavedSettings
     from gridtrain_worker.training_policy import OFF, Rules

@@ -23,7 +23,7 @@ def data() -> None:
     "--out", type=click.Path(path_type=Path, dir_okay=False), default="index.json", show_default=True
 )
 @click.option(
-    "--url", default="", help="Where workers find the folder that has all files.  [default: beside the index]"
+    "--url", default="", help="URL of the folder that contains all the files.  [default: beside the index]"
 )
 @click.option(
     "--format",
@@ -46,7 +46,7 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
       gridtrain data index "hf://datasets/org/name@revision/data/*.parquet"
       gridtrain data index corpus/*.jsonl.gz --tokenizer bytes
 
-    Every file is read once, and every sample decoded.  Scripts pass the index to gridtrain.Shards;
+    Every file is read once, and every sample is decoded.  Scripts pass the index to gridtrain.Shards;
     [run.data] in run.toml names it for volunteers.
     """
     try:

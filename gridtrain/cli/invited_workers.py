@@ -45,7 +45,7 @@ class JoinProgress:
         wanted: the number of workers to wait for.
         print_event: called with each event: its name, a text and the fields of the JSON line.
         admitted: the keys of the workers that were admitted.
-        members: the names of those that have become members, by key.
+        members: the names of the workers that have become members, by key.
     """
 
     id: str

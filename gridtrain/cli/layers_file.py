@@ -10,7 +10,7 @@ repeat = 12                # equal layers: block0, block1 ...
 parameters = "28MB"        # bytes, including buffers; `trainable`: the bytes that are not frozen
 forward = "1ms"            # per sample, on a device of speed 1; a plain number means seconds
 backward = "2ms"           # twice forward if left out
-overhead = "50us"          # of each forward and backward pass of a micro-batch of any size
+overhead = "50us"          # added to each forward and backward pass of a micro-batch of any size
 output = "64kB"            # per sample, to the next layer; `gradient`: the bytes sent back, if fewer
 kept = "1MB"               # per sample, kept in the layer for the backward pass
 work = "400kB"             # per sample, also held while the layer runs
@@ -99,7 +99,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MAX_LAYERS:
         raise ConfigError(
             f"{where} has name = {name!r} and repeat = {repeat!r}",
-            remedy=f"write the name as a string, and repeat as a whole number from 1 to {MAX_LAYERS}",
+            remedy=f"write the name as a string, and repeat as an integer from 1 to {MAX_LAYERS}",
         )
     forward_s = _seconds(where, entry.get("forward", 0))
     named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")

@@ -136,8 +136,8 @@ def facts_of(status: Mapping[str, Any]) -> dict[str, str]:
 def _optimizer(described: str) -> str:
     """Return the key in `OPTIMIZER_STATE_COPIES` of an optimizer such as "SGD(lr=0.1, momentum=0.9)".
 
-    Of several, such as "SGD(lr=0.1) + AdamW(lr=0.1)", it is the one with the largest state.  Returns "" if
-    one is not in the table, or the text is shortened (see `describe_optimizer`).
+    If there are several, as in "SGD(lr=0.1) + AdamW(lr=0.1)", the one with the largest state counts.  Returns
+    "" if one is not in the table, or if the description is shortened (see `describe_optimizer`).
     """
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 

@@ -32,7 +32,7 @@ def parse_seconds(text: str, name: str = "") -> float:
     """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time.
 
     Args:
-        name: what has this duration, for the error message.
+        name: the setting that has this duration, for the error message.
     """
     found = parse_duration_s(text)
     if found is None:
@@ -196,7 +196,7 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
         raise ConfigError(f"{path}: a site has name = {name!r}", remedy="give each site a name in quotes")
     if type(workers) is not int or not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(
-            f"{where} has workers = {workers!r}", remedy=f"use a whole number from 1 to {MAX_WORKERS}"
+            f"{where} has workers = {workers!r}", remedy=f"use an integer from 1 to {MAX_WORKERS}"
         )
     both = entry.get("link")
     if both is not None and ("up" in entry or "down" in entry):

@@ -40,7 +40,7 @@ class Template:
     Attributes:
         about: the line of text for volunteers.
         requires: the packages that the script needs.
-        min_workers: the number of workers with which the run starts.
+        min_workers: the number of workers that the run needs to start.
         checkpoint_every: the number of steps between two checkpoints of a worker.
         has_text: whether the script reads a text, which is written to the run's folder.
     """
@@ -114,7 +114,7 @@ def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
     values = {
         "NAME": name,
         "ABOUT": chosen.about,
-        # The comment after it stays in its column.
+        # Padded, so that the comment after it stays in its column.
         f"[FILES]{' ' * 22}": (f'["{TEXT_FILE}"]' if chosen.has_text else "[]").ljust(24),
         "[REQUIRES]": "[" + ", ".join(f'"{package}"' for package in chosen.requires) + "]",
         "MIN_WORKERS": str(chosen.min_workers),

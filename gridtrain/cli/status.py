@@ -248,7 +248,7 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def received_states(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line with the size of the state that each member received when it joined; [] if none did."""
+    """Return a line with the size of the state that each member received on joining; [] if there is none."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [

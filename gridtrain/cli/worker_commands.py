@@ -22,8 +22,8 @@ NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""
 
 SLOW_UPLOAD = "200kbit"
-"""An upload limit below this one gets a warning: a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
-of up to 1 MiB, more of a larger one) then takes longer than `Deadlines.patience_floor_s`."""
+"""A lower upload limit causes a warning, because a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
+of up to 1 MiB, more of a larger segment) would take longer than `Deadlines.patience_floor_s`."""
 
 
 def _options(command: Command) -> Command:

@@ -24,7 +24,7 @@ from gridtrain.quantities import format_count
 
 MAX_QUEUED = 1 << 20
 ROOM = 1 << 16
-"""How much may be queued when output is added that must not be dropped."""
+"""How much may be queued when output that must not be dropped is added."""
 
 MAX_WAIT_S = 5.0
 """The longest time that `flush` waits for a slow or absent reader."""
@@ -48,7 +48,7 @@ def json_line(level: str, event: str, fields: Mapping[str, Any]) -> str:
 def put(stream: TextIO, text: str) -> None:
     """Write text, however long it takes, or drop it if it cannot be written (full disk, closed pipe).
 
-    The stream's buffer is not used: it would keep what cannot be written, and its lock would be held by a
+    The stream's buffer is not used: it would keep unwritable text, and its lock would be held by a
     thread that waits for the reader when the process ends.
     """
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
@@ -82,7 +82,7 @@ def _has_file(stream: TextIO) -> bool:
 class LineWriter:
     """Writes to a stream in a thread of its own; `write` never waits.
 
-    A stream without a file, such as `io.StringIO`, is written at once.
+    A stream without a file, such as `io.StringIO`, is written to directly.
 
     Args:
         log_format: the format of the line that reports dropped lines; see `is_json`.
@@ -102,7 +102,7 @@ class LineWriter:
     def write(self, text: str, *, keep: bool = False) -> bool:
         """Queue text, or drop it if the queue is full; return whether it is queued.
 
-        A text of any length is queued if nothing else is, or if it must be kept (see `wait_for_room`).
+        Text of any length is queued if nothing else is queued, or if it must be kept (see `wait_for_room`).
         """
         if not self._has_thread:
             put(self.stream, text)
@@ -116,7 +116,7 @@ class LineWriter:
             return True
 
     def wait_for_room(self) -> None:
-        """Wait, however long it takes, until text can be added that must be kept."""
+        """Wait, however long it takes, until text that must be kept can be added."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued <= ROOM and not self._dropped_lines)
 

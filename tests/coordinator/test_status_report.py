@@ -198,7 +198,7 @@ def test_a_global_batch_size_is_suggested_where_it_is_not_set(
     settings = {**NO_LINKS, "stages": stages, "global_batch_size": global_batch_size}
     taken = {"members": members, "step": 7, "phase": "training", **settings}
     status = build_status(taken, RateMeter(), software="", address="", now_s=0.0, uptime_s=0.0)
-    hint = "; if it always is, global_batch_size gives it fewer samples"
+    hint = "; if this persists, global_batch_size gives it fewer samples"
     assert status["waited_for"]["reason"].endswith("the median is 350 ms" + hint * is_hinted)
 
 

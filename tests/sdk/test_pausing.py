@@ -205,7 +205,7 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         shown = Contribution.read(group.export_dir / "worker-0.json")
         assert shown is not None and shown.step == paused_at + 1, "at once, not within a second"
         paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
-        assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
+        assert "; no worker is training: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
         group.finish()
     assert "no other worker is training: the run will continue when enough workers have joined" in caplog.text
@@ -393,7 +393,7 @@ def test_a_worker_that_ends_while_it_is_paused_no_longer_counts_as_paused(
             group, lambda status: not status["resting"] and len(reasons_of_leaving(status)) > 1
         )
     assert reasons_of_leaving(status) == ["paused by its owner: hot", "it has ended while it was paused"]
-    assert "no worker trains" not in str(status["reason"])
+    assert "no worker is training" not in str(status["reason"])
 
 
 def test_stop_ends_the_loop_after_the_step_and_leaves(new_group: Any) -> None:

@@ -511,7 +511,7 @@ def test_a_script_that_failed_waits_for_its_coordinator(
     assert log.read_text() == "xxx" and not [*answers]
     waits = [line.partition(" once the coordinator at tcp://")[0] for line in lines if "waiting for" in line]
     assert waits == (
-        ["restart 1 of 2", "restart 2 of 2"] if is_counted else 2 * ["the script is started again"]
+        ["restart 1 of 2", "restart 2 of 2"] if is_counted else 2 * ["the script will be started again"]
     )
 
 
@@ -949,7 +949,7 @@ def test_a_script_that_was_ended_as_it_did_not_pause_is_started_again(
     assert process.stdout.readline() == "plugged in again\n"
     assert any("training is allowed again" in line for line in process.stderr)
     gate.write_text("")  # from here on the script ends
-    assert any("the script has ended; it is started again now" in line for line in process.stderr)
+    assert any("the script has ended; it will be started again now" in line for line in process.stderr)
     assert process.stdout.readline() == "ready\n", "the second script"
     process.terminate()
     process.communicate(timeout=WITHIN_S)

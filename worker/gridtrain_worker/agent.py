@@ -100,11 +100,12 @@ STEADY_S = 60.0
 """If the script has committed a step and ran for at least this long, earlier failures no longer count."""
 
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
-"""Exit codes after which `--restarts` is not suggested: a wrong configuration, or the coordinator refused
-the script.  `--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal,
-and "full" and "stale-model" may end.  A worker that was removed is not restarted, nor is one
-whose run has finished or whose coordinator has another version, whatever the code: torchrun does not pass on
-the codes of its processes."""
+"""Exit codes after which `--restarts` is not suggested: the configuration is wrong, or the worker is refused.
+
+`--restarts` applies to them nevertheless: anyone on the network path can cause a single refusal, and the
+refusals "full" and "stale-model" may be temporary.  A worker that was removed, whose run has finished or
+whose coordinator has another version is not restarted, whatever the code: torchrun does not pass on the codes
+of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +288,8 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 def check_machine(job: Job) -> None:
     """Check that this machine can write the final model and listen at the chosen address.
 
-    If it cannot, raise the error with which the script would fail later.  Both can be checked before the
-    invitation is used and before torch is imported.
+    If it cannot, raise the error that the script would raise later, after the invitation has been used and
+    torch has been imported.
     """
     if folder := job.settings.get("export_dir"):
         export_folder(job.invitation.run, folder)
@@ -354,8 +355,8 @@ def _run(
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text()
-                when = f"when training is allowed; the reason now: {why}" if why else "now"
-                tell(f"the script has ended; it is started again {when}")
+                when = f"when training is allowed (not now: {why})" if why else "now"
+                tell(f"the script has ended; it will be started again {when}")
                 continue
             answer = _ask_after_failure(entry, signals)
             is_removed = answer.refusal == DENIED
@@ -388,7 +389,7 @@ def _run(
 
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
-    """Return a text that explains why a script may have ended early without an error; "" if it has not."""
+    """Return a message that explains why a script may have ended early without an error; "" if it did not."""
     if enforcer.is_stopping or ask_coordinator(entry, ANSWER_S).is_finished is not False:
         return ""
     if stats.is_empty:
@@ -406,16 +407,17 @@ def _await_coordinator(
 ) -> None:
     """Wait until the coordinator answers, or this worker is stopped.
 
-    A script would end after `Deadlines.connect_s`, and load its libraries and its model each time.
+    Without this wait, each restarted script would load its libraries and its model, and end after
+    `Deadlines.connect_s`.
 
     Args:
-        restart: the number of the restart that follows; 0 if it does not count.
+        restart: the number of the next restart; 0 if it does not count as one.
 
     Raises:
         CoordinatorUnreachable: the coordinator has not answered for `Job.paused_s`.
     """
     pause_s, until_s = job.backoff_s, _clock() + job.paused_s
-    what = f"restart {restart} of {job.restarts}" if restart else "the script is started again"
+    what = f"restart {restart} of {job.restarts}" if restart else "the script will be started again"
     until = datetime.now() + timedelta(seconds=job.paused_s)  # local time, as in the rule "hours"
     tell(f"{what} once the coordinator at {entry.coordinator} answers; waiting for it until {until:%H:%M}")
     while not enforcer.is_stopping and not signals.wait(pause_s) and ask_coordinator(entry, ANSWER_S).is_away:
@@ -428,7 +430,7 @@ def _await_coordinator(
 
 
 def _ask_after_failure(entry: Enrollment, signals: SignalWatcher) -> Answer:
-    """Return the coordinator's answer; a refusal of this worker's key only after `ACCESS_CHECK_S` of them."""
+    """Return the coordinator's answer; a refusal of this worker's key only if it lasts `ACCESS_CHECK_S`."""
     until_s = _clock() + ACCESS_CHECK_S
     while (answer := ask_coordinator(entry, ANSWER_S)).refusal == DENIED and _clock() < until_s:
         if signals.wait(ACCESS_RETRY_S):
@@ -459,7 +461,7 @@ class SignalWatcher:
     Attributes:
         first: the number of the first SIGINT, SIGTERM or SIGHUP; 0 if none has arrived.
         count: the number of these signals received.  SIGHUP counts only if it is the first one, and the next
-            SIGINT or SIGTERM replaces it: at the end of a session, kernel, shell and logind each send one.
+            SIGINT or SIGTERM replaces it: when a session ends, kernel, shell and logind each send a signal.
     """
 
     def __init__(self) -> None:
@@ -489,7 +491,7 @@ class SignalWatcher:
         self._stop_requested = True
 
     def suspend_if_requested(self, processes: ScriptProcesses | None = None) -> None:
-        """After Ctrl-Z, stop this process and those of the script until SIGCONT.
+        """After Ctrl-Z, stop this process and the script's processes until SIGCONT.
 
         The terminal does not stop the script, which would otherwise train while no agent enforced the rules.
         """
@@ -558,10 +560,10 @@ def _run_once(
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float, mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that ends those of the script if this process dies and thereby closes its pipe.
+    """Start a process that ends the script's processes if this process dies and so closes the pipe to it.
 
-    The caller writes the script's process id to it (0 if it could not be started), and "done" once all of the
-    script's processes have ended.
+    The caller writes the script's process id to it (0 if the script could not be started), and "done" once
+    all of the script's processes have ended.
 
     Args:
         mark: the environment variable, NAME=VALUE, that only this script is started with.
@@ -594,7 +596,7 @@ def _write(watchdog: subprocess.Popen[bytes], line: str) -> None:
 def _running_script(
     job: Job, variables: Mapping[str, str], console: Console, watchdog: subprocess.Popen[bytes], mark: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], ScriptProcesses]]:
-    """Start the script and yield it with its processes; on exit, terminate all that are left."""
+    """Start the script and yield it with its processes; on exit, terminate all processes that are left."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
@@ -640,7 +642,7 @@ def _running_script(
 
 
 def _end(script: subprocess.Popen[bytes], processes: ScriptProcesses) -> None:
-    """Terminate the processes that the script has left, or all if it is still running."""
+    """Terminate the processes that the script has left behind, or all of them if it is still running."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         processes.signal(number)
         until_s = time.monotonic() + EXIT_TIMEOUT_S

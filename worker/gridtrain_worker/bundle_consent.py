@@ -237,7 +237,7 @@ def fetch_data_file(
             stack.enter_context(cache.open(described.url, shard, as_stored=True, copy=copy))
             link = offer.folder / described.file
             make_private_folder(link.parent)
-            partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
+            partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may also do this
             partial_link.symlink_to((cache.folder / digest).absolute())
             partial_link.replace(link)
         yield replace(offer, data=link)

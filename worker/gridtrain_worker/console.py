@@ -44,8 +44,8 @@ class Console:
         """Write a message."""
 
     def report_error(self, text: str, exit_code: int) -> bool:
-        """Write the error with which this process exits, if this console formats errors differently from
-        messages; return whether it was written."""
+        """Write the error that ends this process, if this console formats errors differently from messages;
+        return whether it was written."""
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:

@@ -28,8 +28,8 @@ class ContributionStats:
         self._total_file = identity.with_suffix(".given.json")
         self._console = console
         self._next_read_s = float("-inf")
-        self._before = Contribution.read(self._total_file) or Contribution()  # that of earlier starts
-        self._finished = Contribution()  # that of earlier scripts since the agent started
+        self._before = Contribution.read(self._total_file) or Contribution()  # from earlier starts
+        self._finished = Contribution()  # from earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
         self.path.unlink(missing_ok=True)
@@ -41,7 +41,7 @@ class ContributionStats:
 
     @property
     def step(self) -> int:
-        """The number of steps that the run had made when the latest script that committed any ended."""
+        """The number of the run's steps when the latest script that committed a step ended."""
         return self._finished.step
 
     def update(self, now_s: float, untrained: str = "") -> None:
@@ -85,8 +85,8 @@ def add_contributions(before: Contribution, now: Contribution) -> Contribution:
     """Return the sum of the two contributions; step, run and world size are those of `now`.
 
     If the run has been set back meanwhile, the steps of `before` that `now` may have repeated do not count;
-    of their samples only the mean is known.  If `now` has no steps, only its bytes are added, so that the
-    steps that are repeated after it are recognized.
+    for their samples, only the mean is known.  If `now` has no steps, only its bytes are added, so that steps
+    repeated later are recognized.
     """
     sent_bytes = before.sent_bytes + now.sent_bytes
     received_bytes = before.received_bytes + now.received_bytes

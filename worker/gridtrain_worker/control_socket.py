@@ -29,7 +29,7 @@ from gridtrain_worker.script_processes import is_from_script, is_suspended
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
-"""The length of the longest path at which the socket is created; some systems allow only 103 bytes.
+"""The maximum length of the path of the socket; some systems allow only 103 bytes.
 
 If the path would be longer, the socket is created at a shorter path, and a link points to it.
 """
@@ -38,8 +38,8 @@ MAX_CONNECTIONS = 16
 MAX_LISTED = 10
 SUSPENDED, REFUSING = "a suspended worker", "a worker that does not say its name"
 ALLOWED_FROM_SCRIPT = ("show",)
-"""Requests that a training script may make.  A short pause would replace its owner's longer one, and `stop`
-removes it.  This restrains no malicious script: it has the permissions of the same account."""
+"""Requests that a training script may make.  A script's short pause would replace the owner's longer pause,
+and `stop` would end it.  A malicious script is not restrained: it has the permissions of the account."""
 
 MIN_DIGITS = 6
 ASK_S = 5.0

@@ -153,7 +153,7 @@ class PolicyEnforcer:
             self._pids = (pid,) if pid else ()
             self._script_status, self._disobeyed_since_s = {}, None
             if pid and pid == self._counted_pid:
-                self._moved_bytes = 0  # the id is used again, or the script has connected already
+                self._moved_bytes = 0  # the id has been reused, or the script has already connected
             self.has_ended_script = self.has_ended_script and not pid
 
     @property

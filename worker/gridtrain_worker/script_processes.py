@@ -2,11 +2,11 @@
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
 reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script
-runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  It may also adopt others,
-for example as the first process of a container; those of the script have its environment variables.  On other
-systems only the process group is known.
+runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  It may also adopt other
+processes, for example if it is the first process of a container; the script's processes are recognized by an
+environment variable.  On other systems only the process group is known.
 
-As a program, this file is the agent's watchdog.  It imports nothing that makes it slow to start or large.
+As a program, this file is the agent's watchdog.  It imports nothing that would slow its start or enlarge it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from collections.abc import Iterable
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MAX_SEARCHES = 100
-"""How often to search at most for processes that were started before a signal had reached their parents."""
+"""The maximum number of searches for processes that were started before a signal reached their parents."""
 
 START_SEARCHES = 4
-"""How often to search for the script of an agent that was killed as it started it."""
+"""The number of searches for the script of an agent that was killed while it was starting the script."""
 
 REAP_S = 1.0
 WATCH_S = 0.5
 
 Process = tuple[int, int]
-"""A process id, and the time when that process started: ids are used again."""
+"""A process id, and the time when that process started, because ids are reused."""
 
 Found = dict[Process, tuple[int, int, str]]
 """The parent's id, the process group and the state of each process."""
@@ -41,7 +41,7 @@ Found = dict[Process, tuple[int, int, str]]
 class ScriptProcesses:
     """The script and its descendants, for the agent, which must be the script's parent.
 
-    Create the object before the script is started, which may leave orphans at once.
+    Create the object before the script is started, because the script may leave orphans at once.
 
     Args:
         watchdog: the process id of the watchdog, another child of the agent.
@@ -57,13 +57,13 @@ class ScriptProcesses:
         self._next_reap_s = 0.0
 
     def begin(self, script: int) -> None:
-        """Begin with the script's process id, which is also that of its process group."""
+        """Set the script's process id, which is also the id of its process group."""
         self._script, self._has_group = script, True
         process = _read_process(script)
         self._start = process[0][1] if process else 0
 
     def close(self) -> None:
-        """Adopt further processes only if this process did before."""
+        """From now on, adopt orphans only if this process did so before this object was created."""
         _adopt_orphans(self._adopted_before)
 
     def signal(self, number: int) -> None:
@@ -80,7 +80,7 @@ class ScriptProcesses:
     def are_alive(self) -> bool:
         """Reap the processes that have ended, except the script; return whether any other remains."""
         are_alive = self._signal_group(0) or bool(self._outside_group())
-        self._reap()  # afterwards, so that none remains that ends meanwhile
+        self._reap()  # after the check, so that a process that ends meanwhile is reaped, too
         return are_alive
 
     def reap(self) -> None:
@@ -114,7 +114,7 @@ class ScriptProcesses:
         }
 
     def _signal_group(self, number: int) -> bool:
-        """Send signal `number` to the group, unless it was gone before: its id may be used again."""
+        """Send signal `number` to the group, unless it had ended before, because its id may be reused."""
         self._has_group = self._has_group and signal_group(self._script, number)
         return self._has_group
 
@@ -153,7 +153,7 @@ def is_suspended(pid: int) -> bool:
 
 def is_from_script(pid: int, mark: str) -> bool:
     """Return whether a process, or one of its ancestors, was started with an environment variable that begins
-    with `mark`, or is a descendant of this process; also if it has ended already.
+    with `mark`, or is a descendant of this process; True if the process has already ended.
 
     As the first process of a container, this process also adopts what its owner has started there, so its
     descendants do not count.  Returns False if /proc cannot be used.
@@ -220,18 +220,18 @@ def _adopts_orphans() -> bool:
 
 
 def _adopt_orphans(adopts: bool) -> None:
-    """Make this process the parent of descendants whose parent ends, or not."""
+    """Set whether this process becomes the parent of descendants whose parent ends."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def _find_started(mark: str) -> int:
     """Return the process id of the script that the agent had started, or was starting, when it was killed; 0
-    if it had not begun to."""
+    if it had not begun to start one."""
     for _ in range(START_SEARCHES):
         if started := _marked(read_processes(), mark):
             return min(started, key=lambda one: one[1])[0]  # the oldest; others are its descendants
-        time.sleep(WATCH_S)  # it has the agent's environment until its program begins
+        time.sleep(WATCH_S)  # until its program begins, it has the agent's environment
     return 0
 
 
@@ -241,23 +241,24 @@ def _marked(found: Iterable[Process], mark: str) -> set[Process]:
 
 
 def _follow_agent(script: set[Process], mark: str) -> None:
-    """Stop the script's processes while the agent is stopped, which then enforces no rule, until stdin is
-    readable.
+    """Until stdin is readable, stop the script while the agent is stopped and therefore enforces no rules.
 
-    After Ctrl-Z the agent has stopped them itself; SIGSTOP gives it no time to.
+    After Ctrl-Z, the agent has stopped the processes itself; SIGSTOP gives it no time to do so.
     """
     agent, is_stopped = os.getppid(), False
     while not select.select([sys.stdin], [], [], WATCH_S)[0]:
         was_stopped, is_stopped = is_stopped, is_suspended(agent)
-        if is_stopped or was_stopped:  # in each look: a process may have started another one meanwhile
+        if is_stopped or was_stopped:  # on each pass: a process may have started another one meanwhile
             found = read_processes()
             everyone = with_descendants(script | _marked(found, mark), found)
             send(everyone, signal.SIGSTOP if is_stopped else signal.SIGCONT)
 
 
 def watch(grace_s: float, mark: str) -> None:
-    """Read the script's process id from stdin, then "done" once all its processes have ended; if stdin ends
-    before, the agent was killed: end them.  Until then, stop them while the agent is stopped.
+    """Read the script's process id from stdin, then "done" once all its processes have ended.
+
+    If stdin ends before that, the agent was killed: end the processes.  Until then, stop them while the agent
+    is stopped.
 
     Args:
         mark: the environment variable, NAME=VALUE, that only this script was started with.
@@ -276,7 +277,7 @@ def watch(grace_s: float, mark: str) -> None:
     found = read_processes()
     known = with_descendants(roots | _marked(found, mark), found)
     has_group = signal_group(script, signal.SIGTERM)
-    send(known, signal.SIGCONT)  # those that were stopped can then end in order
+    send(known, signal.SIGCONT)  # so that stopped processes can end in an orderly way
     until_s = time.monotonic() + grace_s
     for _ in range(math.ceil(grace_s / WATCH_S) + MAX_SEARCHES):
         found = read_processes()

@@ -28,9 +28,9 @@ from gridtrain_worker.training_policy import SENSORS
 EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
-"""The GPU utilization above which another program uses the GPU, if our script does not."""
+"""The GPU utilization above which another program counts as using the GPU if our script does not use it."""
 GPU_DRAWN_PERCENT = 10
-"""The utilization by another program above which it is a game rather than the desktop, if our script runs."""
+"""The utilization above which another program counts as a game, not the desktop, if our script also runs."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
 """The classes of sessions that systemd opens for services and timers without a login."""

@@ -122,7 +122,7 @@ class Rules:
         return rules
 
     def texts(self) -> dict[str, str]:
-        """Return these rules as texts by key, so that `Rules().with_settings(rules.texts()) == rules`."""
+        """Return these rules as strings by key, so that `Rules().with_settings(rules.texts()) == rules`."""
         hot = f"{self.hot_C:.0f}/{self.cool_C:.0f}" if self.hot_C < math.inf else OFF
         return {
             "upload": self.upload or OFF,
@@ -208,8 +208,8 @@ class _RuleForm(NamedTuple):
 
     Attributes:
         names: the attributes of `Rules` that the rule sets.
-        off_texts: the texts that reset these attributes to their defaults.
-        parse: a function of (the rule's key, any other text) that returns the values of the attributes.
+        off_texts: the values that reset these attributes to their defaults.
+        parse: a function of (the rule's key, any other value) that returns the values of the attributes.
     """
 
     names: tuple[str, ...]

@@ -33,13 +33,13 @@ from gridtrain_coordinator.run.events import JournalEntry
 from gridtrain_coordinator.run.recent_dict import RecentDict
 
 MAX_LISTED = 1000
-"""The maximum number of rows of each kind that `status` returns, and of keys from `removed_members`."""
+"""The maximum number of rows of each kind from `status`, and of keys from `removed_members`."""
 
 
 class AccessRole(StrEnum):
-    """The role of a key: none (STRANGER), an invitation (GUEST), or a member or the operator (PEER).
+    """The role of a key: none (STRANGER), an invitation's (GUEST), or a member's or the operator's (PEER).
 
-    The values equal those of `ConnectionRole`, which this package does not import, because it uses no I/O.
+    The values equal those of `ConnectionRole`, which is not imported, to keep this package free of I/O.
     """
 
     STRANGER = "stranger"
@@ -97,14 +97,14 @@ class _Invitation:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    serial: int  # that of the latest invitation at the time; only later invitations admit the key again
+    serial: int  # of the latest invitation before the removal; only later invitations admit the key again
     is_for_violations: bool
     reason: str
 
 
 class _Ban(NamedTuple):
     reason: str
-    name: str  # that of the worker; "" if it is not known
+    name: str  # the worker's name; "" if it is not known
 
 
 # -- access control ----------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Authorization:
         Enrolling a key that already belongs to a member does not count as a use of the invitation.
 
         Args:
-            address_range: the range to which the connection's source address belongs.  The number of keys
+            address_range: the range that contains the connection's source address.  The number of keys
                 enrolled per range is limited.
         """
         name = invitation_digest(invitation_key)
@@ -297,7 +297,7 @@ class Authorization:
         return [(name, known) for name, known in self._invitations.items() if known.refusal(wall_s) is None]
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick the member `peer`, or ban this key (`ban`), which then need not belong to a member."""
+        """Kick the member `peer`; or, with `ban`, ban this key, even if it does not belong to a member."""
         reason = limits.clean_reason(reason) or "no reason was given"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
@@ -444,7 +444,7 @@ class Authorization:
         self._forget_ended_invitations(at_s)
 
     def _forget_ended_invitations(self, wall_s: float) -> None:
-        """Forget invitations that ended too long ago, and surplus ended ones.
+        """Forget ended invitations that are too old or too many.
 
         At most `MAX_ENDED_INVITATIONS` ended invitations are kept.  Those that were created or withdrawn
         first are forgotten first.

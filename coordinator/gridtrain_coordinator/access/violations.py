@@ -6,9 +6,9 @@
     bert            anna, carl          bert is suspected if he is the only accuser of both
     then dora       anna                bert is no longer the only accuser of anna, and no longer suspected
 
-The accusations by a suspected accuser are not counted, and its further ones are not recorded.  If no other
-member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
-accusations are withdrawn.
+Accusations by a suspected accuser are not counted, and further accusations by it are not recorded.  If no
+other member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all
+its accusations are withdrawn.
 
 A dishonest member can have at most one other member removed, which is restored when the dishonest one is
 identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified in the

@@ -323,7 +323,7 @@ class Board:
         return sum(row.live["share"] or 0 for row in self._active())
 
     def _waited_for(self, status: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the row id of the member for which the others wait, and the reason; None if none."""
+        """Return the row id of the member for which the others wait, and the reason; or None."""
         slow = status.get("waited_for") or {}
         row = self._rows.get(sanitize.text(slow.get("peer", ""), 64))
         return {"id": row.id, "reason": sanitize.text(slow["reason"])} if row is not None else None

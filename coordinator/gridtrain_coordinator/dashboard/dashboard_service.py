@@ -39,10 +39,11 @@ MAX_ORDERS = 16
 MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
 MONITORED = ("/healthz", "/metrics")  # answered however many connections are open
-MAX_LOGGED_ERRORS = 20  # different ones, per `LOG_EVERY_S`
+MAX_LOGGED_ERRORS = 20  # different errors, per `LOG_EVERY_S`
 LOG_EVERY_S = 60.0
 BACKLOG = 64
-"""How many connections wait to be accepted; at the limit of open files, asyncio tries as often at a time."""
+"""How many connections may wait to be accepted; asyncio also tries to accept this many at a time, even if too
+many files are open."""
 
 END_S = 3.0
 
@@ -135,7 +136,7 @@ class DashboardService:
         errors = _ErrorHandler(self._log)
         for logger in loggers:
             logger.addHandler(errors)
-            logger.propagate = False  # they go to the coordinator's log instead
+            logger.propagate = False  # errors go to the coordinator's log instead
         try:
             await self._serve_pages()
         finally:
@@ -212,7 +213,7 @@ class DashboardService:
 
 class _ErrorHandler(logging.Handler):
     """Writes the web server's errors to the coordinator's log: each once per `LOG_EVERY_S`, and how often it
-    occurred in the interval before."""
+    occurred in the previous interval."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.ERROR)

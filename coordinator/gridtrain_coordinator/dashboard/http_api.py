@@ -37,7 +37,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The age of the latest status from which the coordinator counts as unhealthy; one comes every second."""
+"""If the latest status is this old, the coordinator counts as unhealthy; a status arrives every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
@@ -126,7 +126,7 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if request.method == "HEAD":
-            return Response(media_type="text/event-stream; charset=utf-8")  # to GET, it would never end
+            return Response(media_type="text/event-stream; charset=utf-8")  # the response to a GET never ends
         if self._stream.is_full:
             text = f"{self._stream.page_count} pages are open"
             refusal = problem(503, "full", text, "close a page, or try again later")
@@ -233,7 +233,7 @@ def _key(request: Request) -> str:
 def _count(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise HTTPException(400, f"{name} must be a whole number")
+        raise HTTPException(400, f"{name} must be an integer")
     return int(text)
 
 

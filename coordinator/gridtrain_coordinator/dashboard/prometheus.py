@@ -95,7 +95,7 @@ class _BoardCollector(Collector):
                 for label, row in zip(labels, present, strict=True):
                     value = row[name]
                     if name == "missed_steps" and row["sent_bytes"] is not None:
-                        value = value or 0.0  # workers report them from the first one on
+                        value = value or 0.0  # workers report missed steps only once there are any
                     if value is not None:
                         metric_family.add_metric(label, value)
                 yield metric_family

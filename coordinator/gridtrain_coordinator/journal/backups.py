@@ -134,7 +134,7 @@ class Backups:
         self._writing = _in_thread(lambda: (self._write(copy), time.monotonic() - began_s))
 
     def poll(self, now_s: float) -> Path | None:
-        """Return the folder of a backup that has been finished since the latest call.
+        """Return the folder of a backup that has been finished since the previous call.
 
         Raises `JournalError` if the backup cannot be written, in which case earlier backups remain unchanged,
         or if it has not been finished `ANSWER_TIMEOUT_S` after it began, in which case it may still be

@@ -3,7 +3,7 @@
     loop --JournalFull--> DiskFullMode(effects not executed) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
                               | heartbeats: shown in the status, then dropped
-                              | status: answered, with the reason and the time since the disk is full
+                              | status: answered, with the reason and how long the disk has been full
                               | pending members, the operator: refused, with the remedy (`refusal`)
                               + the core's clock is stopped, so that no deadline passes
 
@@ -31,12 +31,12 @@ A peer whose event would exceed this number is disconnected, and reconnects late
 
 REMEDY = "try again when the run's owner has freed disk space"
 
-DEFERRED = m.OperatorReply("the command is recorded; it is carried out when the coordinator's disk has room")
+DEFERRED = m.OperatorReply("the command is recorded; it will be carried out when the disk has room")
 """The reply to a command whose own journal entries are durable, while the entries that follow are not."""
 
 
 def refusal(cause: str) -> m.Refused:
-    """Return the refusal of a request that the journal, because of `cause`, cannot record."""
+    """Return the refusal of a request that cannot be recorded in the journal because of `cause`."""
     return m.Refused("no-room", f"the coordinator cannot decide now, because {cause}", REMEDY)
 
 

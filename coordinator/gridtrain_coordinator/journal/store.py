@@ -67,7 +67,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_BUSY": _IN_USE,
     "SQLITE_LOCKED": _IN_USE,
     "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
-    "SQLITE_QUOTA": (  # not SQLite's, which reports an I/O error
+    "SQLITE_QUOTA": (  # not a code of SQLite, which reports an I/O error
         "cannot grow: the disk quota is used up",
         "free disk space or raise the quota, then start the coordinator again",
     ),
@@ -350,10 +350,10 @@ class JournalStore:
                 raise
 
     def _is_at(self, chain: bytes) -> bool:
-        """Return whether the latest entry has this digest, or none (early versions), outside a transaction.
+        """Return whether no transaction is open and the last entry has this digest or none (early versions).
 
-        A commit that fails after the file was written, for example when the folder is synchronized, may be
-        complete.
+        A commit that fails after the file was written, for example when the folder is synchronized, may
+        still be complete.
         """
         try:
             row = self._connection.execute("SELECT chain FROM journal ORDER BY id DESC LIMIT 1").fetchone()
@@ -413,8 +413,8 @@ def _migrations() -> list[str]:
 def _lack_of_space(folder: Path) -> str:
     """Return "SQLITE_FULL" or "SQLITE_QUOTA" if one of them keeps the folder from growing, otherwise "".
 
-    SQLite reports a quota as "disk I/O error", also when NFS notices it only while writing back, and the
-    sqlite3 module does not tell the number of the error.
+    SQLite reports an exceeded quota as "disk I/O error", even if NFS notices it only while writing back, and
+    the sqlite3 module does not provide the system's error number.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:

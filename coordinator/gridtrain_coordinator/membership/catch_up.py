@@ -47,7 +47,7 @@ class CatchUp:
         self._started_s: dict[m.PeerId, float] = {}
         self._state_sources: tuple[m.PeerId, ...] = ()
         self._announced: tuple[m.PeerId, ...] = ()  # newcomers known to the sources
-        self._fetch_sent_s: dict[m.PeerId, float] = {}  # when newcomers were told the sources
+        self._fetch_sent_s: dict[m.PeerId, float] = {}  # when newcomers were sent their sources
         self._snapshot_step: tuple[int, float] | None = None  # the snapshot step, and when it was sent
 
     @property
@@ -81,7 +81,7 @@ class CatchUp:
     def _update(
         self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Return the messages to newcomers and state sources that a change concerns, and log events.
+        """Return log events, and the messages to the newcomers and state sources that a change affects.
 
         Args:
             newcomers: admitted workers that have not caught up.
@@ -194,7 +194,7 @@ class CatchUp:
         return min(late_s, progressed_s + NO_PROGRESS_TIMEOUT_S)
 
     def _progressed_s(self, peer: m.PeerId) -> float:
-        """Return the time at which a newcomer, or the sources on whose snapshots it waits, made progress."""
+        """Return the time at which a newcomer, or the sources whose snapshots it awaits, made progress."""
         waits_for = (peer, *self._state_sources) if self._snapshot_step is not None else (peer,)
         workers = self._run.workers
         times_s = [workers[each].progressed_s for each in waits_for if each in workers]

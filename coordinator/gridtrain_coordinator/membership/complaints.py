@@ -8,7 +8,7 @@
     ViolationReport    broke the protocol ---------> a violation (`access.violations`)
 
 One member's report about another is never by itself sufficient to dismiss either of them, unless the same
-step stalls six times: then the newer one is dismissed.
+step stalls six times: in that case, the newer member is dismissed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Complaints:
         """Give up the routes over which a member cannot connect; the next generation uses other routes.
 
         If a generation is forming, it is replaced only if its members do not connect after all.  While the
-        members are being frozen, because another link has failed or a step stalls, the next generation is
-        requested already.  A member that is not connected to the coordinator itself keeps its routes.
+        members are being frozen, because another link has failed or a step stalls, the next generation has
+        already been requested.  A member that is not connected to the coordinator itself keeps its routes.
         """
         run = self._run
         is_current = run.is_current(message.term, message.generation)
@@ -213,7 +213,7 @@ class StalledStep:
         self._accusers: defaultdict[m.PeerId, list[m.PeerId]] = defaultdict(list)
         self._accused: frozenset[m.PeerId] = frozenset()  # in the latest stall
         self._ends: frozenset[m.PeerId] = frozenset()  # of the connections that caused the latest stall
-        # By end that stayed: the other end, which was dismissed, and when.
+        # For each end that stayed: the other end, which was dismissed, and when.
         self._spared: dict[m.PeerId, tuple[m.PeerId, float]] = {}
 
     def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> int:
@@ -239,9 +239,9 @@ class StalledStep:
         return self._reporters.total()
 
     def _find_spared(self, now_s: float) -> frozenset[m.PeerId]:
-        """Return the ends that have lost a connection to another member, too, which was dismissed for it.
+        """Return the ends of an earlier broken connection whose other end was dismissed because of it.
 
-        A member that comes back and accuses the same other end again is not another member.
+        If that member comes back and accuses the same end again, this does not count.
         """
         self._spared = {
             end: (dismissed, at_s)
@@ -267,7 +267,7 @@ class StalledStep:
             self._step = -1  # the count restarts
         elif found := self._find_suspects(stalled, reporter, now_s):
             self._accusers.clear()
-            del self._reporters[None]  # whoever accuses one root after the other remains noticed
+            del self._reporters[None]  # keeps the reports of a member that accuses one root after another
         elif found := self._find_newest(stalled.reason, now_s):
             self._step = -1
         return found
@@ -280,7 +280,8 @@ class StalledStep:
     def _find_suspected_reporter(self, reason: str) -> dict[m.PeerId, tuple[str, str]]:
         """Return the member other than the root that reported most of many stalls; empty if none did.
 
-        A false report comes before the root's, which waits for a timeout, and must not cost another member.
+        A false report comes before the root's, which waits for a timeout, and must not lead to the
+        dismissal of another member.
         """
         ((most, reports),) = self._reporters.most_common(1)
         times = self._reporters.total()

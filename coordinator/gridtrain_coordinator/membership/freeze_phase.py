@@ -161,7 +161,7 @@ class FreezePhase:
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Record a report on the frozen generation; return a violation if it is impossible or no member's."""
+        """Record a freeze report; return a violation if it is impossible or not a member's."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []
@@ -283,8 +283,8 @@ class FreezePhase:
         return absent
 
     def _new_processes_without_setup(self) -> frozenset[m.PeerId]:
-        """Return the members whose process was replaced and whose new one has not sent its `Setup` yet, which
-        lists the checkpoints on their disks."""
+        """Return the members whose new process has not yet sent its `Setup`, which lists the checkpoints on
+        disk."""
         run = self._run
         return frozenset(
             peer for peer in run.departed_members if peer in run.workers and run.workers[peer].setup is None

@@ -28,7 +28,7 @@ A list that fits on one page is always sent in full.
 
 @dataclass(slots=True)
 class _Announced:
-    """A generation's shared list, and the members to which it was sent; once ready, they hold it."""
+    """A generation's shared list, and the members to which it was sent; they hold it once they are ready."""
 
     generation: int = 0
     members: tuple[m.Member, ...] = ()

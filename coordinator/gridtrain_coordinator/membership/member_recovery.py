@@ -32,7 +32,7 @@ class MemberRecovery:
         self._run, self._freeze_phase = run, freeze_phase
         self._generation_reports = generation_reports
         self._term_raise = TermRaise()
-        self._later_term = 0  # that of a later coordinator to which workers have moved
+        self._later_term = 0  # of a later coordinator to which workers have moved
         self._later_members: frozenset[m.PeerId] = frozenset()
         self._take_over_s = math.inf  # when to take over from that coordinator if all members are back
 

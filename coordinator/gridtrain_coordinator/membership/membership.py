@@ -332,8 +332,8 @@ class Membership:
         )
 
     def _describe_awaited(self, now_s: float) -> str:
-        """Return what is awaited, as text: members, because the journal is behind, or the checkpoint of a
-        worker that has left; "" if nothing is."""
+        """Describe what is awaited: members, because the journal is behind, or the checkpoint of a worker
+        that has left; "" if nothing is awaited."""
         if self.run.awaits_left_step:
             until_s = self._left_step_deadline_s - now_s
             limit = f", for at most {max(0, math.ceil(until_s))} s" if until_s < math.inf else ""
@@ -343,7 +343,7 @@ class Membership:
         if not awaited or not 0 < left_s < math.inf:
             return ""
         names = sorted(self.worker_name(peer) or peer.hex()[:8] for peer in awaited)
-        # Without a state, the run waits on when the time is up.
+        # Without a state, the run continues to wait when the time is up.
         has_state = any(report.is_synced for report in view_change.reports.values())
         limit = f", for at most {math.ceil(left_s)} s" if has_state else ""
         return f"; still awaited{limit}: {list_first(names, MAX_NAMES)}"
@@ -621,7 +621,7 @@ class Membership:
         notes: list[Effect] = [*worker.record_heartbeat(beat, now_s)]
         self._planner.worker_speeds.observe(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
-        if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # it reads all members' steps
+        if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # reads all members' steps
             run.record_report(worker.peer, beat.step)  # so that a rollback is recognized
         if run.phase is RunPhase.TRAINING and worker.peer in run.members:
             notes += self._announce_alert(worker, now_s)
@@ -702,7 +702,7 @@ class Membership:
         else:
             effects = self._catch_up.advance(self._candidates.catching_up, now_s)
             if self._candidates.catching_up:
-                self._cached_candidates = None  # some may have caught up
+                self._cached_candidates = None  # some workers may have caught up
             effects += self._begin_view_change(now_s)
         has_changed = effects or before != (view_change.phase, view_change.deadline_s, view_change.reason)
         # Heartbeats report the progress of state transfers, of catch-up and of a pipeline's stages.

@@ -160,7 +160,7 @@ class PipelineRecovery:
         latter case, the run continues from the restart point, and the later steps are lost.
         """
         run, left = self._run, self._run.left_workers
-        # A model that is repartitioned over fewer workers is awaited like one with all its stages.
+        # Enough for all defined stages, even if the model is repartitioned over fewer workers.
         has_enough = len(run.eligible_workers()) >= max(run.partition.stage_count, run.defined_setup.stages)
         if not left or has_enough or restart.outcome is None:
             return None

@@ -118,7 +118,7 @@ class Readiness:
         if run.is_ending:  # the end is announced first, so that no member begins a round
             return [*self._departures.finish_run(), *starts]
         size, step = len(run.member_order), run.view.applied + 1
-        was_paused = run.phase is RunPhase.PAUSED  # which all workers know, also from their Welcome
+        was_paused = run.phase is RunPhase.PAUSED  # all workers know this, some from their Welcome
         entry = run.enter_phase(RunPhase.TRAINING, f"{format_count(size, 'worker')} since step {step}")
         fields = {"generation": run.generation, "workers": size, "step": step}
         told = [run.phase_message(peer) for peer in run.workers] if was_paused else []
@@ -160,7 +160,7 @@ class Readiness:
         for peer, reason in reasons.items():
             source = run.workers.get(self._state_source() or b"") if peer in self._joining() else None
             if peer in futile:
-                text = "received nothing of the state, because its connections to the members break"
+                text = "received no part of the state, because its connections to the members break"
                 effects += self._departures.dismiss(peer, text, remedy=MTU_REMEDY)
             elif source is not None and source.progressed_s < run.view_change.last_installed_s:
                 effects += self._dismiss_waiting(peer, run.workers.display_name(source.peer))
@@ -177,7 +177,8 @@ class Readiness:
     def _futile(self, late: Collection[m.PeerId], now_s: float) -> list[m.PeerId]:
         """Return the newcomers whose connections broke repeatedly before any of the state arrived.
 
-        One of them led to a member that may send the state: no other member can deny a newcomer its place.
+        One of these connections must lead to a member that may send the state, so that no other member can
+        deny a newcomer its place.
         """
         run, failures, source = self._run, self._planner.link_failures, self._state_source()
         senders = run.members if source is None else self._joining() | {source}
@@ -205,11 +206,11 @@ class Readiness:
     def _is_checkpoint_unsent(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> bool:
-        """Return whether more members than the holders wait for a checkpoint, and none has received it.
+        """Return whether the members that await a checkpoint outnumber its holders, and none has received it.
 
-        Only before training: until then, that the holders have the checkpoint is merely their claim.  It is
-        believed if the run had reached that step and one of them was a member, which may be unable to send:
-        without it the run would lose its steps.
+        False once training has begun; before that, only the holders claim to have the checkpoint.  Also
+        False if the run had reached its step and a holder was a member: the holder may be unable to send the
+        checkpoint, and without it the run would lose its steps.
         """
         run, joining = self._run, self._joining()
         applied = run.view.applied if run.view is not None else -1
@@ -281,7 +282,7 @@ class Readiness:
     ) -> list[m.PeerId]:
         """Record that the source has not served the late members that still wait for the state.
 
-        Returns those of them for which another source is to be tried.
+        Returns the members for which another source is to be tried.
         """
         run, source = self._run, self._state_source()
         # Before the first step, the state is one member's own.

@@ -30,7 +30,7 @@ class StateSources:
     def __init__(self) -> None:
         # By joining member, the sources that failed it.
         self._failed: RecentDict[PeerId, list[PeerId]] = RecentDict(MAX_RECORDS)
-        # By source: members that it served, of which two are enough, and its failures since it last did.
+        # By source: members that it served, at most two, and the number of its failures since then.
         self._served: RecentDict[PeerId, set[PeerId]] = RecentDict(MAX_RECORDS)
         self._unreliable: RecentDict[PeerId, int] = RecentDict(MAX_RECORDS)
 

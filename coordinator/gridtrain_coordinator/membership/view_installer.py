@@ -52,7 +52,7 @@ class InitialState:
     """
 
     def __init__(self) -> None:
-        self._digest = b""  # digest of the state with which the run starts; empty if not known
+        self._digest = b""  # digest of the run's initial state; empty if not known
 
     def start_with(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
         """Record the state of `eldest` as the initial state of the run; return the workers that hold it."""
@@ -60,7 +60,7 @@ class InitialState:
         return self.holders(workers) | {eldest.peer}
 
     def holders(self, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
-        """Return the workers that have the state with which the run starts."""
+        """Return the workers that have the run's initial state."""
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
@@ -113,7 +113,7 @@ class ViewInstaller:
         workers = [run.workers[peer] for peer in admitted]
         believed = [worker for worker in workers if run.is_checkpoint_credible(worker, workers)]
         if all((worker.checkpoint_step or 0) < run.highest_step for worker in believed):
-            believed = workers  # it may be of steps that were not reported: with a new key after a restart
+            believed = workers  # a worker that returns with a new key may have unreported steps
         for worker in workers:
             if worker not in believed:
                 fields = {"name": worker.name, "step": worker.checkpoint_step, "reached": run.highest_step}
@@ -170,8 +170,8 @@ class ViewInstaller:
 
         Args:
             placement: the ranks of a pipeline; None for an unpartitioned model.
-            source: the only member that may send the state, because it is not proven that the other holders
-                have it; None if any holder may send it.
+            source: the only member that may send the state, because the other holders may not really have it;
+                None if any holder may send it.
         """
         run = self._run
         self._member_lists.end_generation()
@@ -182,7 +182,7 @@ class ViewInstaller:
             holders = [peer for peer in order if peer in outcome.state_holders]
             stalled = {batch.peer for batch in outcome.ledger.late}
             source = source or self._sources.choose(holders, lacking, stalled)
-            # Without a source, each of them receives the state from a nearby holder.
+            # Without a source, each member that lacks the state receives it from a nearby holder.
             sources = {} if source is None else {peer: order.index(source) for peer in lacking}
             placement = RankPlacement(order, sources, (), "")
         else:

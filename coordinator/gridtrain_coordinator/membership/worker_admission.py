@@ -36,7 +36,7 @@ HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest e
 
 
 def max_workers(spec: m.LedgerSpec | None) -> int:
-    """Return the maximum number of workers with which each ledger of a run still fits into a message.
+    """Return the maximum number of workers for which every ledger of a run fits into a message.
 
     Args:
         spec: the ledger's specification; None if the run is not defined yet.
@@ -234,7 +234,7 @@ def _fullness(count: int, spec: m.LedgerSpec | None) -> m.Refused | None:
 
 
 def _how_to_define_anew(others: list[str]) -> str:
-    """Return the remedy with which another setup can define the run.
+    """Return the remedy for defining the run with another setup.
 
     Args:
         others: the workers that would have to leave before the first step; empty if a step was committed.

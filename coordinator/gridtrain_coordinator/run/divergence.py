@@ -21,8 +21,8 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""The maximum number of comparisons in progress.  To make room for another one, the oldest comparison to
-which only the reporting member has contributed is abandoned or, if there is none, the oldest of all."""
+"""The maximum number of comparisons in progress.  To make room for another, the oldest comparison with
+only the reporting member's digest is abandoned or, if there is none, the oldest of all."""
 
 
 class DigestComparison:

@@ -44,7 +44,7 @@ from gridtrain_coordinator.run.run_state import RunState
 T = TypeVar("T")
 WHOLE_SEARCH_MEMBERS = 32
 MAX_ROUTED_MEMBERS = 32
-"""The largest group in which relays count; the routes of its pairs are looked up in a millisecond."""
+"""The largest group whose relays are considered; looking up the routes of its pairs takes a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class GenerationPlanner:
     # -- measurements ------------------------------------------------------------------------------
 
     def record_rates(self, peer: m.PeerId, rates: m.LinkRates) -> None:
-        """Record the rates of a worker's links, as far as they count (`ReorderLimits.accept`)."""
+        """Record those rates of a worker's links that count (`ReorderLimits.accept`)."""
         known = [rate for rate in rates.rates_Bps if rate[0] in self._run.workers]
         if self.measured_links.record(peer, self.reorder_limits.accept(peer, known)):
             self.reorder_limits.mark_changed(peer)
@@ -174,7 +174,7 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
-        Members wait for this plan, so the prepared one is used.  If no plan was prepared for this basis, only
+        Members wait for the plan, so the prepared one is used.  If no plan was prepared for this basis, only
         a few rank orders are tried, and the exchange and the shares of entries are kept until they are
         reconsidered in the next plan, or after `reshare_s` (`request_if_faster`).
 
@@ -207,14 +207,14 @@ class GenerationPlanner:
     def _begin_avoiding(self, peers: Sequence[m.PeerId], now_s: float) -> frozenset[rank_order.PeerPair]:
         """Refresh the links between `peers`, and return the pairs with broken links.
 
-        Called after `_choose_exchange`, which measures them without these pairs.
+        Called after `_choose_exchange`, which resets the round trips of these pairs to the measured ones.
         """
         avoided = self.link_failures.begin_avoiding(now_s)
         self._refresh_links(peers, avoided)
         return avoided
 
     def _refresh_links(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> None:
-        """Adopt the latest round trips and routes between `peers`; those of `avoided` pairs count as long."""
+        """Adopt the latest round trips and routes between `peers`; `avoided` pairs get a long round trip."""
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
         is_routed = len(peers) <= MAX_ROUTED_MEMBERS
         routes = self._addresses.relayed_pairs(peers, MAX_ROUTED_MEMBERS) if is_routed else ()

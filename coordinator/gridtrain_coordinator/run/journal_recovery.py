@@ -31,7 +31,7 @@ class RecoveredRun:
     """The run according to the journal; the defaults correspond to an empty journal.
 
     Attributes:
-        definition: the setup that those of all workers must match; None if no worker has joined yet.
+        definition: the setup that every worker's setup must match; None if no worker has joined yet.
         generation: the latest generation; 0 if none was installed.
         view, roster: the view and members of the latest generation; None and () if no worker held the model
             when the journal ended.
@@ -44,10 +44,10 @@ class RecoveredRun:
             longer, or when a worker left with checkpoints; 0 if none of these followed the latest generation.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
-        latest_members: the members of the latest generation, also if no worker holds the model.
+        latest_members: the members of the latest generation, even if no worker holds the model.
         names: the latest names of all members, including those that have left.
-        left_workers: by key, the workers that have left with checkpoints since the latest generation, and are
-            not back.
+        left_workers: by key, the workers that have left with checkpoints since the latest generation, and
+            have not come back.
     """
 
     definition: m.Setup | None = None
@@ -133,9 +133,9 @@ def is_same_run(one: RecoveredRun, other: RecoveredRun) -> bool:
 class SupersededEntries:
     """Finds the entries without which `recover_run` returns the same run, while the entries are read.
 
-    These are all generations but the latest and, before it, reports of workers that left, and phases other
-    than the last one that says whether the run has started.  The names of earlier members are lost with
-    them, and are therefore in `compacted_entry`.
+    These are all generations except the latest and, before it, reports of workers that left, and all phases
+    except the last one that says whether the run has started.  The names of earlier members would be lost
+    with these entries, so `compacted_entry` contains them.
 
     Attributes:
         ids: the numbers of these entries.
@@ -145,7 +145,7 @@ class SupersededEntries:
         self.ids: list[int] = []
         self._generation: int | None = None
         self._deciding: int | None = None  # the latest entry that says whether the run has started
-        self._states: list[int] = []  # those that the next generation supersedes
+        self._states: list[int] = []  # entries that the next generation supersedes
 
     def add(self, number: int, kind: str, body: Mapping[str, Any]) -> None:
         """Consider the next entry, which is valid."""
@@ -162,7 +162,7 @@ class SupersededEntries:
 
 
 def compacted_entry(recovered: RecoveredRun) -> dict[str, Any]:
-    """Return what the first entry of a compacted journal must contain of the run."""
+    """Return the part of the run that the first entry of a compacted journal must contain."""
     return {"names": [[peer.hex(), name] for peer, name in recovered.names.items()]}
 
 

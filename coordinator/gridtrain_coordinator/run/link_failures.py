@@ -16,8 +16,8 @@ the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of
 A member whose own link is bad reports each of its connections; its reports count like any others.
 
 A step that stalls because of a broken connection is a different question: one failure is enough, but its two
-ends are equally suspect until a second one of them fails (`suspected_ends`).  Two members that lie together
-can therefore have any third one dismissed, as they can with reports of other stalls.
+ends are equally suspect until another connection of one of them fails (`suspected_ends`).  Two members that
+lie in concert can therefore have any third member dismissed, as they can with reports of other stalls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Pair = tuple[PeerId, PeerId]
 class LinkFailures:
     """The recent connection failures between members.
 
-    Stores at most `FAILURES_BEFORE_AVOIDING` times of failures that one member reports about another.
+    For each reporter and peer, stores the times of at most `FAILURES_BEFORE_AVOIDING` failures.
     """
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ class LinkFailures:
         """Return who may be at fault for this member's failures within `WINDOW_S`; empty if there are none.
 
         anna - mallory                    anna and mallory: nothing tells them apart
-        anna - mallory, bert - mallory    mallory, also if `peer` is anna or bert
+        anna - mallory, bert - mallory    mallory, even if `peer` is anna or bert
 
-        Every member is connected to the root, so the root's failures count only as one unless it has lost
+        Every member is connected to the root, so the root's failures count as only one unless it has lost
         more than half of its connections.
         """
         others = _peers_by_end(pair for pair, at in self._times_s.items() if at[-1] >= now_s - WINDOW_S)
@@ -93,7 +93,7 @@ class LinkFailures:
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
-        """Return a member with two or more failed pairs, of which the ring does not avoid all yet.
+        """Return a member with two or more failed pairs, not all of which the ring avoids yet.
 
         Returns None if there is no such member, or if the group has at most `SMALL_GROUP` members.
         The plan of the next generation avoids these pairs (`begin_avoiding`).
@@ -124,7 +124,7 @@ class LinkFailures:
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """Map members to those with which their connections failed too often in the last `within_s` seconds.
+        """Map members to their peers in pairs that failed too often in the last `within_s` seconds.
 
         Discards the records of pairs that last failed more than `REMEMBERED_S` ago.
         """

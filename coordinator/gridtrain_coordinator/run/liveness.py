@@ -26,8 +26,8 @@ INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 influences the timeout for more than an hour."""
 
 JOIN_WAIT_S = 0.25
-"""The shortest wait for a `Join` over a new connection with a worker's key.  The worker sends it first; other
-programs that connect with the key, such as its agent, send none."""
+"""The shortest wait for a `Join` over a new connection with a worker's key.  A worker sends it first;
+other programs that connect with the key, such as the worker's agent, send none."""
 
 
 class HeartbeatIntervals:

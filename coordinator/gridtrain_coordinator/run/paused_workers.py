@@ -60,7 +60,7 @@ class PausedWorkers:
         ]
 
     def describe(self, required: int, now_s: float) -> str:
-        """Describe the paused workers of a run in which no worker trains; "" if there are none.
+        """Describe the paused workers of a run in which no worker is training; "" if there are none.
 
         Args:
             required: the number of workers needed for training to continue.
@@ -73,7 +73,7 @@ class PausedWorkers:
         hint = ": gridtrain worker resume" if m.ends_with_resume(last.reason) else ""
         why = f"({which}{last.reason}, for {format_age(now_s - last.since_s)}{hint})"
         needed = f"; training continues with {required} workers" if required > 1 else ""
-        return f"no worker trains: {self._count_text} {why}{needed}"
+        return f"no worker is training: {self._count_text} {why}{needed}"
 
     def describe_end(self) -> str:
         """Return what to append to a sentence about the end of a run."""

@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """The step of the checkpoint with which the worker joined; None without one, or for a pipeline."""
+        """The step of the checkpoint with which the worker joined; None if it has none, or for a pipeline."""
         checkpoint = self.setup.checkpoint if self.setup is not None else None
         return checkpoint.applied + 1 if checkpoint is not None else None
 
@@ -187,7 +187,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The registered workers on which the decision to make the next generation depends.
+    """The registered workers that determine whether the next generation is made.
 
     Attributes:
         newcomers: workers that may enter the next generation, in joining order.
@@ -297,8 +297,8 @@ def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
     """Return the facts as they are shown; an option that is not set is shown as "none", not as "None".
 
     Args:
-        bounds: the present stage bounds if the model was repartitioned, because the facts contain the initial
-            ones; otherwise ().
+        bounds: the current stage bounds if the model was repartitioned, because the facts contain the initial
+            bounds; otherwise ().
     """
     shown = {name: "none" if text == "None" else text for name, text in facts}
     if bounds:

@@ -46,7 +46,7 @@ class RunState:
     Attributes:
         phase: the phase of the run, which the status shows together with `reason`.
         generation: the number of the latest generation; 0 if none was installed.
-        definition: the setup that those of all workers must match; None until a worker has defined the run.
+        definition: the setup that every worker's setup must match; None until a worker has defined the run.
         workers: registered workers, in joining order.
         view: the view of the latest generation; None if no worker holds the model, or if only the members
             know the view.
@@ -55,8 +55,8 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, according to generations and members' reports.
-        step_before: `highest_step` before the members' first generation, whose checkpoint may be a false one.
-        latest_members: the members of the latest generation that trained or is in the journal, also when they
+        step_before: `highest_step` before the members' first generation, whose checkpoint may be false.
+        latest_members: the members of the latest generation that trained or is in the journal, even if they
             no longer hold the model; empty for a new run.
         left_step: the highest step in a checkpoint that a former member keeps; 0 if there is none
             or if another generation has begun since.
@@ -195,7 +195,7 @@ class RunState:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """The step of the registered workers' latest checkpoint; None without one, or for a pipeline."""
+        """The step of the registered workers' latest checkpoint; None if there is none, or for a pipeline."""
         steps = [worker.checkpoint_step for worker in self.workers.values()]
         return max((step for step in steps if step is not None), default=None)
 
@@ -235,14 +235,14 @@ class RunState:
 
     @property
     def required_workers(self) -> int:
-        """The number of workers needed to start; after its start, a pipeline can do with fewer."""
+        """The number of workers needed to start; after its start, a pipeline can run with fewer."""
         defined = self.definition.stages if self.definition is not None else 1
         has_begun = self.partition.is_pipeline and self.highest_step > 0
         return max(self._min_workers, 1 if has_begun else defined)
 
     @property
     def reason(self) -> str:
-        """The reason for the phase, with what is awaited: workers, or newcomers that receive the state."""
+        """The reason for the phase, and what the run waits for: workers, or the state to reach newcomers."""
         here = len(self.workers)
         if self.phase is RunPhase.TRAINING and self.view_change.is_forming:
             ready = self.view_change.ready_histories
@@ -292,8 +292,10 @@ class RunState:
 
     @property
     def awaits_left_step(self) -> bool:
-        """Whether no worker holds the model, or has the checkpoint that a member kept when it left; False for
-        a pipeline, and once the owner has ended the run."""
+        """Whether no worker holds the model, and none has the checkpoint that a member kept when it left.
+
+        False for a pipeline, and once the owner has ended the run.
+        """
         if self.members or self.partition.is_pipeline or self.is_ending or self.is_finished:
             return False
         workers = list(self.workers.values())
@@ -301,10 +303,10 @@ class RunState:
         return max(steps, default=0) < self.left_step
 
     def is_checkpoint_credible(self, worker: Worker, others: Iterable[Worker]) -> bool:
-        """Return whether the run may have reached the step of a worker's checkpoint; True without one.
+        """Return whether the run may have reached the step of a worker's checkpoint; True if it has none.
 
         The members of the latest generation may have committed more steps than the journal and their reports
-        show.  A journal that is older than the run does not know them; then most checkpoints decide.
+        show.  If the journal is too old to name them, the majority of the checkpoints decides.
 
         Args:
             others: the workers whose checkpoints are compared with it, which include the worker itself.
@@ -352,7 +354,8 @@ class RunState:
     def record_report(self, peer: m.PeerId, step: int) -> None:
         """Record a member's step, and raise the run's step to the lower median of the members' steps.
 
-        Former members' last steps count too: no member could have committed a step without those members.
+        Former members' last steps count, too, because no step could have been committed without these
+        members.
         """
         self.has_committed = self.has_committed or step > 0
         self._reported_steps[peer] = min(step, MAX_STEPS + 1)

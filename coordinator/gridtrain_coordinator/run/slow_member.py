@@ -31,7 +31,7 @@ IDLE_S, IDLE_STEPS = 30.0, 10
 """Members are idle if none of them has made progress for `IDLE_S`, and for `IDLE_STEPS` times the duration of
 the latest step."""
 
-BATCH_HINT = "if it always is, global_batch_size gives it fewer samples"
+BATCH_HINT = "if this persists, global_batch_size gives it fewer samples"
 
 
 def busy_s(figures: Mapping[str, float]) -> float:
@@ -46,7 +46,7 @@ def find_slow_member(
     has_fixed_batches: bool = False,
 ) -> dict[str, str] | None:
     """Return the peer and the name of the member for which the others wait, and the reason: it is busy for
-    long, or it has the slowest link.
+    a long time, or it has the slowest link.
 
     Returns None if no member stands out.
 
@@ -74,10 +74,10 @@ def find_slow_member(
 
 
 def describe_idle(members: Sequence[Worker]) -> str:
-    """Return the alert that no member makes progress, according to their heartbeats; "" if one
-    does, or if one has not reported a step yet.
+    """Return the alert that no member is making progress, according to the heartbeats; "" if one is, or if
+    one has not reported a step yet.
 
-    While others wait for a single idle member, it is dismissed (`Complaints`).
+    A single idle member for which the others wait is dismissed instead (`Complaints`).
     """
     if not members or not all("computing_s" in worker.figures for worker in members):
         return ""
@@ -96,7 +96,7 @@ def _find_slow_link(
 ) -> dict[str, str] | None:
     """Return the member with the slowest link, and the reason; None if no link is much slower than others.
 
-    Of the two ends of the link, it is the one whose fastest link is slower, or else the sender.
+    The member is the end of the link whose fastest link is slower or, if both are equal, the sender.
 
     Args:
         members: the members by rank.

@@ -34,8 +34,8 @@ class ViewChange:
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
             installed none.
         reports: the members' `FreezeReport` messages.
-        is_started: whether the members of the latest generation were told to start.  It stays false if the
-            generation is abandoned, and is true for one that an earlier coordinator has installed.
+        is_started: whether the latest generation has started.  It stays false if the generation is abandoned,
+            and is true for a generation that an earlier coordinator installed.
         ready_histories: by member, the history in its `Ready` message.
     """
 
@@ -87,7 +87,7 @@ class ViewChange:
         return reason
 
     def start(self) -> None:
-        """End the view change: the members of the generation are told to start."""
+        """End the view change: the generation starts."""
         self.reset()
         self.is_started = True
 

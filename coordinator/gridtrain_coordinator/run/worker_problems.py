@@ -1,4 +1,4 @@
-"""Turns the problems that workers report, such as skipped steps, into log events, alerts, and status texts.
+"""Turns the problems that workers report, such as skipped steps, into log events, alerts and status messages.
 
 one worker's figures  --> WorkerProblems.update --> LogEvent, at intervals       for the log
                           WorkerProblems.text   --> "made the group skip ..."    for the worker's status
@@ -18,16 +18,16 @@ from gridtrain.quantities import ALERT_SKIPS, SKIP_REASON, describe_skipped, for
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
-"""The shortest time between two events about steps that one worker made the group skip; likewise for steps
-that the group took without it, except for the event that it takes part again, and for its lone calls to
-`grid.mean`."""
+"""The shortest time between two events about steps that one worker made the group skip; also for steps
+that the group took without it, except for the event that it takes part again, and for calls to `grid.mean`
+that no other worker made."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
 
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
-"""The shortest time to the next event about checkpoints: after an event that reports a failure, and after one
-that reports that checkpoints are being written again.  The same times apply to uploads."""
+"""The shortest time to the next event about checkpoints: after an event about a failure, and after the
+event that checkpoints are being written again.  The same times apply to uploads."""
 
 ALERT_CHECK_INTERVAL_S = 2.0
 """The shortest time between two checks of whether the alert begins or ends, which read all members' reports;
@@ -178,8 +178,8 @@ class StepCounter:
         return new
 
     def end_row(self, step: int) -> tuple[int, int]:
-        """Return how many steps of a row that has ended no event has announced, and how many it has in all;
-        (0, 0) if there is no such row.
+        """Return, for a row of steps that has ended, the number of steps that no event has announced, and the
+        total number; (0, 0) if there is no such row.
 
         Args:
             step: the worker's step.

@@ -141,7 +141,7 @@ def majority_states(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozen
     """Return the states that most of the workers with checkpoints report.
 
     Used until a step is known to be committed, because until then there is no training that false reports
-    could undo.  Workers without checkpoints are not counted, because new ones know nothing about an old run.
+    could undo.  Workers without checkpoints are not counted, because new workers know nothing of an old run.
     """
     reporters = sum(bool(checkpoints) for checkpoints in reported.values())
     return frozenset(s for s, count in count_reports(spec, reported).items() if 2 * count > reporters)

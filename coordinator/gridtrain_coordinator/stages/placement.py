@@ -105,7 +105,7 @@ class StagePlacement:
     def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints
         self._repartition_cache = RepartitionCache()
-        self._previous_bounds: tuple[int, ...] = ()  # those before the latest repartition
+        self._previous_bounds: tuple[int, ...] = ()  # the bounds before the latest repartition
         self._too_few_since_s: float | None = None  # when the workers became fewer than the stages
         # The workers, and the bounds at which they do not have the memory for further ranks.
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None

@@ -112,9 +112,9 @@ class ExchangeSample:
 
     Attributes:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
-        cpu_s: the CPU time of a member's process from its start to its end, in seconds; like all figures of a
+        cpu_s: the CPU time that a member's process uses for the exchange, in seconds; like all figures of a
             member, a mean over the members.
-        sent_bytes: the bytes that a member sent in this time.
+        sent_bytes: the bytes that a member sent in the exchange.
         payload_bytes: the size of a payload, excluding the transport's framing.
         workspace_s: the part of `seconds` that a member spent on decoding, adding, merging, encoding and
             hashing.
@@ -186,7 +186,7 @@ def start_group(setting: BenchSetting, ground: LocalHost, folder: Path) -> Itera
     """Start a coordinator and its members; yield the group when it is ready for the first repeat.
 
     Args:
-        ground: starts the processes.
+        ground: the host that starts the processes.
         folder: the folder for keys, journal, logs and the barrier's socket; its path must be short, because
             a socket's path is limited to 100 bytes.
 

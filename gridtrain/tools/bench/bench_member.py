@@ -5,8 +5,8 @@ transport are the same as in every run; only the model's work is left out: forwa
 applying the update.  The members wait for each other at the barrier's places "ready" and "done".
 
     prepare_s          before "ready": select the entries to send, and encode them
-    start_s .. end_s   from "ready" to "done": the collective, votes and decision; cpu_s is the CPU time of it
-    workspace_s        the part of it spent on decoding, merging, encoding and digests
+    start_s .. end_s   from "ready" to "done": the collective, votes and decision; cpu_s is its CPU time
+    workspace_s        the part of end_s - start_s spent on decoding, merging, encoding and digests
     sent_bytes         bytes sent from "ready" until all members have arrived at "done"
 
     python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 256000

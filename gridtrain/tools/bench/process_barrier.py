@@ -55,7 +55,7 @@ class BarrierServer:
 
         Raises:
             GridtrainError: not all members reach `place` within `timeout_s`, or a member is at another place;
-                also what `check` raises.
+                exceptions from `check` are passed on.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s

@@ -33,7 +33,7 @@ from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReade
 
 POLL_S = 0.2
 SHUTDOWN_TIMEOUTS_S = (6.0, 3.0)
-"""How long to wait after a first SIGTERM, and after a second one, at which an agent kills its script.
+"""How long to wait after a first SIGTERM, and after a second one, which makes an agent kill its script.
 
 Then the processes are killed with SIGKILL.
 """

@@ -32,8 +32,8 @@ The whole model takes about three times as much, even if it is trained micro-bat
 CUTS = (0, 3, 5, 7, 10)
 """The boundaries of four stages, each within the limit, of the model of `SIZE`.
 
-They are fixed, because boundaries are otherwise chosen from measured speeds.  If four workers share a busy
-machine, a stage then sometimes gets four blocks, and exceeds the limit.
+They are fixed, because boundaries that are chosen from measured speeds may exceed the limit: if four workers
+share a busy machine, a stage sometimes gets four blocks.
 """
 
 

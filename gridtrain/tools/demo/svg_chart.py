@@ -3,8 +3,8 @@
 A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
-    |  panel 1        panel 2        |   of several positions, a label takes the one at which it
-    |  y |\\__ dense   y |\\__ dense   |   covers the least of the lines and other labels
+    |  panel 1        panel 2        |   each label is placed where it covers the least of the
+    |  y |\\__ dense   y |\\__ dense   |   lines and of the other labels
     |    +-----x        +-----x      |
     +--------------------------------+
 """
@@ -37,7 +37,7 @@ class ChartLine:
 
     Attributes:
         points: the connected points, in data units.
-        notes: the texts beside points, as (index of the point, text).
+        notes: the labels beside points, as (index of the point, text).
         dots: further points, which are not connected.
     """
 

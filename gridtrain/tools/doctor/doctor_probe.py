@@ -4,9 +4,9 @@
     to members, with a new key                           Ping, Burst, BurstRequest
     from the coordinator, as a check ("dial-back")       a connection to doctor's address, with the new key
 
-Doctor requests at most one burst (256 KiB) of the coordinator and of each of at most three members, and then
-sends as many.  It sends a member none if that would take too long at the rate of the upload to the
-coordinator: what is left of a burst on this machine's link would falsify all that is measured after it.
+Doctor requests at most one burst (256 KiB) from the coordinator and from each of at most three members, and
+then sends one to each.  It sends none to a member if that would take too long at the rate of the upload to
+the coordinator: the rest of a burst on this machine's link would falsify all later measurements.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LinkMeasurement:
         rtt_s: the shortest round-trip time of several pings, in seconds.
         up_Bps, down_Bps: the rates at which 256 KiB were sent and received; they are too low for a fast link
             with high latency.
-        is_up_bound, is_down_bound: whether the burst did not arrive in time, and the rate is therefore lower.
+        is_up_bound, is_down_bound: whether the burst did not arrive in time; the rate is then an upper bound.
     """
 
     rtt_s: float | None = None
@@ -63,7 +63,7 @@ class LinkMeasurement:
 
     @property
     def is_silent(self) -> bool:
-        """Whether pings were answered, but no message of 16 KiB was, and none arrived."""
+        """Whether pings were answered, but no burst was acknowledged and no message of 16 KiB arrived."""
         return self.rtt_s is not None and self.is_up_bound and self.down_Bps is None
 
 
@@ -214,7 +214,7 @@ class DoctorProbe:
         """Measure the round-trip time, the download, and then the upload, whose burst may fill the link.
 
         Args:
-            up_Bps: the upload is measured only if a burst of this rate arrives by `upload_until_s`.
+            up_Bps: the upload is measured only if a burst at this rate would arrive by `upload_until_s`.
         """
         found = LinkMeasurement()
         for _ in range(PING_COUNT):

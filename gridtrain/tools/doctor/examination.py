@@ -395,7 +395,7 @@ def _download_Bps(link: LinkMeasurement) -> float | None:
 
 
 def _is_exceeded(bound_Bps: float | None, others_Bps: Iterable[float | None]) -> bool:
-    """Return whether this machine has a faster link than this one, so that its own rate is not the cause."""
+    """Return whether another link of this machine is faster, so that this machine is not the cause."""
     return any(rate_Bps > (bound_Bps or 0.0) for rate_Bps in others_Bps if rate_Bps)
 
 

@@ -94,7 +94,7 @@ def predict_speedup(
     links = coordinator, *mine.values()
     if not any(each.up_Bps or each.down_Bps for each in links):
         assumed.append(
-            f"this machine's link has {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s, as no rate was measured"
+            f"this machine's link has {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s, because no rate was measured"
         )
     elif not any(each.up_Bps for each in mine.values()):
         assumed.append("the links to the members are like the link to the coordinator")

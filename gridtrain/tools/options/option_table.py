@@ -46,8 +46,8 @@ class Option:
         is_comma_separated: whether commas as well as spaces separate TEXTS in the environment.
         off_word: the value that the flag `--no-...` sets; "" if a TEXT has no such flag.
         toml_key: "table.key" in run.toml, if it is not in the program's own table.
-        is_command_line_only: whether neither the environment nor run.toml may set the option.
-        has_no_flag: whether the option is not on the command line.
+        is_command_line_only: whether the option can be set only on the command line.
+        has_no_flag: whether the option has no command-line flag.
         is_secret: whether the value must not be shown.
         is_hidden: whether help omits the option, because only tools of this repository need it.
     """
@@ -211,7 +211,7 @@ COORDINATOR: tuple[Option, ...] = (
         "Folder of the run's journal and keys.",
         default_description="~/.local/state/gridtrain/RUN",
     ),
-    Option("min_workers", COUNT, "Number of workers with which the run starts.", default=1, minimum=1),
+    Option("min_workers", COUNT, "Number of workers needed to start the run.", default=1, minimum=1),
     Option(
         "order",
         TEXT,
@@ -368,7 +368,7 @@ def find_option(program: str, name: str) -> Option:
 
 
 def known_variables() -> set[str]:
-    """Return the names of all `GRIDTRAIN_` variables that are not refused as unknown."""
+    """Return the names of all `GRIDTRAIN_` variables that may be set."""
     chosen = {
         one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only
     }

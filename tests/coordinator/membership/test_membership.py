@@ -1412,7 +1412,7 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
         "0 if they have none; gridtrain finish ends the run"
     )
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
-        f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "
+        f"{run.core.reason}; no worker is training: 2 are paused (the last one: hot, for 60 s); training "
         "continues with 2 workers"
     )
     assert "paused" not in run.core.reason, "which stays when the last paused worker has ended"

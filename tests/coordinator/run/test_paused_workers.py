@@ -68,5 +68,5 @@ def test_a_run_whose_workers_are_paused_says_why_and_what_ends_it(
     assert paused.describe(required, 0.0) == ""
     for number, reason in enumerate(reasons):
         paused.add(str(number).encode() * 32, "anna", reason, float(number))
-    assert paused.describe(required, len(reasons) + 4.0) == f"no worker trains: {said}"
+    assert paused.describe(required, len(reasons) + 4.0) == f"no worker is training: {said}"
     assert paused.describe(required, 10.0 + RETENTION_S) == ""

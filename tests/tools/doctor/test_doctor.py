@@ -661,7 +661,7 @@ def test_a_prediction_names_assumed_figures() -> None:
     run = replace(run_of(1), flops=())
     said = predict_speedup(run, {}, LinkMeasurement(), None)
     assert len(said.assumptions) == 2 and said.step_s == 10.0
-    assert said.assumptions[1] == "this machine's link has 100 Mbit/s, as no rate was measured"
+    assert said.assumptions[1] == "this machine's link has 100 Mbit/s, because no rate was measured"
     assert said.gain == pytest.approx(2 * 10.0 / said.joined_step_s - 1)
 
 

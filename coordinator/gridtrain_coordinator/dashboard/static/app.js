@@ -168,7 +168,7 @@ stream.addEventListener("tick", heard(tick));
 stream.addEventListener("error", () => alive("no connection, trying again", "off"));
 setInterval(age, 1000);
 
-/** Values of which nothing new was heard are grey, with their age. */
+/** Shows values in grey, with their age, if no update has arrived recently. */
 function age() {
   const age_s = (performance.now() - heard_ms) / 1000, old = heard_ms > 0 && age_s > STALE_S;
   document.body.classList.toggle("old", old);

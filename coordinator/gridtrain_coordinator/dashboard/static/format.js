@@ -27,7 +27,7 @@ export function put(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }); // created once, as that is slow
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }); // created once, because that is slow
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function count(value) {

@@ -118,7 +118,7 @@ export class Plots {
     return { width: Math.max(plot.canvas.clientWidth, 120), height: Math.max(plot.canvas.clientHeight, 120) };
   }
 
-  /** The values under the pointer, or the latest ones (of the loss: that are known), as text that everyone can read. */
+  /** The values under the pointer, or the latest (for the loss, the latest known), as text that everyone can read. */
   say(plot, at = null) {
     const [x, ...lines] = plot.chart.data;
     const here = at ?? x.length - 1;

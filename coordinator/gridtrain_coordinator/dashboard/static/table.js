@@ -25,7 +25,7 @@ const COLUMNS = [
   { title: "Violations", key: "strikes", text: (w) => count(w.strikes), rare: true },
 ];
 
-/** How many workers of the table are no longer there, in words; "" if all are. */
+/** How many workers of the table are no longer there, in words; "" if all are there. */
 export function departures(workers) {
   const gone = workers.filter((w) => w.departed_s), [lost, refused] = ["lost", "refused"].map((state) => gone.filter((w) => w.state === state).length);
   const left = gone.length - lost - refused, were = (n, what) => n && `${n} ${n === 1 ? "was" : "were"} ${what}`;
