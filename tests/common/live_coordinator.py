@@ -75,15 +75,15 @@ class LiveCoordinator:
         return OperatorClient(CoordinatorEndpoint(file, self.operator))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def coordinator() -> Iterator[LiveCoordinator]:
     with LiveCoordinator() as coordinator:
         yield coordinator
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def invitation(coordinator: LiveCoordinator) -> Invitation:
-    """Valid for all tests of the module."""
+    """Valid for many workers."""
     return coordinator.invitation(uses=1000)
 
 

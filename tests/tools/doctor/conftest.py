@@ -1,4 +1,4 @@
-"""A coordinator on the loopback interface for every module; a state folder for every test."""
+"""A coordinator on the loopback interface and a state folder for every test."""
 
 from live_coordinator import coordinator, invitation, state
 
