@@ -83,6 +83,16 @@ def list_first(items: Sequence[str], most: int) -> str:
     return ", ".join(items[:most]) + more
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units, without zeros, such as "6 d 23 h" or "7 d"."""
+    minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (left_s, "s")]
+    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
+
+
 def format_age(seconds_s: float) -> str:
     """Format how long ago something happened, such as "45 s", "12 min" or "30 h"."""
     if seconds_s < 120:

@@ -45,7 +45,7 @@ def attacks(folder: Path) -> list[dict[str, Any]]:
     names = list(ATTACKS)
     rows: list[dict[str, Any]] = []
     # One attacker with so many keys can make a member a suspect that alone can observe it (decision 0011).
-    without = ["gridtrain_coordinator.access.violations.is_common_accuser"]
+    without = ["gridtrain_coordinator.access.accusations.is_common_accuser"]
     with HostileGroup(folder, workers=len(HONEST), without=without) as group:
         group.extend(300)
         for name in HONEST:

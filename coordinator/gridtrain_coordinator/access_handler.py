@@ -24,8 +24,8 @@ from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization_limits
+from gridtrain_coordinator.access.accusations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, ViolationOutcome
-from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as ev
 

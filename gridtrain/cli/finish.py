@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import operator_for
+from gridtrain.cli.member_lookup import operator_for
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import wrap_text
 

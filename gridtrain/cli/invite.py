@@ -15,23 +15,32 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
+from gridtrain.cli.member_lookup import operator_for
 from gridtrain.cli.option_flags import default_option, run_options
 from gridtrain.cli.output import TEXT_WIDTH
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_duration, parse_duration_s
 
 if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation
 
 MIN_VALIDITY_S = 1.0
+MAX_DURATION_S = 1e14
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
+
+
+def _parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
+    """Parse an option's duration, such as "90s", "15m", "12h" or "7d", into seconds."""
+    found = parse_duration_s(text)
+    if found is None or found > MAX_DURATION_S:
+        raise click.BadParameter(f"{text!r} is not a duration; use, for instance, 90s, 15m, 12h or 7d")
+    return found
 
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """Parse the validity; return it in seconds.  It must not be 0, which would withdraw the invitation."""
     from gridtrain_coordinator.access.authorization_limits import MAX_EXPIRES_S
 
-    value_s = parse_duration(context, parameter, text)
+    value_s = _parse_duration(context, parameter, text)
     if not MIN_VALIDITY_S <= value_s <= MAX_EXPIRES_S:
         bounds = f"{format_duration(MIN_VALIDITY_S)} and {format_duration(MAX_EXPIRES_S)}"
         raise click.BadParameter(f"{text!r} is not between {bounds}")
@@ -40,7 +49,7 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """Parse the time to wait for workers; return it in seconds, or 0 if the option is not given."""
-    return parse_duration(context, parameter, text) if text else 0.0
+    return _parse_duration(context, parameter, text) if text else 0.0
 
 
 @click.command()
@@ -56,7 +65,7 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
 )  # fmt: skip
 @click.option(
     "--wait",
-    callback=parse_duration,
+    callback=_parse_duration,
     metavar="TIME",
     default="0s",
     help="Wait this long for a coordinator that is starting.",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.operator_arguments import SHOWN_KEY_DIGITS, format_duration
+from gridtrain.cli.member_lookup import SHOWN_KEY_DIGITS
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_duration
 from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:

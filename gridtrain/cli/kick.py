@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import remove_member
+from gridtrain.cli.member_lookup import remove_member
 from gridtrain.cli.option_flags import run_options
 
 

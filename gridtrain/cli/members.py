@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.operator_arguments import (
-    NO_NAME,
-    SHOWN_KEY_DIGITS,
-    format_duration,
-    known_keys,
-    operator_for,
-)
+from gridtrain.cli.member_lookup import NO_NAME, SHOWN_KEY_DIGITS, known_keys, operator_for
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import make_console
+from gridtrain.quantities import format_duration
 from gridtrain.status_fields import by_rank, count, rows
 
 if TYPE_CHECKING:

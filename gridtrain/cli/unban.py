@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.member_lookup import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import wrap_text
 

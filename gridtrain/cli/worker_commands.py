@@ -14,9 +14,8 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.operator_arguments import format_duration
 from gridtrain.cli.option_flags import Command
-from gridtrain.quantities import format_age, format_bytes
+from gridtrain.quantities import format_age, format_bytes, format_duration
 
 NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""

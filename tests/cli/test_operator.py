@@ -20,7 +20,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from gridtrain.cli import operator_arguments
+from gridtrain.cli import member_lookup
 from gridtrain.cli.invite import explanation
 from gridtrain.cli.main import cli
 from gridtrain.cli.members import member_rows
@@ -30,6 +30,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport import interface
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.quantities import format_duration, parse_duration_s
 from gridtrain.runtime.client import operator_client
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 from gridtrain.runtime.client.endpoint_file import OPERATOR_KEY, EndpointFile
@@ -228,8 +229,7 @@ def test_an_invitation_for_this_machine_only_is_explained() -> None:
     ],
 )
 def test_durations_are_parsed(text: str, seconds: float) -> None:
-    context = click.Context(cli)
-    assert operator_arguments.parse_duration(context, cli.params[0], text) == seconds
+    assert parse_duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1w", "1e3s", "9" * 400 + "s", "infd"])
@@ -243,7 +243,7 @@ def test_invalid_durations_are_refused(text: str) -> None:
     [(0, "0 s"), (59.6, "1 min"), (3600, "1 h"), (604_799, "6 d 23 h"), (86_460, "1 d"), (-5, "0 s")],
 )
 def test_durations_are_formatted(seconds: float, shown: str) -> None:
-    assert operator_arguments.format_duration(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 # -- members ---------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_run_without_members_says_so(server: AccessServer) -> None:
 )
 def test_any_status_can_be_shown(status: dict[str, Any]) -> None:
     assert all(len(cells) == 6 for cells in member_rows(status))
-    assert operator_arguments.known_keys(status) == {}
+    assert member_lookup.known_keys(status) == {}
 
 
 # -- kick, ban, unban ------------------------------------------------------------------------------
@@ -381,15 +381,15 @@ def test_equal_names_and_a_name_like_a_key_are_ambiguous() -> None:
     known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
     for member in ("anna", "b2b2b2"):
         with pytest.raises(ConfigError, match=r"matches 2 members: .*specify more digits"):
-            operator_arguments.resolve_member(member, known)
-    assert operator_arguments.resolve_member(CARL, known) == bytes.fromhex(CARL)
-    assert operator_arguments.resolve_member("anna", known, present={BERT, CARL}) == bytes.fromhex(BERT)
+            member_lookup.resolve_member(member, known)
+    assert member_lookup.resolve_member(CARL, known) == bytes.fromhex(CARL)
+    assert member_lookup.resolve_member("anna", known, present={BERT, CARL}) == bytes.fromhex(BERT)
 
 
 def test_a_long_list_of_candidates_is_truncated() -> None:
     known = {f"{number:064x}": "x" for number in range(30)}
     with pytest.raises(ConfigError, match="and 20 more -> "):
-        operator_arguments.resolve_member("x", known)
+        member_lookup.resolve_member("x", known)
 
 
 # -- the coordinator's endpoint --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Enrol, operator's commands -----> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_limits: bounds, limits, refusals
-violations -------------------> violations: which accusations are counted
+violations -------------------> accusations: which accusations are counted
 joins, bundle requests -------> request_rate: how many are allowed per key
 
 `gridtrain_coordinator.access_handler` carries out what this package decides.

@@ -27,8 +27,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.access import authorization_limits as limits
+from gridtrain_coordinator.access.accusations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.access.request_rate import RequestRate
-from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.run.events import JournalEntry
 from gridtrain_coordinator.run.recent_dict import RecentDict
 

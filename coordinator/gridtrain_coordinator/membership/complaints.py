@@ -5,7 +5,7 @@
                                                      two members whose connection breaks use another route
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
-    ViolationReport    broke the protocol ---------> a violation (`access.violations`)
+    ViolationReport    broke the protocol ---------> a violation (`access.accusations`)
 
 One member's report about another is never by itself sufficient to dismiss either of them, unless the same
 step stalls six times: in that case, the newer member is dismissed.

@@ -1,6 +1,6 @@
-"""Bytes as a sequence of choices: any bytes are a message or a schedule, and a small change of the bytes is a
-small change of it.
+"""Bytes as a sequence of choices, from which the targets build messages and schedules.
 
+Any bytes give valid choices, and a small change of the bytes is a small change of the message or schedule.
 When the bytes are used up, every choice is the first, simplest one.
 """
 

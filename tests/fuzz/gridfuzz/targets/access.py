@@ -166,7 +166,7 @@ TARGETS = (
         (
             "gridtrain_coordinator.access.authorization",
             "gridtrain_coordinator.access.authorization_limits",
-            "gridtrain_coordinator.access.violations",
+            "gridtrain_coordinator.access.accusations",
         ),
         max_bytes=600,
     ),

@@ -1,5 +1,6 @@
-"""A worker's core in its real loop, in a generation of three, under messages of peers, strangers and the
-coordinator.
+"""A worker's core in its real loop, in a generation of three, which receives messages from all others.
+
+They come from peers, strangers and the coordinator.
 
 The network below the loop and the trainer above it are simulated and honest: any failure is a fault of the
 product.  The schedule decides what arrives, and when.

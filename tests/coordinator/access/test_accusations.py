@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gridtrain_coordinator.access import violations as module
-from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord
+from gridtrain_coordinator.access import accusations as module
+from gridtrain_coordinator.access.accusations import ViolationLog, ViolationRecord
 
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 

@@ -1,4 +1,4 @@
-"""Finds the worker that an operator's command means, by its name or key, and parses durations.
+"""Finds the worker that an operator's command means, by its name or the beginning of its key; removes it.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 ban WHO      the same, or the complete key of an unknown worker
@@ -16,7 +16,7 @@ import click
 
 from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import list_first, parse_duration_s
+from gridtrain.quantities import list_first
 from gridtrain.status_fields import rows
 
 if TYPE_CHECKING:
@@ -26,26 +26,7 @@ MIN_KEY_DIGITS = 6
 SHOWN_KEY_DIGITS = 12
 KEY_DIGITS = 64
 MAX_CANDIDATES = 10
-MAX_DURATION_S = 1e14
 NO_NAME = "(away)"
-
-
-def parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Parse an option's duration, such as "90s", "15m", "12h" or "7d", into seconds."""
-    found = parse_duration_s(text)
-    if found is None or found > MAX_DURATION_S:
-        raise click.BadParameter(f"{text!r} is not a duration; use, for instance, 90s, 15m, 12h or 7d")
-    return found
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration in its two largest units, without zeros, such as "6 d 23 h" or "7 d"."""
-    minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (left_s, "s")]
-    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
