@@ -443,7 +443,7 @@ def _check_number(
     """Raise `ConfigError` unless `value` is a number within `bounds`, which `is_within` checks."""
     kind = int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kind) or not is_within(value):
-        number = "a whole number" if whole else "a number"
+        number = "an integer" if whole else "a number"
         raise ConfigError(f"{name} is {value!r}; it must be {number} {bounds}", remedy=remedy)
 
 
@@ -573,7 +573,7 @@ class JoinConfig:
         if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MAX_UPDATE_LOG_MIB:
             raise ConfigError(
                 f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MAX_UPDATE_LOG_MIB}",
-                remedy=f"set {ENV_PREFIX}UPDATE_LOG_MIB to a whole number of MiB, such as 32",
+                remedy=f"set {ENV_PREFIX}UPDATE_LOG_MIB to a size in MiB, such as 32",
             )
         return int(self.update_log_mib) << 20
 

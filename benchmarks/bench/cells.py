@@ -158,7 +158,7 @@ def seconds(text: str) -> float:
 
 def _whole(name: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise CellError(f"{name}={text}: it must be a whole number of at least {least}")
+        raise CellError(f"{name}={text}: it must be an integer of at least {least}")
     return int(text)
 
 

@@ -85,7 +85,8 @@ class _AtLeast(click.ParamType[float]):
         except ValueError:
             number = math.nan
         if not self._minimum <= number < math.inf:  # also refuses NaN
-            self.fail(f"{value} is not a {self.name} of at least {self._minimum:g}", param, context)
+            kind = "an integer" if self._parse is int else "a number"
+            self.fail(f"{value} is not {kind} of at least {self._minimum:g}", param, context)
         return number
 
 

@@ -42,7 +42,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
         return None
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(
-            f'micro_batches is {micro_batches!r}; it must be a whole number >= 1, or "auto"',
+            f'micro_batches is {micro_batches!r}; it must be an integer >= 1, or "auto"',
             remedy='leave it out to use "auto"',
         )
     if micro_batches > MAX_MICRO_BATCHES:

@@ -84,7 +84,7 @@ def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise ConfigError(
-                f"memory_bytes is {declared!r}; it must be a positive whole number of bytes or None",
+                f"memory_bytes is {declared!r}; it must be a positive integer of bytes or None",
                 remedy="leave it out to use most of the memory of the GPU or of the host",
             )
         return declared

@@ -97,7 +97,7 @@ class PipelineOptions:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(
-                f"seed is {self.seed!r}; it must be a whole number from -2**63 to 2**63 - 1",
+                f"seed is {self.seed!r}; it must be an integer from -2**63 to 2**63 - 1",
                 remedy="use another seed, such as 0",
             )
 
@@ -107,7 +107,7 @@ def check_stages(stages: int) -> None:
     whole = isinstance(stages, int) and not isinstance(stages, bool)
     if not whole or not 2 <= stages <= MAX_STAGES:
         raise ConfigError(
-            f"stages is {stages!r}; it must be a whole number from 2 to {MAX_STAGES}",
+            f"stages is {stages!r}; it must be an integer from 2 to {MAX_STAGES}",
             remedy="use another number of stages, or grid.optimizer(...) for a model that is not partitioned",
         )
 

@@ -244,7 +244,7 @@ def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: 
         (("worker", "", "--", "true"), "no invitation was given"),
         (("worker", "@/dev/null", "--", "true"), "no invitation was given -> copy the whole line"),
         (("worker", "true", "--", "true"), "'true' is not an invitation"),
-        (("coordinator", "--min-workers", "0"), "0 is not a whole number of at least 1"),
+        (("coordinator", "--min-workers", "0"), "0 is not an integer of at least 1"),
         (("coordinator", "--listen", "lab-pc"), "--listen lab-pc has no port -> write tcp://lab-pc:7700"),
         (
             ("coordinator", "--listen", "tcp://127.0.0.1:0", "--backup-to", "/proc/x"),
@@ -279,7 +279,7 @@ def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: 
         (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise foo has no port"),
         (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),
         (("invite", "--expires", "367d"), "'367d' is not between 1 s and 366 d"),
-        (("config", "show", "worker", "--restarts", "-1"), "-1 is not a whole number of at least 0"),
+        (("config", "show", "worker", "--restarts", "-1"), "-1 is not an integer of at least 0"),
     ],
     ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
 )

@@ -274,7 +274,7 @@ def test_a_checkpoint_has_the_stage_of_its_turn_after_a_change_of_members() -> N
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"stages": 0}, "stages is 0; it must be a whole number from 2"),
+        ({"stages": 0}, "stages is 0; it must be an integer from 2"),
         ({"stages": 1}, "stages is 1; .* -> .* grid.optimizer"),
         ({"stages": 2.0}, "stages is 2.0"),
         ({"stages": 7}, "6 blocks, of which 4 are trained, cannot be divided into 7 stages"),

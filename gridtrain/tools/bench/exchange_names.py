@@ -59,7 +59,7 @@ def _value(default: object, key: str, text: str) -> object:
             case str():
                 return text
     except (KeyError, ValueError):
-        wanted = {bool: "yes or no", int: "a whole number"}.get(type(default), "a number")
+        wanted = {bool: "yes or no", int: "an integer"}.get(type(default), "a number")
         raise ConfigError(
             f"{key}={text} is invalid; it must be {wanted}", remedy=f"use {key}={default}, for example"
         ) from None

@@ -109,7 +109,7 @@ class Option:
                 return plain.lower() in _YES
             case OptionKind.COUNT:
                 if not plain.removeprefix("-").isdecimal():
-                    raise self._value_error(where, text, "a whole number")
+                    raise self._value_error(where, text, "an integer")
                 return self._check_minimum(int(plain), where)
             case OptionKind.NUMBER:
                 try:
@@ -141,7 +141,7 @@ class Option:
             return self._check_minimum(value, where)
         example = {
             OptionKind.SWITCH: "true or false",
-            OptionKind.COUNT: "a whole number",
+            OptionKind.COUNT: "an integer",
             OptionKind.NUMBER: "a number",
         }
         example[OptionKind.TEXTS] = "a list of strings in quotation marks"
@@ -154,7 +154,8 @@ class Option:
 
     def _check_minimum(self, value: float, where: str) -> OptionValue:
         if not (self.minimum or 0) <= value < float("inf"):  # also refuses NaN
-            raise self._value_error(where, value, f"a {self.kind.value} >= {self.minimum or 0:g}")
+            number = "an integer" if self.kind is OptionKind.COUNT else "a number"
+            raise self._value_error(where, value, f"{number} >= {self.minimum or 0:g}")
         return value
 
     def _value_error(self, where: str, value: object, wanted: str) -> ConfigError:

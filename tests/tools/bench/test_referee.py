@@ -95,7 +95,7 @@ def test_every_exchange_has_a_name(name: str) -> None:
     ("text", "reason"),
     [
         ("gtopk:density=much", "density=much is invalid; it must be a number"),
-        ("gtopk:chunk=1.5", "chunk=1.5 is invalid; it must be a whole number"),
+        ("gtopk:chunk=1.5", "chunk=1.5 is invalid; it must be an integer"),
         ("gtopk:warmup=1", "warmup=1: this option cannot be given as text"),
         ("gtopk:density", "'density' does not set an option of gtopk"),
     ],

@@ -149,7 +149,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         (f"{_FILE}url = 'h/x'\nbytes = 3\n", "has url = 'h/x'"),
         (f"{_FILE}url = 'file:///x'\nbytes = 3\n", "has url = 'file:///x'"),
         (f"{_FILE}url = 'https://h/x'\nbytes = '3'\n", "and bytes = '3'"),
-        ("[coordinator]\nmin_workers = 0\n", "must be a whole number >= 1"),
+        ("[coordinator]\nmin_workers = 0\n", "must be an integer >= 1"),
         ("[coordinator]\nmin_workers = true\n", "is True"),
         ("[coordinator]\nbackup_every = nan\n", "is nan"),
         ("[coordinator]\nbundle = 'yes'\n", "must be true or false -> write true or false, or leave it out$"),
