@@ -87,7 +87,7 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the losses that members report, weighted by their shares (at least 1).
+    """Return the mean of the losses that members report, weighted by the members' shares (at least 1 each).
 
     Returns None if no member reports a finite loss, or if the sum overflows.
     """

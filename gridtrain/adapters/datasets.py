@@ -41,7 +41,7 @@ class StreamShards(Shards):
         options: the other arguments of `gridtrain.Shards`.
 
     Raises:
-        ConfigError: `stream` is not a stream of the package `datasets`, the index cannot be read or describes
+        ConfigError: `stream` is not a stream of the `datasets` package, the index cannot be read or describes
             other data, or an option is invalid.
     """
 
@@ -70,7 +70,7 @@ def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = Non
         options: `tokenize`, `tokenizer` and `progress` of `shard_index.build_index`.
 
     Raises:
-        ConfigError: `stream` is not a stream of the package `datasets`, or a sample cannot be tokenized.
+        ConfigError: `stream` is not a stream of the `datasets` package, or a sample cannot be tokenized.
         DataError: a shard cannot be read.
     """
     places = _places(_shard_count(stream))
@@ -96,7 +96,7 @@ def _shard_count(stream: Any) -> int:
 def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
     """Write the rows of the shard `place` to the file `part`, from the beginning.
 
-    The package datasets reads the files itself, so the bytes of the rows are counted instead of the bytes
+    The `datasets` package reads the files itself, so the bytes of the rows are counted instead of the bytes
     read: more rows are requested only when the download limit has allowed the bytes of the previous rows.
     For the arguments and errors, see `gridtrain.training.data.shard_fetch.copy_rest`.
     """

@@ -103,8 +103,8 @@ def decoder_blueprint(
     """Return the blueprint of a language model; each worker builds only its own stage.
 
     Args:
-        source: the model's configuration, for random initial values as in transformers; or a pretrained
-            model's folder, where each worker reads its blocks' values from the safetensors files.
+        source: the model's configuration, to draw initial values as transformers does; or a pretrained
+            model's folder, from whose safetensors files each worker reads its blocks' values.
         seed: the seed of the run's initial values.
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 

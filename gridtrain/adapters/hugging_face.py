@@ -105,7 +105,7 @@ class GridTrainerMixin(_Trainer):
                 "GridTrainer has no train_dataset", remedy="pass the same train_dataset on all workers"
             )
         dataset, collate = self.train_dataset, self.data_collator
-        if hasattr(dataset, "column_names"):  # of the package `datasets`; Trainer does the same
+        if hasattr(dataset, "column_names"):  # of the `datasets` package; Trainer does the same
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -230,7 +230,7 @@ def _refuse_stream_or_empty(dataset: Any) -> None:
         raise ConfigError(
             f"train_dataset is {describe_type(dataset)} without a length: every worker would read it all",
             remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
-            "for a stream of the package datasets; see docs/data.md",
+            "for a stream of the datasets package; see docs/data.md",
         )
 
 

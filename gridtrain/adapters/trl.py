@@ -52,6 +52,6 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
                     "processing_class=tokenizer, or use a data set with a `text` column",
                 ) from error
             return
-        # SFTTrainer accepts and prepares only data sets of the package `datasets`; it gets one tokenized row.
+        # SFTTrainer accepts and prepares only data sets of the `datasets` package; it gets one tokenized row.
         super().__init__(train_dataset=Dataset.from_list([{"input_ids": [0], "labels": [0]}]), **options)
         self.train_dataset = train_dataset

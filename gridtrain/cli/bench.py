@@ -63,8 +63,8 @@ def bench(
     unencrypted: bool,
     as_json: bool,
 ) -> None:
-    """Measure how fast this machine selects and encodes a gradient on CPU and GPU, and exchanges it
-    among a few local workers. Needs no other machine and no run; takes about a minute.
+    """Measure how fast this machine selects gradient elements (on CPU and GPU), encodes them, and
+    exchanges gradients among a few local workers. Needs no other machine and no run; takes about a minute.
     """
     from rich.console import Console
 

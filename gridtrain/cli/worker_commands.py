@@ -38,7 +38,7 @@ def _options(command: Command) -> Command:
             "--worker",
             default="",
             metavar="NAME",
-            help="Select one worker by name, RUN/NAME, or 6 digits of its key.",
+            help="Select one worker by name, RUN/NAME, or first 6 key digits.",
         ),
     ):
         command = one(command)

@@ -145,7 +145,7 @@ class MicroBatchCount:
         alike = all(step and len(step) == len(trials[0]) for step in trials)
         fit = all(each.is_plausible() for step in trials for each in step)
         if chosen > MAX_MICRO_BATCHES:
-            raise ValueError(f"{chosen} micro-batches are chosen; at most {MAX_MICRO_BATCHES} are supported")
+            raise ValueError(f"{chosen} micro-batches were chosen; at most {MAX_MICRO_BATCHES} are supported")
         if chosen < 0 or len(trials) >= len(micro_batch_trials.TRIALS) or not (alike and fit):
             raise ValueError(f"{chosen} micro-batches after trial {len(trials)} are not a valid state")
         self._trial_timings, self._chosen = trials, chosen or self._configured

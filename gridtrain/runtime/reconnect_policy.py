@@ -98,7 +98,7 @@ class ReconnectPolicy:
         if self._denied_since_s is None:
             self._denied_since_s = now_s
         if member and now_s - self._denied_since_s < DENIED_TIMEOUT_S:
-            log.info("access was denied at the coordinator's address; trying again")
+            log.info("a handshake at the coordinator's address was refused; trying again")
             return
         raise JoinRefused(
             "denied",

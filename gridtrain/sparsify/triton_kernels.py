@@ -3,9 +3,9 @@
     accumulate   stores acc = residual + added (`AccumulationTerms`), and the keys of the elements that reach
                  the threshold.  For each element, it reads 4 bytes of the residual and 4 bytes of the
                  gradient, and writes 4 bytes; with momentum, it reads and writes 4 bytes more
-    histogram    counts the magnitudes of a given acc by their leading 11 bits, from which a threshold is
+    histogram    counts the magnitudes of `acc` by their leading 11 bits, from which a threshold is
                  computed if there is none from the last step
-    compact      stores only the keys of a given acc
+    compact      stores only the keys of an `acc` that exists
 
 A key is (bits of |acc|) << 32 | (2**32 - 1 - index), so a larger |acc| has a larger key, and on a tie a lower
 index has a larger key.  Keys are stored in arbitrary order, because they are sorted afterwards.  `count`
@@ -78,7 +78,7 @@ def accumulate(
 
 @triton.jit
 def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
-    """Store the keys of the elements of a given acc that reach the threshold, one block per program."""
+    """Store the keys of the elements of `acc_N` that reach the threshold, one block per program."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
@@ -87,7 +87,7 @@ def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
 
 @triton.jit
 def histogram(acc_N, counts_B, n, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the magnitudes of a given acc by their leading bits.
+    """Count the elements of `acc_N` by the leading bits of their magnitudes.
 
     Each of a small number of programs adds its own histogram to `counts_B` at the end.  Elements beyond n are
     counted in bin 0.

@@ -58,7 +58,8 @@ class ExchangeAttempt:
 
     Attributes:
         buffer: the collective buffer of the whole vector or of one bucket.
-        skip: whether the values cannot be sent (not finite or too large); if so, the group skips the step.
+        skip: whether some values cannot be sent (they are not finite or too large); if so, the group
+            skips the step.
         prepared: the change that a sparse exchange commits to its residual.
         sent_residual_B: the residual that a dense exchange sends with the gradient; None if there is none.
         parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.

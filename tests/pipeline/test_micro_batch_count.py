@@ -81,7 +81,7 @@ def test_an_impossible_state_is_refused(state: dict[str, object]) -> None:
 @pytest.mark.parametrize("chosen", [MAX_MICRO_BATCHES + 1, 10**30])
 def test_a_state_source_cannot_choose_more_micro_batches_than_a_script(chosen: int) -> None:
     one = division()
-    with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are supported"):
+    with pytest.raises(ValueError, match=f"{chosen} micro-batches were chosen; at most 16384 are supported"):
         one.load_state_dict({"chosen": chosen, "told": []})
     assert one.number == 8, "as before"
 

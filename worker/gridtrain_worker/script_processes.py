@@ -39,7 +39,7 @@ Found = dict[Process, tuple[int, int, str]]
 
 
 class ScriptProcesses:
-    """The script and its descendants, for the agent, which must be the script's parent.
+    """The script and its descendants, as seen by the agent, the script's parent.
 
     Create the object before the script is started, because the script may leave orphans at once.
 

@@ -62,7 +62,7 @@ class Backups:
     Attributes:
         failure: the reason why the latest backup failed; empty if it succeeded or none has been attempted.
         written_s: when the latest backup was finished; None before the first backup.
-        is_pending: whether the latest backup, including one that is being written, lacks an entry.
+        is_pending: whether the latest backup, including one that is being written, lacks a journal entry.
     """
 
     def __init__(self, folder: Path, state: Path, *, every_s: float = EVERY_S, keep: int = KEEP) -> None:

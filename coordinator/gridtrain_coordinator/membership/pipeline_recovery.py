@@ -59,7 +59,7 @@ class PipelineRecovery:
     # -- the next generation -----------------------------------------------------------------------
 
     def begin_first(self, now_s: float) -> list[Effect]:
-        """Install a generation when there are no members.
+        """If the run has no members, install a generation of eligible workers, or pause.
 
         Committed steps can then be restored only from checkpoints that cover all stages.
         """

@@ -125,7 +125,7 @@ class TwoPhaseCommit:
         return self._cast_vote(m.Vote(self.round_id, False, b"", reason), now_s)
 
     def count_vote(self, rank: int, vote: m.Vote, now_s: float) -> list[CommitEffect]:
-        """As the root, count the vote of the member with this rank, and decide if the votes suffice.
+        """As the root, count the vote of the member with this rank, and decide as soon as the votes suffice.
 
         Raises:
             RemoteProtocolError: this member is not the root, or the vote differs from an earlier one.

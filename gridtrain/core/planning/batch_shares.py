@@ -6,8 +6,8 @@
 
 A step takes as long as its slowest worker, so the shares minimize the longest compute time.  A worker's
 compute time is its number of samples divided by its speed, which is measured with its current share.  If part
-of the compute time does not depend on the share, the measured speed grows with the share; repeated
-rebalancing therefore converges to the shares for which all workers finish at the same time.
+of the compute time does not depend on the share, the measured speed grows with the share: one
+rebalancing is inexact, but repeated ones approach the shares for which all workers finish at the same time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The buffers of the direct (two-hop) exchanges, in which each member sums one part of the vector.
 
 DirectBuffer        Dense(topology="direct")   segments of consecutive elements
-SparseDirectBuffer  GTopK(topology="direct")   each rank owns one of every P consecutive elements
+SparseDirectBuffer  GTopK(topology="direct")   each rank owns one of every P (world size) consecutive elements
 """
 
 from __future__ import annotations

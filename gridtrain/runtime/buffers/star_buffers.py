@@ -73,7 +73,7 @@ class DenseStarBuffer(DenseRingBuffer):
     The root adds received payloads to its slices, and the other members store the root's sums.  A retry uses
     a new buffer.
 
-    Payloads are views of the vector, which the transport may still be sending while the collective continues.
+    Payloads are views of the vector; the transport may still be sending them while the collective continues.
     A member other than the root writes to a slice only when the slice's sum arrives, and the sum exists only
     after the root has read that member's payload.  The root writes to a slice only before sending the slice.
     """

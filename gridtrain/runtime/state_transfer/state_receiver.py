@@ -83,7 +83,7 @@ class StateReceiver:
     def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> bool:
         """Store a block; return whether the rest of the state must be requested now.
 
-        This is the case if the source of the state was lost, and the block has completed the first blob from
+        It must if the source of the state was lost, and the block has completed the first blob from
         the new source: the remaining blocks are requested only then.
 
         Raises `RemoteProtocolError` if the block does not match the other blocks.

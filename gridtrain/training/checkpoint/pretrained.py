@@ -303,10 +303,10 @@ def write_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[list[Tensor], list[str]]:
     """Write the directory from the tensors of a checkpoint; return the tensors that were written, and the
-    names, in the checkpoint, of the adapter's tensors that are missing.
+    checkpoint names of the adapter's tensors that it lacks.
 
-    Frozen tensors may be missing in an adapter, because they belong to its base: PEFT itself adds the base's
-    embedding to an adapter if the vocabulary was resized.
+    Frozen tensors may be missing from an adapter, because they belong to its base: PEFT itself adds the
+    base's embedding to an adapter if the vocabulary was resized.
 
     Raises:
         ConfigError: a tensor of a whole model is missing, or `folder` cannot be written.

@@ -45,13 +45,14 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     raise ValueError(
         f"a column has {describe_type(value)}, which has no portable form; store it as bytes, a number, a "
-        "string or a list (with the package datasets: remove with_format, and cast_column(..., decode=False))"
+        "string or a list (with the datasets package: remove with_format, and cast_column(..., decode=False))"
     )
 
 
 def ranges(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """Return the first byte of each row, and the byte after its last: (rows, 2).  Raises `ValueError` if the
-    file was not written by `write_rows`."""
+    """Return, with shape (rows, 2), the offsets of each row's first byte and of the byte after its last.
+
+    Raises `ValueError` if the file was not written by `write_rows`."""
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     count = int.from_bytes(file.read(8), "little", signed=True) if size >= 8 else -1
@@ -84,7 +85,7 @@ def convert_parquet(file: BinaryIO, rows: BinaryIO) -> None:
 
 
 def convert_arrow(file: BinaryIO, rows: BinaryIO) -> None:
-    """Write the rows of an Arrow stream, as the package `datasets` stores it, or of an Arrow file."""
+    """Write the rows of an Arrow stream, as the `datasets` package stores it, or of an Arrow file."""
     require("pyarrow", "reading Arrow files")
     from pyarrow import ipc
 

@@ -7,8 +7,8 @@ all of them while a name server does not answer.
     tcp://home.example:7700   AAAA 2001:db8::9                tcp://[2001:db8::9]:7700
     tcp://localhost:7700      not looked up                   tcp://127.0.0.1:7700
 
-IPv4 comes first, because a coordinator may not be listening at its IPv6 addresses.  Each attempt to connect
-begins a lookup, so that a change of the host's address is noticed, and waits briefly for the result.  If the
+IPv4 comes first, because a coordinator may not be listening on its IPv6 addresses.  Each attempt to connect
+begins a lookup, so that a change in the host's address is noticed, and waits briefly for the result.  If the
 lookup takes longer or fails, the address from an earlier lookup is used.
 """
 
