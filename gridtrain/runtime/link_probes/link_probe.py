@@ -72,7 +72,7 @@ class LinkProbe:
         """Handle a message; return the replies to send, or the reason why the message is a violation."""
         match message:
             case m.Pong(nonce):
-                self._handle_pong(nonce, now_s)
+                self._handle_pong(peer, nonce, now_s)
             case m.Burst():
                 answer = self._bandwidth.handle_burst(peer, message, now_s)
                 return [answer] if isinstance(answer, m.BurstReceived) else answer or []
@@ -107,10 +107,11 @@ class LinkProbe:
             )
         return None if rates is None else m.LinkRates(rates), measured
 
-    def _handle_pong(self, nonce: int, now_s: float) -> None:
-        peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
-        if peer not in self._pings_left:
+    def _handle_pong(self, peer: m.PeerId, nonce: int, now_s: float) -> None:
+        target, sent_s = self._sent.get(nonce, (b"", 0.0))
+        if peer != target:
             return
+        del self._sent[nonce]
         self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
         # At least 0: a peer that connects during `begin` is pinged twice, and answers one ping more.
         self._pings_left[peer] = max(0, self._pings_left[peer] - 1)
