@@ -348,3 +348,23 @@ def test_ctrl_c_while_torch_is_imported_is_one_sentence(under_worker: bool, tmp_
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0 and ("Traceback" not in done.stderr) == under_worker
     assert not under_worker or done.stderr == "gridtrain: interrupted; this worker is leaving the run\n"
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "error"),
+    [
+        (">&- <&-", 0, ""),
+        (">&- 2>&- <&-", 0, ""),
+        (
+            ">/dev/full",
+            1,
+            "gridtrain: the output cannot be written: No space left on device -> free disk space\n",
+        ),
+    ],
+)
+def test_a_command_whose_output_is_closed_or_full_shows_no_traceback(
+    streams: str, code: int, error: str
+) -> None:
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", *CLI, "config", "show"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, env=environment())
+    assert (done.returncode, done.stderr) == (code, error)
