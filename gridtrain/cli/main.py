@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import click
 
@@ -98,19 +99,21 @@ def _near(word: str, options: Sequence[str]) -> list[str]:
     return [by_name[name] for name in difflib.get_close_matches(word.lstrip("-"), by_name)]
 
 
-def _open_closed_streams() -> None:
+def _prepare_streams() -> None:
     """Open those of the three standard streams that are closed, on the null device, so that no other file or
-    socket gets their numbers."""
+    socket gets their numbers.  Escape what stdout's encoding lacks, as Python does on stderr."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
         name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[number]
         setattr(sys, name, os.fdopen(number, mode))
     os.close(number)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program `gridtrain`.  Always raises `SystemExit`."""
-    _open_closed_streams()
+    _prepare_streams()
     hide_invitations()
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
