@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import click
 
 from gridtrain._version import __version__
 from gridtrain.cli.secret_arguments import hide_invitations
-from gridtrain.errors import GridtrainError
+from gridtrain.errors import DISK_FULL, GridtrainError
 
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
 COMMANDS = {
@@ -98,8 +99,21 @@ def _near(word: str, options: Sequence[str]) -> list[str]:
     return [by_name[name] for name in difflib.get_close_matches(word.lstrip("-"), by_name)]
 
 
+def _prepare_streams() -> None:
+    """Open those of the three standard streams that are closed, on the null device, so that no other file or
+    socket gets their numbers.  Escape what stdout's encoding lacks, as Python does on stderr."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+        name, mode = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))[number]
+        setattr(sys, name, os.fdopen(number, mode))
+    os.close(number)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program `gridtrain`.  Always raises `SystemExit`."""
+    _prepare_streams()
     hide_invitations()
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
@@ -115,4 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         click.echo(f"gridtrain: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        click.echo(f"gridtrain: the output cannot be written: {error.strerror} -> free disk space", err=True)
+        sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)

@@ -348,3 +348,24 @@ def test_ctrl_c_while_torch_is_imported_is_one_sentence(under_worker: bool, tmp_
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0 and ("Traceback" not in done.stderr) == under_worker
     assert not under_worker or done.stderr == "gridtrain: interrupted; this worker is leaving the run\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        ('"$@" config show >&- <&-', 0, ""),
+        ('"$@" config show >&- 2>&- <&-', 0, ""),
+        ('PYTHONIOENCODING=latin-1 "$@" new 日 --name sun | grep -F "\\u65e5"', 0, ""),
+        (
+            '"$@" --help >/dev/full',
+            1,
+            "the output cannot be written: No space left on device -> free disk space\n",
+        ),
+    ],
+)
+def test_a_command_whose_output_cannot_be_written_shows_no_traceback(
+    line: str, code: int, error: str, tmp_path: Path
+) -> None:
+    command = ["sh", "-c", line, "sh", *CLI]
+    done = subprocess.run(command, capture_output=True, timeout=WITHIN_S, cwd=tmp_path, env=environment())
+    assert (done.returncode, done.stderr.decode().removeprefix("gridtrain: ")) == (code, error)

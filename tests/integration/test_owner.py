@@ -90,7 +90,9 @@ def doctor(folder: Path, invitation: str) -> None:
         assert found[name]["rtt_s"] > 0 and found[name]["up_Bps"] > 1e5 and found[name]["down_Bps"] > 1e5
     assert found["reachable"]["level"] == "ok" and found["run"]["world_size"] == 2
     said = found["prediction"]
-    assert "with this machine a step would take" in said["text"] and "assumed" not in said["text"]
+    assert "with this machine a step would take" in said["text"]
+    is_measured = "flops" in found["torch"]  # on a busy machine, torch can take longer than the doctor waits
+    assert ("assumed" in said["text"]) == (not is_measured), said["text"]
     assert said["step_s"] > 0 and said["with_s"] > 0 and -1 < said["gain"] < 1
     print("\n".join(f"{entry['level']:8} {name:12} {entry.get('text', '')}" for name, entry in found.items()))
 

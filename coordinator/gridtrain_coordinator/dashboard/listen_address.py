@@ -88,7 +88,7 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address.
+    """Return a socket that listens at the address.
 
     Unless the owner specified the address, the following ports are also tried.
 
@@ -104,6 +104,7 @@ def bind(address: DashboardAddress) -> socket.socket:
         try:
             candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             candidate.bind((address.host, port))
+            candidate.listen()  # until then, another coordinator can bind the same port
         except OSError as error:
             candidate.close()
             failure = error

@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gridtrain.core import messages as m
+from gridtrain.core.commit.data_ledger import is_sound
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, SetCatchUpTarget, Stop, TrainerJoined
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
@@ -32,7 +33,8 @@ def make_rank_assignment(
     """Return the rank assignment of a MembershipView, whose member list is `listed`.
 
     Raises:
-        RemoteProtocolError: the member list, the exchange or the partition is not valid for this worker.
+        RemoteProtocolError: the member list, the exchange, the partition or the ledger is not valid for this
+            worker.
     """
     members = with_own_addresses(own_id, listed)
     bounds = _stage_bounds(view, trainer)
@@ -52,6 +54,12 @@ def make_rank_assignment(
         raise RemoteProtocolError(
             f"the member list from the coordinator has {len(members)} entries; this number must be a "
             f"multiple of the number of stages ({stages})"
+        )
+    peers = {member.peer for member in members}
+    is_possible = trainer is None or is_sound(trainer.setup.ledger, view.ledger, peers)
+    if not is_possible or view.ledger.step != view.applied + 1:
+        raise RemoteProtocolError(
+            f"the ledger from the coordinator is impossible after step {view.applied}: {view.ledger!r:.200}"
         )
     return assignment
 

@@ -72,7 +72,7 @@ class LinkProbe:
         """Handle a message; return the replies to send, or the reason why the message is a violation."""
         match message:
             case m.Pong(nonce):
-                self._handle_pong(nonce, now_s)
+                self._handle_pong(peer, nonce, now_s)
             case m.Burst():
                 answer = self._bandwidth.handle_burst(peer, message, now_s)
                 return [answer] if isinstance(answer, m.BurstReceived) else answer or []
@@ -105,10 +105,11 @@ class LinkProbe:
     def _answered(self) -> tuple[tuple[m.PeerId, float], ...]:
         return tuple((peer, rtt_s) for peer, rtt_s in self._best_s.items() if rtt_s < math.inf)
 
-    def _handle_pong(self, nonce: int, now_s: float) -> None:
-        peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
-        if peer not in self._best_s:
+    def _handle_pong(self, peer: m.PeerId, nonce: int, now_s: float) -> None:
+        target, sent_s = self._sent.get(nonce, (b"", 0.0))
+        if peer != target:
             return
+        del self._sent[nonce]
         self._best_s[peer] = min(now_s - sent_s, self._best_s[peer])
         # At least 0: a peer that connects during `begin` is pinged twice, and answers one ping more.
         self._pings_left[peer] = max(0, self._pings_left[peer] - 1)

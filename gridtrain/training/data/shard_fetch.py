@@ -262,7 +262,7 @@ class _Redirections(HTTPRedirectHandler):
         if not newurl.startswith(("http://", "https://")):
             msg = f"redirects to {newurl:.100}, which is not an http(s) URL"
         elif host != first and not _is_public(host):
-            msg = f"redirects to the private address of {host:.100}; only {first} itself may have one"
+            msg = f"redirects to {host:.100}, which has no public address; only {first} needs none"
         else:
             return super().redirect_request(req, fp, code, msg, headers, newurl)
         raise HTTPError(newurl, code, msg, headers, fp)
@@ -272,6 +272,8 @@ def _is_public(host: str) -> bool:
     """Return whether all addresses of a host are reachable from the internet; True if none is known."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError:  # no host has such a name
+        return False
     except OSError:  # the request will fail, too, or a proxy knows the address
         return True
     return all(ipaddress.ip_address(address[0]).is_global for *_, address in found)

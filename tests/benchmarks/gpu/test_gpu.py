@@ -325,8 +325,19 @@ def crashing(setting, store):
 
 def hanging(setting, store):
     store("answer", {"before": 3})
+    open(os.environ["HANGS"], "w").close()
     threading.Event().wait()
 """
+
+
+class LimitFromHang(subprocess.Popen[bytes]):
+    """A part's process; a limit of 5 s counts as exceeded as soon as `hanging` hangs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == 5.0:
+            Path(os.environ["HANGS"]).read_bytes()  # a FIFO
+            timeout = 0.0
+        return super().wait(timeout)
 
 
 @pytest.mark.integration
@@ -335,6 +346,9 @@ def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
 ) -> None:
     (tmp_path / "fakeparts.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
+    os.mkfifo(tmp_path / "hangs")
+    monkeypatch.setattr(program.subprocess, "Popen", LimitFromHang)
     monkeypatch.setattr(program, "MIN_S", 0.0)
     fakes = {name: Part(f"fakeparts:{name}", (), 60.0) for name in ("bad", "crashing")}
     fakes["hanging"] = Part("fakeparts:hanging", (), 5.0)

@@ -22,7 +22,7 @@ from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
 from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.dashboard import startup
-from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
+from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind, parse_address
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 
 
@@ -110,6 +110,13 @@ def test_a_cancelled_command_is_not_carried_out() -> None:
 
 
 # -- whether a dashboard is served ---------------------------------------------------------------
+
+
+def test_two_coordinators_that_start_at_once_choose_different_ports() -> None:
+    with bind(DashboardAddress(port=0)) as first:
+        port = first.getsockname()[1]
+        with bind(DashboardAddress(port=port)) as second:
+            assert second.getsockname()[1] > port
 
 
 def test_a_missing_extra_is_an_error_only_if_a_dashboard_was_requested(

@@ -150,6 +150,21 @@ def test_a_partition_that_is_none_of_the_model_is_refused(bounds: tuple[int, ...
         worker.install(1, members, bounds=bounds)
 
 
+@pytest.mark.parametrize(
+    "ledger",
+    [
+        m.LedgerState(step=1),
+        m.LedgerState(requeued=(m.Span(0, 2**63 - 1),)),
+        m.LedgerState(cursor=4, holders=((B, (m.Span(0, 4),)),)),
+    ],
+    ids=["another step", "too many positions", "held by a stranger"],
+)
+def test_a_ledger_that_no_run_can_have_is_refused(ledger: m.LedgerState) -> None:
+    members = [m.Member(peer, peer[:1].decode(), "", 4, False) for peer in (ME, A)]
+    with pytest.raises(RemoteProtocolError, match="the ledger from the coordinator"):
+        Worker().install(1, members, ledger=ledger)
+
+
 def test_a_worker_that_has_not_reached_its_coordinator_yet_is_not_paused() -> None:
     core = MemberCore(ME, COORDINATOR, m.Join("r", "me", ""), LIMITS)
     assert core.pause_reason == ""
@@ -447,7 +462,7 @@ def test_a_run_that_its_owner_ends_is_over_for_a_member_that_holds_its_state() -
 def test_after_the_end_of_a_run_a_lost_connection_is_no_stall(is_declared: bool) -> None:
     """Until the coordinator declares the end, another member may still need the last decision."""
     worker = Worker()
-    at_end = m.LedgerState(consumed=SETUP.ledger.size)
+    at_end = m.LedgerState(cursor=SETUP.ledger.size, consumed=SETUP.ledger.size)
     members = [m.Member(A, "a", "", 4, False), m.Member(ME, "m", "", 4, False)]
     worker.install(1, members, ledger=at_end)
     worker.hear(ev.PeerConnected(A))

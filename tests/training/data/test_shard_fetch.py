@@ -129,9 +129,11 @@ def test_a_loop_of_redirections_is_named_at_once(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("http://localhost:PORT/plain/a.txt", "the private address of localhost; only 127.0.0.1 itself"),
-        ("http://[::1]:PORT/plain/a.txt", "the private address of ::1;"),
-        ("http://169.254.169.254/latest", "the private address of 169.254.169.254;"),
+        ("http://localhost:PORT/plain/a.txt", "localhost, which has no public address; only 127.0.0.1"),
+        ("http://[::1]:PORT/plain/a.txt", "::1, which has no public address;"),
+        ("http://169.254.169.254/latest", "169.254.169.254, which has no public address;"),
+        (f"http://{64 * 'a'}.invalid/", f"{64 * 'a'}.invalid, which has no public address;"),
+        ("http://a..invalid/", "a..invalid, which has no public address;"),
         ("ftp://127.0.0.1:PORT/a.txt", "ftp://127.0.0.1:PORT/a.txt, which is not an http"),
         ("file:///a.txt", "HTTP 302"),  # refused by urllib itself
     ],

@@ -44,7 +44,8 @@ class NameLookup:
     def begin(self, host: str, on_end: Callable[[], None] = lambda: None) -> bool:
         """Begin a lookup, unless this name is already being looked up; return whether a lookup is running.
 
-        The result is False for an IP address, and while `MAX_LOOKUPS` other names are being looked up.
+        The result is False for an IP address, while `MAX_LOOKUPS` other names are being looked up, and if the
+        lookup cannot begin.
 
         Args:
             host: a host name or an IP address.
@@ -56,10 +57,15 @@ class NameLookup:
             if host not in self._running:
                 if len(self._running) >= MAX_LOOKUPS:
                     return False
-                self._running[host] = set()
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._look_up, args=(host,), name="gridtrain-names", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # this user may not start more threads
+                    self._record(host, "", str(error))
+                    return False
+                self._running[host] = set()
             self._running[host].add(on_end)
             return True
 
@@ -95,7 +101,9 @@ class NameLookup:
         return f"the host name {host!r} cannot be resolved ({why})" if why else ""
 
     def _look_up(self, host: str) -> None:
-        address, error = _query(host)
+        self._record(host, *_query(host))
+
+    def _record(self, host: str, address: str, error: str) -> None:
         with self._changed:
             known = self._addresses.pop(host, "")
             self._addresses[host] = address or known
@@ -108,7 +116,7 @@ class NameLookup:
                 oldest = next(iter(self._addresses))
                 del self._addresses[oldest]
                 self._errors.pop(oldest, None)
-            callbacks = self._running.pop(host)
+            callbacks = self._running.pop(host, ())
             self._changed.notify_all()
         if has_begun_to_fail:
             log.warning(
@@ -140,15 +148,13 @@ def numeric_host(host: str) -> str:
 def _query(host: str) -> tuple[str, str]:
     """Return a name's first IPv4 address, or else its first IPv6 address, and ""; or "" and an error message.
 
-    The IPv6 address is requested only if the name has no IPv4 address, because some name servers never answer
-    such requests.  It is not requested if no name server answers, because that would take as long again.
+    The IPv6 address is requested only if there is no IPv4 address, because some name servers never answer
+    such requests.  A failure for IPv4 can mean that the name has only IPv6 addresses.
     """
-    error: Exception
+    problem = ""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0]), ""
-        except (OSError, UnicodeError) as failed:
-            error = failed
-            if getattr(error, "errno", None) == socket.EAI_AGAIN:
-                break
-    return "", getattr(error, "strerror", None) or str(error)
+        except (OSError, UnicodeError) as error:
+            problem = problem or getattr(error, "strerror", None) or str(error)
+    return "", problem

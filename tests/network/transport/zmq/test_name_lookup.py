@@ -15,25 +15,27 @@ from gridtrain.network.transport.interface import PeerUp
 from gridtrain.network.transport.zmq import name_lookup, sockets
 from gridtrain.network.transport.zmq.name_lookup import NameLookup
 
+BOTH = {socket.AF_INET, socket.AF_INET6}
+
 
 class NameServer:
     """Takes the place of `socket.getaddrinfo`.
 
     Attributes:
         addresses: the addresses of each name; a name that is missing does not exist.
-        is_failing: whether the resolver has given up waiting for an answer.
+        failing: the families of addresses whose questions fail.
         answers: the resolver waits while it is not set.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[str, list[str]] = {}
-        self.is_failing = False
+        self.failing: set[int] = set()
         self.answers = threading.Event()
         self.answers.set()
 
     def getaddrinfo(self, host: str, _port: None, family: int, _type: int) -> list[Any]:
         assert self.answers.wait(60.0)
-        if self.is_failing:
+        if family in self.failing:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         found = [
             (family, socket.SOCK_STREAM, 6, "", (address, 0))
@@ -81,7 +83,8 @@ def test_the_last_address_is_dialled_while_the_name_cannot_be_resolved(
     bound = bert.transport.listen("tcp://127.0.0.1:0")
     anna.transport.dial(bert.key, by_name(bound, name))
     zeromq_net.until(lambda: anna.of(PeerUp), anna, bert)
-    server.is_failing = trouble == "failing"
+    if trouble == "failing":
+        server.failing = BOTH
     if trouble == "silent":
         server.answers.clear()
     bert.transport.close()
@@ -98,7 +101,7 @@ def test_each_loss_of_a_connection_is_explained(
     bound = bert.transport.listen("tcp://127.0.0.1:0")
     anna.transport.dial(bert.key, by_name(bound, "lost.invalid"))
     zeromq_net.until(lambda: anna.of(PeerUp), anna, bert)
-    server.is_failing = True
+    server.failing = BOTH
     for losses in (1, 2):
         bert.transport.close()
         zeromq_net.until(lambda times=losses: len(caplog.messages) == times, anna)
@@ -158,6 +161,26 @@ def test_ipv4_comes_first(server: NameServer) -> None:
     assert NameLookup().resolve("both.invalid") == "127.0.0.1"
 
 
+def test_a_failure_for_ipv4_does_not_hide_an_ipv6_address(server: NameServer) -> None:
+    server.addresses["six.invalid"] = ["2001:db8::9"]
+    server.failing = {socket.AF_INET}
+    assert NameLookup().resolve("six.invalid") == "2001:db8::9"
+
+
+def test_a_lookup_that_cannot_begin_has_failed(monkeypatch: pytest.MonkeyPatch, server: NameServer) -> None:
+    def refuse(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names = NameLookup()
+    server.addresses["lab.invalid"] = ["192.0.2.7"]
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", refuse)
+        assert not names.begin("lab.invalid")
+    assert "(can't start new thread)" in names.problem("tcp://lab.invalid:7700")
+    assert names.resolve("lab.invalid") == "192.0.2.7"
+    assert names.problem("tcp://lab.invalid:7700") == ""
+
+
 def test_the_number_of_lookups_is_bounded(server: NameServer) -> None:
     server.answers.clear()
     names = NameLookup()
@@ -175,7 +198,7 @@ def test_a_name_that_cannot_be_resolved_is_reported_once(
     names = NameLookup()
     server.addresses["lab.invalid"] = ["192.0.2.7"]
     assert names.resolve("lab.invalid") == "192.0.2.7"
-    server.is_failing = True
+    server.failing = BOTH
     for host in ["lab.invalid", "lab.invalid", "none.invalid"]:
         ended = threading.Event()
         assert names.begin(host, ended.set)
