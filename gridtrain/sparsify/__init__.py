@@ -5,5 +5,5 @@
 
 `selection` chooses how entries are selected: from each chunk, or from the whole vector with `cpu_selection`,
 `cuda_selection` (kernels in `triton_kernels`) or, on other devices, `tensor_selection`.  From the same whole
-vector, these three select the same entries.
+vector, these three select the same entries, and their first guess is a `threshold_hint`.
 """

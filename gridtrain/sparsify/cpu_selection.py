@@ -29,7 +29,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.errors import LocalProtocolError
+from gridtrain.sparsify.threshold_hint import (
+    MAGNITUDE_MASK,
+    ThresholdHint,
+    check_k,
+)
 
 FloatArray = npt.NDArray[np.float32]
 IndexArray = npt.NDArray[np.int64]
@@ -39,59 +43,16 @@ BLOCK = 1 << 16
 """Number of elements in a block.  A block takes 256 KiB of each vector, which fits into the second-level
 cache."""
 
-MAGNITUDE_MASK = 0x7FFF_FFFF
 _LOWEST_BITS = 1  # the bits of the smallest subnormal number, so that exact zeros are never selected
 _PRUNE_AT = 4  # candidates are pruned when there are more than this many times k
 _SAMPLE_STRIDE = 64
 _SAMPLED_ENTRIES = 400  # expected number of selected entries in a sample that is computed first
-_SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
 
 
 class Fill(Protocol):
     """A function that computes acc_N[start:stop:step]."""
 
     def __call__(self, start: int, stop: int, step: int = 1) -> None: ...
-
-
-class ThresholdHint:
-    """The threshold for the next selection, which is slightly lower than the last selection's k-th magnitude.
-
-    Attributes:
-        bits: the bits of the threshold as a float32; 0 if there is no threshold yet.
-        misses: the number of times that the threshold was too high and a second pass was needed.
-    """
-
-    def __init__(self) -> None:
-        self.bits = 0
-        self.misses = 0
-        self._slack = _SLACK_START
-
-    def mark_missed(self) -> None:
-        """Record that the threshold was too high: fewer than k elements reached it."""
-        self.misses += 1
-        self._slack = max(_SLACK_MIN, self._slack * 0.8)
-
-    def update(self, kth_bits: int, candidates: int, k: int) -> None:
-        """Set the threshold from the k-th magnitude of a selection that had `candidates` candidates."""
-        if candidates > 3 * k:
-            self._slack = min(_SLACK_MAX, self._slack * 1.02)
-        kth = min(value_from_bits(kth_bits), float(np.finfo(np.float32).max))
-        self.bits = value_bits(kth * self._slack) if kth == kth else 0
-
-
-def value_bits(magnitude: float) -> int:
-    """Return the bits of a number >= 0, rounded to float32, as an integer."""
-    return int(np.array(magnitude, np.float32).view(np.uint32))
-
-
-def value_from_bits(bits: int) -> float:
-    return float(np.array(bits, np.uint32).view(np.float32))
-
-
-def check_k(n: int, k: int) -> None:
-    """Raise `LocalProtocolError` unless 1 <= k <= n."""
-    if not 1 <= k <= n:
-        raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
 
 
 class CpuSelection:

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import ThresholdHint, check_k
 from gridtrain.sparsify.tensor_selection import (
     AccumulationTerms,
     SelectedEntries,
@@ -34,6 +33,7 @@ from gridtrain.sparsify.tensor_selection import (
     key_indices,
     sum_terms,
 )
+from gridtrain.sparsify.threshold_hint import ThresholdHint, check_k
 
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
 _LAUNCH = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}  # of all kernels

@@ -23,7 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import MAGNITUDE_MASK, check_k
 from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct
 from gridtrain.sparsify.tensor_selection import (
     AccumulationTerms,
@@ -34,6 +33,7 @@ from gridtrain.sparsify.tensor_selection import (
     entries_at,
     sum_terms,
 )
+from gridtrain.sparsify.threshold_hint import MAGNITUDE_MASK, check_k
 
 
 def make_selection(device: torch.device, chunk: int = 0) -> Selection:

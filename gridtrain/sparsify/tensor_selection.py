@@ -13,13 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import (
-    MAGNITUDE_MASK,
-    BlockwiseSum,
-    CpuSelection,
-    ThresholdHint,
-    check_k,
-)
+from gridtrain.sparsify.cpu_selection import BlockwiseSum, CpuSelection
+from gridtrain.sparsify.threshold_hint import MAGNITUDE_MASK, ThresholdHint, check_k
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20

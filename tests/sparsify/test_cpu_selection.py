@@ -6,14 +6,9 @@ import torch
 
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify import cpu_selection, tensor_selection
-from gridtrain.sparsify.cpu_selection import (
-    BlockwiseSum,
-    CpuSelection,
-    ThresholdHint,
-    value_bits,
-    value_from_bits,
-)
+from gridtrain.sparsify.cpu_selection import BlockwiseSum, CpuSelection
 from gridtrain.sparsify.tensor_selection import AccumulationTerms, HostSelection, TensorSelection
+from gridtrain.sparsify.threshold_hint import ThresholdHint, value_bits, value_from_bits
 
 INFINITE_BITS = 0x7F80_0000
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from gridtrain.sparsify import cuda_selection as device_module
-from gridtrain.sparsify.cpu_selection import value_bits
 from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct
 from gridtrain.sparsify.tensor_selection import AccumulationTerms, HostSelection
+from gridtrain.sparsify.threshold_hint import value_bits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

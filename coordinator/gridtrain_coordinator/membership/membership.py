@@ -30,7 +30,7 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.group.loop_stalls import LoopStallDetector
+from gridtrain.core.group.io_loop_stalls import LoopStallDetector
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.catch_up import CatchUp

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from gridtrain.config import Deadlines
-from gridtrain.core.group.loop_stalls import extend_start
+from gridtrain.core.group.io_loop_stalls import extend_start
 
 MAX_RESTARTS = 2
 """How many times in one generation an increase of a worker's missing bytes counts as progress."""

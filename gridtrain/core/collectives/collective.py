@@ -174,18 +174,18 @@ class CollectiveBase:
 
 
 def check_expected(
-    core: str, from_rank: int, slot: PayloadSlot, due: tuple[int, PayloadSlot] | None, otherwise: str
+    name: str, from_rank: int, slot: PayloadSlot, due: tuple[int, PayloadSlot] | None, otherwise: str
 ) -> None:
     """Raise `RemoteProtocolError` unless the payload is the expected one.
 
     Args:
-        core: name of the collective in the error message, for example "ring, rank 1 of 4".
+        name: name of the collective in the error message, for example "ring, rank 1 of 4".
         due: (sender's rank, slot) of the expected payload; None if no payload is expected.
         otherwise: text after "expected" in the error message if `due` is None.
     """
     if (from_rank, slot) != due:
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
-            f"{core}: rank {from_rank} sent {slot}; expected {expected}",
+            f"{name}: rank {from_rank} sent {slot}; expected {expected}",
             remedy="disconnect the peer; only a faulty or hostile peer sends a repeated or impossible slot",
         )

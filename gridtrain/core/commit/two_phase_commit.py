@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.loop_stalls import extend_start
+from gridtrain.core.group.io_loop_stalls import extend_start
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ROOT = 0

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group.loop_stalls import LoopStallDetector
+from gridtrain.core.group.io_loop_stalls import LoopStallDetector
 from gridtrain.core.group.member_events import (
     AddressChanged,
     CatchUpFailed,

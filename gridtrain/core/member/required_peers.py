@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
-from gridtrain.core.group.loop_stalls import extend_start
+from gridtrain.core.group.io_loop_stalls import extend_start
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, TrainerJoined
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from gridtrain.core.group.loop_stalls import extend_start
+from gridtrain.core.group.io_loop_stalls import extend_start
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.messages import PeerId
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.loop_stalls import extend_start
+from gridtrain.core.group.io_loop_stalls import extend_start
 from gridtrain.core.group.member_events import (
     BeginCatchUp,
     DeliverCatchUpMessage,

@@ -68,8 +68,8 @@ class PayloadBuffer(Protocol):
     def apply(self, effect: BufferEffect) -> None:
         """Apply an effect of the collective.
 
-        Raises `RemoteProtocolError` if the payload is invalid; the rank in the effect's `source` is at fault.
-        The buffer is then unchanged, and the caller abandons the round.
+        Raises `RemoteProtocolError` if the payload is invalid; the rank in the effect's `provenance` is at
+        fault.  The buffer is then unchanged, and the caller abandons the round.
         """
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gridtrain.core.group.loop_stalls import STALL_THRESHOLD_S, LoopStallDetector, extend_start
+from gridtrain.core.group.io_loop_stalls import STALL_THRESHOLD_S, LoopStallDetector, extend_start
 
 
 def test_a_call_far_behind_its_deadline_is_a_stall() -> None:
