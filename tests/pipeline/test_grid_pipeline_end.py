@@ -45,7 +45,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
         assert (
             "a run with more steps can continue from the state folders of workers with all of the model's "
             "stages (see docs/operations.md), and gridtrain export FOLDER OUT.safetensors writes the whole "
-            f"model from them, copied into FOLDER; this worker's folder is {tmp_path / 'a' / name}"
+            f"model from copies of them in FOLDER; this worker's folder is {tmp_path / 'a' / name}"
         ) in caplog.messages
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")

@@ -98,8 +98,8 @@ def test_settings_are_not_loaded_into_another_optimizer() -> None:
         with pytest.raises(ConfigError) as refusal:
             handle.set_inner(other)
         assert str(refusal.value).startswith(
-            "the script has set SGD with 1 parameter group, but the stage that this worker now holds has "
-            f"{text} -> create the same optimizers and groups for every stage"
+            "the script has changed settings of SGD with 1 parameter group, but the stage that this worker "
+            f"now holds has {text} -> create the same optimizers and groups for every stage"
         )
 
 
@@ -113,7 +113,7 @@ def test_a_stage_with_other_groups_has_its_initial_settings() -> None:
     assert decays(handle) == [0.0]
     handle.param_groups[0]["lr"] = 0.5
     with pytest.raises(
-        ConfigError, match=r"the script has set SGD with 1 parameter group, .* has SGD with 2"
+        ConfigError, match=r"the script has changed settings of SGD with 1 parameter group, .* has SGD with 2"
     ):
         handle.set_inner(grouped((2, 2), (2,)))
 

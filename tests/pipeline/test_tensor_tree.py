@@ -282,7 +282,7 @@ def test_a_buffer_that_two_layers_share_and_change_is_refused(how: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r'^each forward pass of layer 1, Sequential, changes its buffer "0\.mean", which layers 1 and '
-        "3 share; .* -> use a module of its own for each layer",
+        "3 share; .* -> use a separate module for each layer",
     ):
         infer_boundary_specs([nn.Linear(3, 3), nn.Sequential(both), nn.Linear(3, 3), both], torch.zeros(2, 3))
     infer_boundary_specs([Averages(how), nn.Linear(3, 3), Averages(how)], torch.zeros(2, 3))
@@ -465,7 +465,7 @@ def test_a_layer_that_fails_under_autocast_is_reported_with_dtype_and_device(
     elif not hasattr(torch.compiler, "set_stance"):
         pytest.skip("this torch always compiles")
     layers = [Function(lambda x: x.numpy())]
-    cause = r" \(compiled layers cannot before torch 2\.6; this is .*\)" * (not can_disable)
+    cause = r" \(compiled layers can from torch 2\.6 on; this is .*\)" * (not can_disable)
     message = rf"layer 0, Function, cannot run under autocast to torch\.bfloat16 on cpu{cause}, without data"
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=message):
         infer_boundary_specs(layers, torch.ones(2, 2))
