@@ -8,6 +8,6 @@ over ZeroMQ, in memory, and in the tests' simulator.
     commit/        the commit of a step on all members or on none; the assignment of samples to steps
     group/         definitions that worker and coordinator share
     member/        a worker's state machine, from generation to generation
-    planning/      network and cost model, rank order, choice of an exchange
+    planning/      network and cost models, rank order, choice of an exchange
     stages/        pipeline schedules, partition and repartition of a model
 """

@@ -36,7 +36,7 @@ class AllGather(CollectiveBase):
 
     Args:
         flags: flags of this rank's contribution (`core.group.round_flags`).
-        direct: whether to use one hop instead of ceil(log2 P).
+        direct: whether to use one hop instead of ceil(log2 P) hops.
     """
 
     __slots__ = ("_direct", "_missing", "_own_flags")

@@ -1,7 +1,7 @@
 """gTop-k in a butterfly: pairs the ranks that swap in each hop, for any number P of ranks (Shi et al., 2019).
 
-Let Q be the largest power of two <= P.  First the ranks >= Q send their payloads down to rank - Q, then each
-rank < Q swaps payloads with rank XOR 1, 2, 4 .. Q/2, and finally the result is sent back up.  P = 6, Q = 4:
+Let Q be the largest power of two <= P.  First, each rank >= Q sends its payload down to rank - Q.  Then each
+rank < Q swaps payloads with rank XOR 1, 2, 4 .. Q/2.  Finally, the result is sent back up.  P = 6, Q = 4:
 
     rank    0      1      2      3      4      5
     FOLD    <-------------------------- 4

@@ -72,7 +72,7 @@ class StoreSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoreFromRank:
-    """Store the payload of `rank`; at the end the buffer sums all payloads in rank order."""
+    """Store the payload of `rank`; at the end, the buffer sums all payloads in rank order."""
 
     rank: int
     payload: Any
@@ -126,7 +126,7 @@ class Collective(Protocol):
 
         Raises:
             RemoteProtocolError: the payload cannot belong to this collective, because its slot is impossible
-                or belongs to another sender, or a payload with this slot has already arrived.
+                or belongs to another sender, or because a payload with this slot has already arrived.
         """
         ...
 

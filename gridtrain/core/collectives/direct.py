@@ -1,4 +1,4 @@
-"""All-reduce in two hops (small dense models, gTop-k): the owner of each segment sums it and returns the sum.
+"""All-reduce in two hops, for small models and gTop-k: the owner of each segment returns the sum of the segment.
 
 The vector is split into P segments, and each segment into slices, as in a ring; a sparse segment has one
 slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0 for P = 4:
@@ -12,9 +12,9 @@ All segments are exchanged at the same time, so each member sends and receives a
 which the hops cost more time than the bytes.  Every member is connected to every other member.
 
 The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1 (modulo P),
-in the same order as a ring, so both produce bit-identical results.  A payload that arrives too early is
-deferred, at most one for each sender and slice; a payload that is longer than the longest slice violates the
-protocol.
+in the same order as a ring, so the results are bit-identical to a ring's.  A payload that arrives too early
+is deferred, at most one for each sender and slice; a payload that is longer than the longest slice violates
+the protocol.
 
 All slices of a member carry the same flags, so the first complete slice shows whether the step is skipped.
 A retry starts from the beginning, because it repeats only two hops.
@@ -56,8 +56,8 @@ class DirectAllReduce(CollectiveBase):
     Args:
         slices: the number of slices of each segment, at least 1.
         flags: flags of this rank's contribution (`core.group.round_flags`).
-        most_bytes: length of the longest slice of this rank's segment; None if payloads have no length, as in
-            a simulation.
+        most_bytes: length in bytes of the longest slice of this rank's segment; None if payloads have no
+            length, as in a simulation.
     """
 
     __slots__ = ("_early", "_missing", "_most_bytes", "_others", "_slices", "_turns")

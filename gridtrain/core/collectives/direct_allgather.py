@@ -3,10 +3,10 @@
     up to 8 members    all send to all            rank 0 --> 1, 2, 3 at once         1 hop
     9 members or more  a tree for each origin     rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops
 
-The first stage finishes last, when all other payloads have already arrived.  In every step the group can
-therefore vote only after the first stage's payload has passed all hops.  For up to 4 members the direct
+The first stage finishes last, when all other payloads have already arrived.  In every step, the group can
+therefore vote only after the first stage's payload has passed all hops.  For up to 4 members, the direct
 all-gather needs the same connections as the tree; for 8 members, each member has 7 connections instead of 5.
-With more members, connections and traffic would grow with the square of their number.
+In larger groups, connections and traffic would grow with the square of the number of members.
 """
 
 from __future__ import annotations

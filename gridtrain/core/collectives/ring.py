@@ -70,7 +70,8 @@ class RingAllReduce(CollectiveBase):
 
     Attributes:
         attempt: number of the attempt, starting at 0; `next_attempt` increases it by one.
-        received: contents of this rank's RESUME message, one byte for each slice of each segment.
+        received: contents of this rank's RESUME message, one byte for each slice of each segment; empty in
+            the first attempt, which sends no RESUME.
     """
 
     __slots__ = ("_due", "_forwarded_flags", "_own_flags", "_right_lacks", "_slices", "attempt", "received")
@@ -103,7 +104,7 @@ class RingAllReduce(CollectiveBase):
         return [self._to_right(slot, self._own_flags) for slot in own]
 
     def next_attempt(self) -> RingAllReduce:
-        """Return the next attempt with the same contributions, which resumes from the messages received."""
+        """Return the next attempt, with the same contributions; it resumes from the messages received."""
         again = RingAllReduce(self._rank, self._world_size, self._slices, self._own_flags)
         again.attempt = self.attempt + 1
         again._flags, again._due = self._flags, dict(self._due)

@@ -1,4 +1,4 @@
-"""gTop-k on a tree, as in the paper: merges up the tree and sends the result down (Shi et al., 2019, alg. 3).
+"""gTop-k on a tree (Shi et al., 2019, alg. 3): merges payloads up the tree and sends the result down.
 
 The tree is binomial, for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to
 rank r - 2^j, where 2^j is the lowest set bit of r, after merging the payloads of the ranks r + 1, r + 2,
@@ -10,10 +10,11 @@ r + 4 .. r + 2^(j-1), as far as these exist.  P = 6:
     TO_ROOT 2    <-------------------------- 4
     FROM_ROOT    the same links in reverse, longest first
 
-The paper's algorithm loses the values that a merge drops.  In this implementation, the rank that computes a
-merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at most
-once on each of its links, which is the minimum for any exchange, and a leaf has only one link.  A tree takes
-twice as many hops as the butterfly, and each rank is idle in half of the hops.
+The published algorithm loses the values that a merge drops.  In this implementation, the rank that computes
+a merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at
+most once on each of its links, which is the minimum for any exchange, and a leaf has only one link.  A tree
+takes up to twice as many hops as the butterfly, and the leaves, about half of the ranks, take part in only
+two of them.
 """
 
 from __future__ import annotations

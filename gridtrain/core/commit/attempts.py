@@ -80,14 +80,14 @@ Step s + 1 begins only after step s is committed, which requires the votes of al
 
 AttemptMessage = m.Data | m.Vote | m.Decision
 PreparedVote = tuple[m.RoundId | None, bytes, int]
-"""The prepared round, its digest and its flags."""
+"""The prepared round, the digest of its update, and its flags."""
 
 NO_VOTE: PreparedVote = (None, b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """The open step is committed; the caller updates history and ledger."""
+    """The open step is committed; the caller updates the history and the ledger."""
 
     round: m.RoundId
     digest: bytes
@@ -128,7 +128,7 @@ class Attempts:
         is_absent: whether this member's contribution to the open attempt is empty.
         compute_s: the trainer's delay, which the vote contains (see `m.Vote`); None in a retry, or if the
             trainer is absent or the delay is unknown.
-        abort_reason, suspects, silent_s: details of the latest abort, see `two_phase_commit.Decided`.
+        abort_reason, suspects, silent_s: details of the latest abort; see `two_phase_commit.Decided`.
     """
 
     def __init__(self, assignment: RankAssignment, step: int, *, may_be_absent: bool = False) -> None:
@@ -278,7 +278,8 @@ class Attempts:
         """Process a message according to its round (commit rule 1).
 
         A message of the open round is processed.  A message of a later round, or for a later collective of
-        the open round, is deferred.  A message of a past round is dropped, but the root may answer a vote.
+        the open round, is deferred.  A message of a past round is dropped, except
+        that the root may answer a vote.
 
         Args:
             peer: a member of this generation.

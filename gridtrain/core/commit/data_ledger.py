@@ -13,7 +13,7 @@ p // size over the data.  The sampler maps positions to samples by a permutation
 Every position below the cursor has been assigned.  `commit` and `reassign` check that each is counted once:
 
     cursor == consumed     in committed steps
-            + requeued     taken back from members that were lost or too late; assigned before others
+            + requeued     taken back from members that were lost or too late; assigned first
             + holders      kept by each member after an aborted step (`reassign`)
             + late         the batches of absent members (see below)
             + pending      batches whose gradients the next step exchanges (see below)
@@ -66,7 +66,8 @@ Assignment = Mapping[PeerId, tuple[Span, ...]]
 
 
 def validate(spec: LedgerSpec) -> None:
-    """Raise `ConfigError` if the data set is empty, the run is not finite, or a number is out of bounds."""
+    """Raise `ConfigError` if the data set is empty, if epochs and steps are both None or both given, or if a
+    number is out of bounds."""
     if spec.size < 1:
         raise ConfigError(
             f"the data set has {spec.size} samples; it must have at least 1",
@@ -90,7 +91,7 @@ def validate(spec: LedgerSpec) -> None:
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """Return whether the run is over: whether all passes are consumed, or all steps are committed."""
+    """Return whether the run is over, because all passes are consumed or all steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps + spec.delay
@@ -135,8 +136,8 @@ def assign(
 
     Returns:
         The spans of each member, in rank order.  Each span lies within one pass.  A member without spans
-        takes part with a zero contribution; in a finished run no member has spans.  With a delay, the members
-        contribute their pending batches instead.
+        takes part with a zero contribution; in a finished run, no member has spans.  With a delay, the
+        members contribute their pending batches instead of these spans.
 
     Raises:
         LocalProtocolError: the shares are invalid (a share is negative, none is above 0, or a member occurs
@@ -397,10 +398,10 @@ def _count_held(state: LedgerState) -> int:
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
     """Return whether a correct member of this generation can hold `state`.
 
-    This is the case if the state balances, no position occurs twice or lies beyond the cursor, and positions
-    are held only by members; if batches are pending only in a run with a delay, and late only in a run
-    without one; if only a run with shards has leases; and if the step and the cursor are so small that no run
-    can make them overflow.
+    Such a state balances (`is_balanced`).  No position occurs twice or lies beyond the cursor, and only members hold
+    positions.  Batches are pending only in a run with a delay, and late only in a run without one; only a run
+    with shards has leases.  No more samples are skipped than consumed, and the numbers in the state are so
+    small that no run can make them overflow.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

@@ -9,7 +9,7 @@
 
 After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The
 root aborts if a member has neither voted nor reported that it is alive for `timeout_s`, or if no member has
-made progress for that long (because a payload was lost when a connection broke, and all are waiting for it).
+made progress for that long, for example because all are waiting for a payload that a broken connection lost.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ def decide_outcome(
     """Decide whether the interrupted step is committed; return the state that all members must then hold.
 
     Args:
-        reports: reports of the members that hold a state (at least one), beginning with the longest-serving
-            member's.  If the histories differ, the run continues with the history that most members have.
+        reports: the reports of the members that hold a state; there is at least one, and the longest-serving
+            member's comes first.  If the histories differ, the run continues with the history that most
+            members have.
         shares: shares of the frozen generation's members, in rank order.
         view: the frozen generation's view; None if it is not known.
         in_stages: whether the model is partitioned into stages.  The members of a pipeline then share a

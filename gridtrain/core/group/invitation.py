@@ -1,4 +1,4 @@
-"""Writes an invitation as one line of text with a checksum, and parses it, detecting damaged text.
+"""Writes an invitation as one line of text with a checksum, and parses such a line, detecting damage.
 
     gridtrain1:<these fields in base64url, without padding>
 
@@ -33,7 +33,7 @@ The line breaks and quotation marks that mail programs add also count.
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
 MAX_ADDRESS_BYTES = 128
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Pattern of a run's name.  The name may become a folder name, so it excludes separators and `..`."""
+"""Pattern of a run's name.  The name may become a folder name, so `..` and path separators are excluded."""
 
 _ADDRESS = re.compile(r"(tcp|memory)://[!-~]+")
 _VERSION = re.compile(r"gridtrain(\d{1,9}):")

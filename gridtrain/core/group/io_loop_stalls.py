@@ -1,4 +1,4 @@
-"""Detects that this process's own I/O loop has stalled, so that it does not then report its peers as silent.
+"""Detects that this process's own I/O loop has stalled, so that its peers are not reported as silent.
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled

@@ -59,7 +59,7 @@ class PeerDisconnected(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class AddressChanged(MemberEvent):
-    """This worker now listens at another address, which its next Join announces."""
+    """This worker now listens on another address, which its next Join announces."""
 
     address: str
 
@@ -99,7 +99,8 @@ class SubmitRound(GenerationEvent):
             the last one, payloads are exchanged, but no member votes.
         has_more: whether `AddCollectives` events will add more collectives to the open round.
         settings: the encoded optimizer settings with which the contribution was made.
-        is_absent: whether the I/O loop submits an empty contribution instead of the trainer (`absent_round`).
+        is_absent: whether the I/O loop, in place of the trainer, submits an empty contribution
+            (`absent_round`).
     """
 
     round: m.RoundId
@@ -344,7 +345,7 @@ class ComputeDigest(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ResolveRound(MemberEffect):
-    """Notify the trainer that its round has ended: it applies the update or submits another attempt."""
+    """Notify the trainer that its round has ended, so that it applies the update or submits a new attempt."""
 
     round: m.RoundId
     committed: bool
@@ -392,10 +393,10 @@ class SendState(MemberEffect):
     """Send this member's state to a joining member.
 
     Attributes:
-        is_whole: whether to send the whole state, or only the part that catch-up does not transfer.
+        is_whole: whether to send the whole state; if not, send only the part that catch-up does not transfer.
         checkpoint: a stage checkpoint on this worker's disk to be sent instead; None to send the state.
         blocks_received: number of blocks that the joining member already has.
-        digest_only: whether to send only the digest.
+        digest_only: whether to send only the digest of the state.
     """
 
     peer: m.PeerId

@@ -1,6 +1,6 @@
 """Maps ranks to the stages and replicas of a model, and lists the members of a generation in rank order.
 
-With S stages and R replicas a generation has S x R members.  The replicas of a stage, which exchange
+With S stages and R replicas, a generation has S x R members.  The replicas of a stage, which exchange
 gradients, have consecutive ranks.
 
     S = 3, R = 2            replica 0   replica 1
@@ -27,7 +27,7 @@ def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
     """Group `members`, which are in rank order, by stage.
 
     If the number of members is not a multiple of `stages`, return one group of all members.  The coordinator
-    never makes a generation of that size, but a worker could report one.
+    never makes a generation of such a size, but a worker could report one.
     """
     if not members or len(members) % stages:
         return [list(members)]
@@ -105,8 +105,8 @@ class RankAssignment:
     """The members of one generation in rank order, from the point of view of the member `own_id`.
 
     Attributes:
-        exchange: the exchange that the coordinator chose, as in `MembershipView`.
-        stage_bounds: (stages + 1,) first layer of each stage, then the number of layers; () if each stage
+        exchange: the value of `MembershipView.exchange`.
+        stage_bounds: (stages + 1,) the first layer of each stage, then the number of layers; () if each stage
             is treated as one layer.
     """
 

@@ -69,7 +69,7 @@ class MemberContext:
     def is_declared_finished(self) -> bool:
         """Whether this worker is synced and the coordinator has declared the run finished.
 
-        In that case this worker needs no other member.
+        In that case, this worker needs no other member.
         """
         is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
         return is_finished and self.trainer is not None

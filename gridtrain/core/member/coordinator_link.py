@@ -64,7 +64,7 @@ class CoordinatorLink:
         self._join = replace(self._join, name=name)
 
     def set_address(self, address: str) -> None:
-        """Record the address at which this worker now listens, for use in the next Join."""
+        """Record the address on which this worker now listens, for use in the next Join."""
         self._join = replace(self._join, address=address)
 
     # -- received --------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Generation:
 
     @property
     def absent_round(self) -> tuple[m.RoundId, bytes] | None:
-        """The round that now needs an empty contribution, and the optimizer settings with which to apply it.
+        """The round that now needs an empty contribution, and the optimizer settings for applying its update.
 
         None if there is no such round.  `SubmitRound` or `StayPresent` follows.
         """
@@ -308,7 +308,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Report the loss of a required connection to the coordinator; while RUNNING, fail the open round.
+        """Tell the coordinator that a required connection was lost; while RUNNING, fail the open round.
 
         The report is sent in every phase, so that the exit of a member between two generations is also
         detected.  While FORMING, the member is dialled again.
@@ -403,7 +403,7 @@ class Generation:
     def end(self, view: m.MembershipView | m.StandbyNotice) -> list[MemberEffect]:
         """Apply the prepared update if `view` commits it, and end the open round.
 
-        If the member then does not hold the state of `view`, it is marked as not synced.
+        If the member does not hold the state of `view` afterwards, it is marked as not synced.
         """
         prepared, digest, flags = self.attempts.prepared_vote
         is_applied = self._context.replica_state.apply_verdict(view, prepared, digest)
@@ -533,7 +533,7 @@ class Generation:
                 raise LocalProtocolError(f"a generation cannot handle the event {event}")
 
     def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
-        """Report progress to the root or, as the root, to all members, which extend their deadlines."""
+        """Report progress to the root or, as the root, to all members; receivers extend their deadlines."""
         attempts, members = self.attempts, self.rank_assignment.members
         effects = self._means.ask_missing() if self._is_running and attempts.rank == ROOT else []
         if not self._is_running or not (has_moved or event.is_waiting):

@@ -62,10 +62,10 @@ class MemberCore:
         own_id: public key of this worker.
         coordinator: public key of the coordinator.
         join: the Join message that introduces this worker.
-        deadlines: time limits, see `gridtrain.config.Deadlines`.
+        deadlines: time limits; see `gridtrain.config.Deadlines`.
 
     Attributes:
-        coordinator_link, replica_state, residual_transfer: parts of the state, which the caller only reads.
+        coordinator_link, replica_state, residual_transfer: parts of the state machine; read-only.
     """
 
     def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:

@@ -146,7 +146,7 @@ class MemberCheckpoints:
     ) -> tuple[list[m.CheckpointInfo], bool]:
         """Record the checkpoints that are now on the disk, and the one that could not be written, if any.
 
-        Return the new checkpoints, and whether a checkpoint that was being loaded is gone.  In that case the
+        Return the new checkpoints, and whether a checkpoint that was being loaded is gone.  In that case, the
         state may be requested from a state source instead.
         """
         self._has_failed_write = self._has_failed_write or (

@@ -29,7 +29,7 @@ class ReplicaState:
         is_synced: whether the worker holds this state for all layers of its stage.
         memory_layers: the layers whose state is in memory, if they differ from those of the worker's stage;
             otherwise None.
-        is_modified: whether the model has changed since the script built it or a checkpoint was loaded.
+        is_modified: whether the model has changed since the script built it or loaded it from a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class ReplicaState:
     ) -> bool:
         """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
 
-        If this worker then does not hold the state of `view`, it is no longer synced.
+        If this worker does not hold the state of `view` afterwards, it is no longer synced.
 
         Args:
             prepared: the round of the prepared update; None if there is none.
@@ -134,7 +134,7 @@ class ReplicaState:
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
         """Begin a generation in which this worker's stage consists of `layers`.
 
-        If this worker is synced but its state has other layers, they become `memory_layers`.
+        If this worker is synced but its state has other layers, those layers become `memory_layers`.
 
         Args:
             may_recall: whether the state of `memory_layers` is the one with which the generation begins, so

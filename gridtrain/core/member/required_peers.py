@@ -146,9 +146,9 @@ class RequiredPeers:
         return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
 
     def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report the peers in `missing` that this member dials; the coordinator may know other addresses.
+        """Report the peers in `missing` that this member dials; the coordinator may know their new addresses.
 
-        What was logged once, or belongs to the failure of this worker's own network, is not logged again.
+        A peer's absence is logged once; if this worker has no connection at all, that is logged instead.
         """
         self._forming_since_s = math.inf
         assignment = self._rank_assignment

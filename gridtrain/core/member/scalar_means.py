@@ -100,8 +100,8 @@ class ScalarMeans:
         """Give the root the averages that this member has received and that others could request again.
 
         This member's trainer may have stalled, in which case it does not repeat its calls.  The averages are
-        sent in ascending order, because the root completes an average without a member from which it already
-        has a later one.
+        sent in ascending order of their keys, because the root completes an average without a member from
+        which it already has a later one.
         """
         latest = max(self.known, default=(0, 0))[0]
         keys = sorted(key for key in self.known if key[0] >= latest - 1)

@@ -1,4 +1,4 @@
-"""The duration of a step, the timeout for silent members that follows from it, and this worker's heartbeats.
+"""The mean duration of a step, the timeout for silent members derived from it, and this worker's heartbeats.
 
 A step lasts from the previous commit to its own commit, including the time for computing; if there was no
 commit in this generation, it begins with the first submission.  After each step, mean = 0.9 mean +

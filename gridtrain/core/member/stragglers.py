@@ -10,10 +10,10 @@
                                                                      marked as absent, and votes
 
 A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
-deviation.  The limit is computed for each member, in seconds per sample of its share, so that a worker
-that is always slow is not late.  If no member is late, no message is sent.  A member that was absent from
-the last step is asked to stay absent as soon as the others have submitted, so that a long stall delays
-the group only once (commit rule 14).
+deviation, and by a minimum margin.  The limit is computed for each member, in seconds per sample of its
+share, so that a worker that is always slow is not late.  If no member is late, no message is sent.  A member
+that was absent from the last step is asked to stay absent as soon as the others have submitted, so that a
+long stall delays the group only once (commit rule 14).
 
 The late member itself decides, for all attempts at the step, whether it is absent.  If its trainer has begun
 to submit, it takes part, and the group waits for it, even if the trainer stalls after sending some buckets:
@@ -53,7 +53,7 @@ MIN_MARGIN_S, MIN_MARGIN_SHARE = 0.05, 0.25
 the two applies."""
 
 MAX_ABSENT_S = 300.0
-"""Longest absence of a member; afterwards the group waits for it, and the usual timeouts apply."""
+"""Longest absence of a member; afterwards, the group waits for it, and the usual timeouts apply."""
 
 MAX_SETTINGS_BYTES = 1 << 20
 """Maximum size of optimizer settings in a message."""
@@ -89,7 +89,8 @@ class UsualDelays:
     """The delays known to one member; they persist across generations.
 
     Attributes:
-        compute: each member's delay from a commit to its trainer's submission, with its share as the scale.
+        compute: by member, the delay from a commit to the submission by the member's trainer, with the
+            member's share as the scale.
         wait: this member's delay from its submission to the commit.
     """
 

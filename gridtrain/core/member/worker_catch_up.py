@@ -86,7 +86,7 @@ class WorkerCatchUp:
         return [SourceConnected(peer)] if peer in self.sources else []
 
     def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
-        """If a source was disconnected, restart the wait for a connection, because it may soon reconnect."""
+        """If a source was disconnected, restart the wait for a connection; the source may reconnect soon."""
         if peer in self.sources:
             self._unreachable_since_s = now_s
         return self.source_lost(peer)

@@ -1,4 +1,4 @@
-"""The messages of the protocol with their limits, as one frozen dataclass for each message.
+"""The messages of the protocol and their limits; each message is a frozen dataclass.
 
     types          values that several messages carry: identities, rounds, spans, members, checkpoints
     coordination   worker <-> coordinator: joining, heartbeats, generations, leaving

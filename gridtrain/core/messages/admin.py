@@ -34,7 +34,7 @@ class DiagnosticRequest(Message):
 
 @message(6)
 class Invite(Message):
-    """Operator's command to accept a new invitation.
+    """Operator's command to the coordinator to accept a new invitation.
 
     `key` is the public key of the invitation's token; the token itself is never sent.
     """
@@ -58,14 +58,14 @@ class RemoveWorker(Message):
 
 @message(8)
 class Unban(Message):
-    """Operator's command to lift a ban, so that the key may be invited again."""
+    """Operator's command to lift a ban, so that the peer may be invited again."""
 
     peer: PeerId
 
 
 @message(90)
 class EndRun(Message):
-    """Operator's command to end the run after its open step, even if the script would train for longer."""
+    """Operator's command to end the run after its open step, even if the script would train longer."""
 
 
 @message(19)

@@ -96,7 +96,7 @@ class Setup(Message):
         stage_checkpoints: for a model in stages, the checkpoints on this worker's disk.
         model: for a model in stages, its partition; None if each stage is treated as one layer.
         memory_bytes: memory that training may use; 0 if unknown.
-        flops: operations per second, used only for comparison with other workers; 0 if unknown.
+        flops: floating-point operations per second, used only to compare workers; 0 if unknown.
         initial_state_digest: digest of the state that the script built on this worker, as it would be sent to
             a joining member; empty if the state has changed since, or the digest is unknown.
     """
@@ -397,7 +397,7 @@ class ExpectProbes(Message):
 class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
-    The receiver reports the times with LinkLatencies.  The addresses are as in `Member`.
+    The receiver reports the times with LinkLatencies.  The addresses have the form of `Member.address`.
     """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
@@ -433,7 +433,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(GenerationMessage):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    The coordinator can send MemberListChanges instead if the receiver has the list of its generation.
+    The coordinator can send MemberListChanges instead to a receiver that has the list of its own generation.
     """
 
     page: Count
@@ -504,10 +504,11 @@ class MembershipView(GenerationMessage):
         decided_round: the round that the verdict commits; if the verdict is ABORT, the round in which step
             `applied` was committed (only its generation matters), or None if that is not known.
         applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
-        exchange: if the script leaves the choice of the exchange to the coordinator, the chosen exchange, as
-            `Exchange.describe` writes it; empty, and no round can begin, until the coordinator has chosen.
-        stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
-            the number of layers.
+        exchange: the exchange, or the direct topology, that the coordinator has chosen, in the form that
+            `describe()` writes; otherwise empty.  If the script leaves the exchange to the coordinator, no
+            round can begin while this field is empty.
+        stage_bounds: for a model in stages, (stages + 1,) the first layer of each stage in this generation,
+            then the number of layers.
     """
 
     world_size: Positive

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 from gridtrain.quantities import shorten
 
 MESSAGE_TYPES: dict[int, type] = {}
-"""Every message class, keyed by its code, which is the first item of its header."""
+"""Every message class, by its code, which is the first item of the message's header."""
 
 
 class Message:
@@ -111,7 +111,7 @@ def describe(value: Any) -> str:
 
 
 class RangeField(FieldType):
-    """A type with a lower and an upper bound, which `bounds` describes."""
+    """A type with a lower and an upper bound, both of which `bounds` describes."""
 
     def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high

@@ -48,7 +48,7 @@ Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 """Short strings by name, which are displayed and compared between workers; see `Setup.facts`."""
 
 BASE_FACT = "base"
-"""Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
+"""Name of the fact that describes the frozen parameters; models without frozen parameters lack this fact."""
 
 BASE_ORIGIN = "base_origin"
 """Name of the text in `WorkerInfo` that says where the worker loaded its base from."""
@@ -198,7 +198,7 @@ class LedgerState:
         step: the next step to commit.
         cursor: the first position that has not been assigned.
         requeued: positions that were assigned to a member that was lost or too late, and were therefore taken
-            back; they are assigned before others.
+            back; they are assigned before other positions.
         consumed: number of samples in committed steps, including steps whose update was skipped.
         skipped: number of samples in committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
@@ -315,7 +315,7 @@ class StagedModel:
     """Partition of a model into stages, and the costs that the coordinator needs to repartition the model.
 
     Attributes:
-        cuts: (stages + 1,) first layer of each stage, then the number of layers.
+        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
         blocks: the cost of each layer; () if the model must not be repartitioned.
         fill_drain: whether the pipeline schedule is fill-drain; otherwise it is 1F1B.
         fixed: whether the user chose `cuts`; if so, they are used whenever there are enough workers for all

@@ -1,7 +1,7 @@
 """Chooses a run's exchange, its order of ranks and its batch shares from measured links and speeds.
 
-Contains pure functions of measurements, and the state of a run's choice of exchange; it neither measures nor
-sends.
+The package contains pure functions of measurements, and the state of a run's choice of exchange.  It neither
+measures links nor sends messages.
 
     exchange_facts        the facts of a run --> Dense | TopK | GTopK | Auto, number of parameters
     network_model         latencies and rates of links

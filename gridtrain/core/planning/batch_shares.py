@@ -23,7 +23,7 @@ from gridtrain.quantities import list_first
 
 SAMPLES_FIGURE = "computed_samples"
 SECONDS_FIGURE = "computed_s"
-"""Names of two figures in a heartbeat: the number of samples that the worker has computed since it joined,
+"""Names of two heartbeat metrics: the number of samples that the worker has computed since it joined,
 and the compute time of these samples in seconds."""
 
 OBSERVATION_DECAY = math.exp(-1 / 20)
@@ -82,7 +82,7 @@ class WorkerSpeeds:
     _limited: set[PeerId] = field(default_factory=set)  # workers whose share was planned with a bound
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
-        """Record the totals in a heartbeat's figures; a missing total counts as 0.
+        """Record the totals in `figures`, the metrics of a heartbeat; a missing total counts as 0.
 
         If a total is smaller than the last one, the worker has restarted, and its earlier observations are
         discarded.  Totals are ignored if one of them has not increased or is not finite.
@@ -109,7 +109,7 @@ class WorkerSpeeds:
     def observe_unfinished(self, peer: PeerId, samples: int, waited_s: float) -> None:
         """Record that a worker did not finish `samples` samples in `waited_s` > 0 seconds.
 
-        Until its speed is measured again, even after `forget`, the speed is assumed to be at most the last
+        Until the worker's speed is measured again, even after `forget`, it is assumed to be at most the last
         measured speed or, without one, `samples / waited_s`.  The cause may have been a mere pause, so
         `rebalance_reason` lets the share grow as soon as the speed is measured.
         """
@@ -140,7 +140,7 @@ class WorkerSpeeds:
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
         """Divide `total` samples among `peers`; for a worker without a measured speed, assume the median
-        speed or, if it is lower, the worker's bound.
+        speed or, if lower, the worker's bound.
 
         Args:
             names: (len(peers),) the workers' names, for the text of the reason.
@@ -232,9 +232,9 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
     sample at the same time, the one with the lower index gets it.
 
     Args:
-        speeds: (P,) samples per second of each worker, all > 0 and finite.
-        most: (P,) the largest share of each worker; 0 means no limit.  If the sum of these limits is less
-            than `total`, all limits are scaled up by the same factor.
+        speeds: samples per second of each worker, all > 0 and finite.
+        most: the largest share of each worker; 0 means no limit.  If the sum of these limits is less than
+            `total`, all limits are scaled up by the same factor.
     """
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0

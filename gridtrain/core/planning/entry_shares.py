@@ -5,10 +5,10 @@ A member normally sends the k largest entries of its gradient; with a smaller sh
     upload rates --> members with slow uploads --> shares to try --> simulated exchanges
                  --> the largest shares for which the exchange is nearly as fast as the fastest one
 
-A member sends its own payload once.  A leaf of a tree or of a star, and a rank that is folded in a butterfly,
-send nothing else, so a small share keeps such a member from delaying the others.  In the later hops of a
-butterfly, a member sends merged payloads of up to k entries, regardless of its share.  The entries that a
-member does not send stay in its residual.
+A member sends its own payload once.  A leaf of a tree or of a star, and a butterfly rank that is folded into
+another rank, send nothing else, so a small share keeps such a member from delaying the others.  In the later
+hops of a butterfly, a member sends merged payloads of up to k entries, regardless of its share.  The entries
+that a member does not send stay in its residual.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.quantities import format_count, format_seconds
 
 FIRST_STEP_FIGURE = "first_computed_s"
-"""Name of a figure in a heartbeat: the compute time, in seconds, of the batch whose gradient waits for the
+"""Name of a heartbeat metric: the compute time, in seconds, of the batch whose gradient waits for the
 first choice."""
 
 MAX_MEDIAN_RATIO = 4.0
@@ -273,7 +273,7 @@ class ExchangeChoice:
 
         Args:
             reported_s: `FIRST_STEP_FIGURE` of each member that has reported it, in seconds.
-            network: the network of `peers`, in arbitrary order; None if no link has been measured yet.
+            network: the network of `peers`, in any order; None if no link has been measured yet.
             edges: see `topology_choice.choose_topology`.
         """
         if not self.is_open or not peers:
@@ -305,7 +305,7 @@ class ExchangeChoice:
     ) -> str:
         """Change the choice if it is worthwhile; return the reason, or "" if the choice does not change.
 
-        The desired share is the share of the time that workers should compute (`Auto.computing`).
+        The desired share is the share of the time that workers should spend computing (`Auto.computing`).
 
         - A sparse exchange is replaced by a dense one if steps then take at most `DENSE_RETURN_RATIO` times
           as long.

@@ -1,4 +1,4 @@
-"""Compares exchanges by predicted step time and prefers a dense one that is nearly as fast.
+"""Compares exchanges by predicted step time, and prefers a dense one that is nearly as fast as the fastest.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 
@@ -32,7 +32,7 @@ class ExchangeEstimate:
     Attributes:
         compute_s: compute time per step, from the batch to the gradient, in seconds.
         local_steps: optimizer steps between two exchanges.
-        overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
+        overlapped: the share of the local steps with which the exchange may overlap (`LocalSteps(overlap=)`).
     """
 
     load: Workload
@@ -169,7 +169,7 @@ def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
 # -- how many local steps --------------------------------------------------------------------------
 
 MAX_DENSE_LOCAL_STEPS = 32
-"""Local steps with a dense exchange are recommended up to this number.  In docs/local-steps.md `Dense()`
+"""Local steps with a dense exchange are recommended up to this number.  In docs/local-steps.md, `Dense()`
 every 32 steps learns as well as `GTopK(density=0.03)` every 4 steps."""
 
 
@@ -190,9 +190,10 @@ def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> L
 def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
     """Return a text that recommends an exchange and a number of local steps.
 
-    With these, workers compute for the share `computing` of the time, or nearly so if no number suffices.  A
-    dense exchange is recommended if it needs at most `MAX_DENSE_LOCAL_STEPS` steps, otherwise the exchange
-    that needs the fewest.  It overlaps with the next local steps, unless one step is enough without overlap.
+    With these, workers compute for the share `computing` of the time or, if no number suffices, for as much
+    of it as possible.  A dense exchange is recommended if it needs at most `MAX_DENSE_LOCAL_STEPS` steps,
+    otherwise the exchange that needs the fewest.  The exchange overlaps with the next local steps, unless one
+    step is enough without overlap.
 
     Args:
         estimates: estimates of at least one exchange, all for the same network.

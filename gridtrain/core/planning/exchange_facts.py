@@ -24,7 +24,7 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 chosen the direct topology for it."""
 
 DIRECT_GTOPK = "GTopK(topology=direct)"
-"""The same value for a gTop-k exchange."""
+"""The corresponding value for a gTop-k exchange."""
 
 EXCHANGE_CLASSES: dict[str, type[Any]] = {each.__name__.lower(): each for each in get_args(Exchange)}
 """The class of each exchange, by its name in lower case."""

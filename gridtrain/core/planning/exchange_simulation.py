@@ -55,7 +55,7 @@ def vote_end_s(ends_s: Sequence[float], network: NetworkModel, cpu: CpuCosts, cp
     decision to the members one by one.
 
     Args:
-        ends_s: (P,) the time at which each member has the complete update.
+        ends_s: by rank, the time at which the member has the complete update.
     """
     work, others = cpus.reserve, range(1, network.size)
     votes_s = []
@@ -82,7 +82,7 @@ class MessageCost(NamedTuple):
     Attributes:
         wire_bytes: size of the message, including headers.
         handling_s: CPU time at each end, for writing or reading the message.
-        work_s: CPU time of the receiver for processing its contents.
+        work_s: CPU time of the receiver for processing the contents of the message.
     """
 
     wire_bytes: float
@@ -94,8 +94,8 @@ class ExchangeSimulation:
     """Simulates all messages of one exchange in chronological order, and then the vote.
 
     Attributes:
-        sent_bytes, received_bytes: (P,) bytes sent and received by each member, after `run`.
-        cpu_s: (P,) CPU time of each member in seconds, after `run`.
+        sent_bytes, received_bytes: bytes sent and received by each member, by rank; complete after `run`.
+        cpu_s: CPU time of each member in seconds, by rank; complete after `run`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ExchangeSimulation:
                 self._successors[first].append(index)
 
     def run(self) -> list[float]:
-        """Simulate the exchange; return (P,) seconds until each member has the update and its digest."""
+        """Simulate the exchange; return, by rank, the seconds until the member has the update's digest."""
         size = self.network.size
         start_s = start_work_s(self.load, self.cpu) + self.cpu.begin_s / 2
         begin_s = [self._cpus.reserve(rank, 0.0, start_s) for rank in range(size)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from gridtrain.errors import ConfigError
 
 MAX_LOCAL_STEPS = 512
-"""The maximum number to propose.  With more local steps the replicas differ too much: DiLoCo (arXiv
+"""The maximum number to propose.  With more local steps, the replicas differ too much: DiLoCo (arXiv
 2311.08105, section 3.1) was measured with up to 2,000 steps, and its loss increased from 500 steps on."""
 
 

@@ -169,7 +169,7 @@ def _messages_of_hops(hops: Sequence[Sequence[Hop]]) -> list[PlannedMessage]:
 
 
 def send_levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
-    """Group the sends of all ranks, as (rank, hop), by phase and hop, and return the groups in order.
+    """Group the sends of all ranks, as pairs (rank, hop), by phase and hop; return the groups in order.
 
     Sends in one group do not depend on each other.
 

@@ -1,4 +1,4 @@
-"""Finds the order of ranks from workers' reports of links, and decides if a new order is worth a generation.
+"""Finds the order of ranks from workers' reports of links; decides if another is worth a new generation.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
@@ -266,8 +266,8 @@ def search_rank_order(
     """Plan the order of ranks for the exchange of a run, in pieces (see `Pieces`).
 
     Args:
-        load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
-            measured, only round trips are considered.
+        load: the workload, or None if it is unknown.  If it is unknown, or if the exchange uses a ring and no
+            rate is measured, only round trips are considered.
         peers: the members in join order, without duplicates.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference.

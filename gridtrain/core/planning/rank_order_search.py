@@ -1,4 +1,4 @@
-"""Searches, within limits, for the order of ranks (ring, tree, ...) that is fastest over unequal links.
+"""Searches, within limits, for the order of ranks with which an exchange is fastest over unequal links.
 
     ring        avoids slow links, because each link of the ring carries all segments
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
@@ -9,7 +9,7 @@
 For up to 7 members, or 6 if members are waiting for the plan, all orders are tried with each candidate for
 rank 0.  Otherwise, good starting orders are improved in a limited number of trials, by swapping two members
 or reversing a range of ranks; above 128 members, only the root of a star is chosen.  Orders are compared by
-`order_estimator`, which adds up hops without queueing; the best orders are then simulated message by message.
+`order_estimator`, which adds up hops and ignores queues; the best are then simulated message by message.
 `SearchLimits` limits counts, not time, so that the same measurements always lead to the same order.
 `search_order` is a generator that yields after each piece of its work, so that a coordinator of many members
 can handle messages in between.
@@ -130,7 +130,7 @@ class RankOrderEstimate:
 
 
 ROOT_ONLY_TOPOLOGIES = ("star", "direct")
-"""Topologies for which only the choice of rank 0 matters; in a direct exchange it is the root of the vote."""
+"""Topologies for which only the choice of rank 0 matters; in a direct exchange, as the root of the vote."""
 
 ROOTLESS_TOPOLOGIES = ("ring", "all-gather")
 """Topologies for which it makes no difference which member is rank 0: a ring has no first rank, and in an

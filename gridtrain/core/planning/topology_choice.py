@@ -20,15 +20,15 @@ from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts, ExchangeK
 from gridtrain.quantities import format_seconds
 
 MAX_DIRECT_BYTES = 1 << 20
-"""The largest vector for a direct dense exchange, in bytes.  For 4 MB a ring is faster, because bytes then
+"""The largest vector for a direct dense exchange, in bytes.  For 4 MB, a ring is faster, because bytes then
 matter more than hops, and a retry in a ring resumes from the data that have arrived."""
 
 MAX_DIRECT_MEMBERS = 16
 """The largest group for a direct exchange, in which each member needs a connection to every other member."""
 
 MIN_LINK_SHARE = 0.25
-"""A link that is slower than this fraction of its ends' upload and download is probably shared by several
-pairs."""
+"""A link that is slower than this fraction of the sender's upload and of the receiver's download is probably
+shared by several pairs."""
 
 _USUAL_NAME: dict[str, str] = {"ring": "around a ring", "butterfly": "in a butterfly"}
 
@@ -40,8 +40,8 @@ class Topology:
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring or in a butterfly.
         reason: the reason for the choice, as text; empty if there was nothing to choose.
-        usual_speedup: the speed of the ring or butterfly, as a multiple of a direct exchange's, if it is
-            chosen because it is faster; infinity if it is chosen because of a slow link; otherwise 1.
+        usual_speedup: if the ring or butterfly is chosen because it is faster, its speed as a multiple of a
+            direct exchange's; infinity if it is chosen because of a slow link; otherwise 1.
     """
 
     is_direct: bool
@@ -64,8 +64,8 @@ def choose_topology(
 
     Args:
         load: the workload, or None if it is unknown.
-        network: the members' network, in arbitrary order; None before it has been measured.  Without a
-            network the choice depends only on the size of `load`, the number of members and `edges`.
+        network: the members' network, in any order; None before it has been measured.  Without a
+            network, the choice depends only on the size of `load`, the number of members and `edges`.
         edges: whether each pair of members can connect without a relay, as far as is known.
         is_urgent: see `best_order`.
     """

@@ -237,7 +237,7 @@ def dense_payload_bytes(elements: int, values: str) -> int:
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
     """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2).
 
-    With int4 and int2 a payload may have fewer entries than were selected.
+    With int4 and int2, a payload may have fewer entries than were selected.
     """
     if entries == 0:
         return 8
@@ -252,7 +252,7 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """Return the number of slices of a segment, or of the whole vector in a dense star; 1 if sparse."""
+    """Return the number of slices of a segment, or of the whole vector in a dense star; 1 if it is sparse."""
     if load.kind.is_sparse:
         return 1
     if load.kind.topology == "star":
@@ -273,7 +273,7 @@ def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
 def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
     """Return the number of slices to simulate for a dense kind, at least 1.
 
-    With more than one slice the simulation has at most `max_messages` messages.
+    With more than one slice, the simulation has at most `max_messages` messages.
     """
     most = max(1, max_messages // max(1, _messages_per_slice(load.kind, world_size)))
     return min(slice_count(load, world_size), most)
@@ -320,7 +320,7 @@ def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESS
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
-    """Count the messages by (sender, receiver), of one slice of each segment if the exchange is dense."""
+    """Count the messages by (sender, receiver); in a dense exchange, only one slice of each segment."""
     ranks = range(world_size)
     if load.kind.topology == "ring":
         hops = 2 * (world_size - 1)

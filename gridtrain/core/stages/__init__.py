@@ -1,6 +1,6 @@
 """Plans the training of a model in stages: its partition, schedule, placement on workers and step time.
 
-Contains pure functions of costs and measurements, which the coordinator and `gridtrain plan` call.
+The package contains pure functions of costs and measurements; the coordinator and `gridtrain plan` call them.
 
     schedule               the order of each stage's forward and backward passes (fill-drain, 1F1B)
     stage_cost             the time and memory of a stage on a device

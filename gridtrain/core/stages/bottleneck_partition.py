@@ -32,7 +32,7 @@ EdgeCosts = Sequence[Sequence[float]]
 before layer `stop`."""
 
 BOUND_GROWTH = 1.25
-"""Factor between successive bounds.  With a small factor the last search is only slightly wider than
+"""Factor between successive bounds.  With a small factor, the last search is only slightly wider than
 necessary, and the earlier searches are fast."""
 
 BOUND_HALVINGS = 12

@@ -1,7 +1,6 @@
 """Assigns stages to devices of different speeds and memory sizes at the start of a run.
 
-This module is used when a run begins.  A run that continues keeps its partition, because a new partition
-would require moving states.
+A run that continues keeps its partition, because a new partition would require moving states.
 
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
                                                               measurements of the same device differ

@@ -23,7 +23,7 @@ def smallest_shortfall(
 ) -> tuple[tuple[int, ...], float]:
     """Return the cuts that minimize the largest memory shortfall, and this shortfall in bytes.
 
-    If the shortfall is negative, each device has at least that many bytes free.
+    If the shortfall is -n, each device has at least n bytes free.
     """
     costs = StageCostModel(layers, devices, None, running)
 
@@ -55,7 +55,7 @@ def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
 
 
 def fits(layers: Sequence[Layer], devices: Sequence[Device], running: ExecutionSettings) -> bool:
-    """Return whether there is a partition, with a stage for each device, that fits into their memory."""
+    """Return whether a partition, with a stage for each device, fits into the devices' memory."""
     if len(devices) > len(layers):
         return False
     return find_fitting_partition(StageCostModel(layers, devices, None, running)) is not None
@@ -64,7 +64,7 @@ def fits(layers: Sequence[Layer], devices: Sequence[Device], running: ExecutionS
 def shortage_text(
     layers: Sequence[Layer], devices: Sequence[Device], running: ExecutionSettings
 ) -> ConfigError:
-    """Return an error that names the stage with too little memory and the changes that would suffice."""
+    """Return an error that names the stage that lacks the most memory, and the changes that would suffice."""
     cuts, _ = smallest_shortfall(layers, devices, running)
     costs = StageCostModel(layers, devices, None, running)
 

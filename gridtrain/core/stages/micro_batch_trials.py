@@ -1,6 +1,6 @@
 """Chooses the number of micro-batches for `micro_batches="auto"` from trials in a run's first steps.
 
-After a committed step all members have the same timings, so all choose the same number.  With S stages:
+After a committed step, all members have the same timings, so all choose the same number.  With S stages:
 
     step       0        1         2         3         4 ...
     number   4 S      4 S       8 S       8 S       the number chosen for the rest of the run
@@ -102,7 +102,7 @@ def choose_micro_batches(
 ) -> MicroBatchChoice:
     """Choose the number of micro-batches for the rest of the run from the timings of all trials.
 
-    If the times of two sizes cannot be compared, the number of the first measured trial is chosen.
+    If the times of the two sizes cannot be compared, the number of the first measured trial is chosen.
 
     Args:
         timings: the timings of each trial, as many as `TRIALS`.

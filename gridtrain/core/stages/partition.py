@@ -48,7 +48,7 @@ def best_partition(
     Each stage has at least one trained layer, unless no layer is known to be trained.
 
     Args:
-        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
+        network: the network in which device s has rank s; None if transfers take no time.
         slack: the share by which the period may exceed the shortest period if the fullest device then has
             more free memory.  It is above 0 for measured times, because they are not exact.
 
@@ -135,7 +135,7 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     """Return the partition with the given boundaries.
 
     Args:
-        cuts: (S + 1,) the first layer of each stage, and the number of layers.
+        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
 
     Raises:
         ConfigError: `cuts` are not ascending, or do not match the layers and devices.

@@ -36,8 +36,8 @@ MAX_SWAP_CHECKS = 200_000
 """The maximum number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
 
 MAX_LINK_PLACED_MEMBERS = 64
-"""The largest generation whose vacant ranks are filled according to the links; in larger generations only the
-swaps consider links."""
+"""The largest generation whose vacant ranks are filled according to the links; in larger generations, only
+the swaps consider links."""
 
 MAX_NAMED_WORKERS = 8
 
@@ -47,7 +47,7 @@ DEFAULT_ACTIVATION_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """The possible members that hold the state with which a generation begins.
+    """Which of the possible members hold the state with which a generation begins.
 
     Attributes:
         in_memory: the stage whose state each worker has in memory.
@@ -355,9 +355,9 @@ def stage_shares(
     """Divide a batch among the members of the first stage; only these members read samples.
 
     Args:
-        names: (P,) the names of the members in rank order.
-        most: (P,) the batch size of each rank if `global_batch_size` is None; otherwise the largest share of
-            each rank, where 0 means no limit.
+        names: the names of the members, in rank order.
+        most: the batch size of each rank if `global_batch_size` is None; otherwise the largest share of each
+            rank, where 0 means no limit.
         global_batch_size: the number of samples in a step; None if each pipeline uses its first worker's
             batch size.
     """

@@ -64,7 +64,7 @@ Its purpose is to avoid searching for the same partition twice."""
 
 
 def defined_cuts(setup: Setup) -> tuple[int, ...]:
-    """Return the (stages + 1,) boundaries of the stages in the run's definition."""
+    """Return the cuts that the run defines: the first layer of each stage, then the number of layers."""
     return setup.model.cuts if setup.model is not None else tuple(range(setup.stages + 1))
 
 
@@ -95,7 +95,7 @@ class Repartition:
     """A partition, and the workers that train it.
 
     Attributes:
-        cuts: (S + 1,) the first layer of each stage, and the number of layers.
+        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
         members: the workers with a rank; together they hold the whole state.
         assemblers: the stage that each assembler assembles.
         reason: the reason for the choice, as text.
@@ -264,7 +264,7 @@ def fastest_order(
 
     Args:
         device_of: returns the device of an item of an order.
-        cost: returns the cost of an order with these cuts, which decides between partitions that are about
+        cost: returns the cost of an order with its cuts, which decides between partitions that are about
             equally fast.
 
     Raises:
@@ -328,7 +328,7 @@ def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
 def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
     """Return whether `stages` stages are at least `MIN_PIPELINE_SPEEDUP` times as fast as those of `cuts`.
 
-    The best partitions on equal devices without memory limits are compared.
+    For both numbers of stages, the best partitions on equal devices without memory limits are compared.
     """
     assert setup.model is not None
     layers, running = layers_of(setup.model), execution_settings_of(setup.model)
@@ -450,7 +450,7 @@ def assembler_pieces(
 
     An assembler needs no checkpoints, and is left out, if it has the exact state of its stage in memory or on
     disk, or if the state of this stage is created.
-    For each layer an assembler uses its own checkpoint if it has one, else the checkpoint that extends
+    For each layer, an assembler uses its own checkpoint if it has one, else the checkpoint that extends
     furthest, so that few checkpoints are needed.
 
     Raises:

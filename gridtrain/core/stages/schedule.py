@@ -92,7 +92,7 @@ def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of S stages and M micro-batches; `actions[s]` are the actions of stage s, in order."""
+    """A schedule; `actions[s]` contains the actions of stage s, in order."""
 
     name: str
     stages: int
@@ -111,7 +111,7 @@ class Schedule:
 def fill_drain(stages: int, micro_batches: int) -> Schedule:
     """Return the schedule of GPipe: all forward passes and then all backward passes, both in ascending order.
 
-    Each stage keeps the activations of M micro-batches.
+    Each stage keeps the activations of all micro-batches.
     """
     return _scheduled("fill-drain", stages, micro_batches, [micro_batches] * stages)
 

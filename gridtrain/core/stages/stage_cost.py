@@ -175,8 +175,8 @@ class ExecutionSettings:
     def recomputes_forward(self, stage: int, stages: int) -> bool:
         """Return whether the forward pass is repeated before the backward pass.
 
-        In the last stage of 1F1B, the backward pass immediately follows the forward pass, which need not be
-        repeated.
+        In the last stage of 1F1B, the backward pass immediately follows the forward pass, so the forward pass
+        need not be repeated.
         """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
@@ -246,7 +246,7 @@ class PartitionCost:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """(S + 1,) the first layer of each stage, and the number of layers."""
+        """The first layer of each stage, then the number of layers."""
         return (0, *(stage.stop for stage in self.stages))
 
 
@@ -256,7 +256,7 @@ class StageCostModel:
     A stage consists of layers `start` to `stop` - 1 on device `stage`.
 
     Args:
-        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
+        network: the network in which device s has rank s; None if transfers take no time.
 
     Raises:
         ConfigError: the network does not have one rank for each device.

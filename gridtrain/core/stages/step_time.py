@@ -53,7 +53,7 @@ class StepEstimate:
         step_s: time from the start of the first forward pass to the end of the last backward pass, excluding
             exchange and optimizer; transfers overlap with computing.
         bubble: the share of `step_s` during which the busiest stage is idle.
-        sent_bytes: (S,) bytes sent by each stage in a step.
+        sent_bytes: bytes sent by each stage in a step.
     """
 
     cut: PartitionCost
@@ -64,7 +64,7 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble if the stages were equal and there were no transfers: (S - 1)/(M + S - 1)."""
+        """The bubble of S equal stages without transfers and with M micro-batches: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
