@@ -70,7 +70,7 @@ class ActivationSender:
 
 
 class ActivationReceiver:
-    """Receives the slices of one transfer; learns their number from the first slice that arrives."""
+    """Receives the slices of one transfer; learns the number of slices from the first one that arrives."""
 
     __slots__ = ("_from_rank", "_label", "_missing", "_pieces", "_world_size", "complete")
 

@@ -32,7 +32,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class AllGather(CollectiveBase):
-    """One all-gather; `PayloadSlot.segment` is the origin's rank.
+    """One all-gather; `PayloadSlot.segment` is the rank from which the payload originates.
 
     Args:
         flags: flags of this rank's contribution (`core.group.round_flags`).

@@ -14,7 +14,7 @@ rank < Q swaps payloads with rank XOR 1, 2, 4 .. Q/2.  Finally, the result is se
 
 Before the SWAP at distance d, the d ranks of an aligned block hold the same payload; afterwards 2 d ranks do.
 Since these 2 d ranks compute the same merge, exactly one of them must keep the value or rounding error that
-the merge drops at index i: the rank with rank mod 2 d == i mod 2 d.  In the FOLD only one rank merges, and it
+the merge drops at index i: the rank with rank mod 2 d == i mod 2 d.  In the FOLD, only one rank merges; it
 keeps all dropped values (owner_modulus 1, owner_residue 0).
 """
 

@@ -84,7 +84,7 @@ class MergePayload:
     """Merge a received payload into this member's payload: own = truncate(own + payload).
 
     A value or rounding error that is dropped at index i is added to this member's residual if and only if
-    i % owner_modulus == owner_residue; with modulus 1 and residue 0 the member keeps all of them.
+    i % owner_modulus == owner_residue; with modulus 1 and residue 0, the member keeps all of them.
     """
 
     payload: Any

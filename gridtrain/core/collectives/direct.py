@@ -1,4 +1,4 @@
-"""All-reduce in two hops, for small models and gTop-k: the owner of each segment returns the sum of the segment.
+"""All-reduce in two hops, for small models and gTop-k: the owner of each segment returns the segment's sum.
 
 The vector is split into P segments, and each segment into slices, as in a ring; a sparse segment has one
 slice, and its sum is truncated.  Rank s owns segment s.  For example, segment 0 for P = 4:
@@ -37,7 +37,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 def count_slices(segment_bytes: int) -> int:
-    """Return the number of slices of a segment, which is the same on all ranks.
+    """Return the number of slices of a segment; it is the same on all ranks.
 
     Slices have the largest size that a ring uses.  Smaller slices would only cause more work, because the
     links are busy with other segments while a slice is added.

@@ -26,5 +26,5 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 def make_allgather(rank: int, world_size: int, flags: int) -> AllGather:
-    """Return the all-gather for this number of members; `PayloadSlot.segment` is the origin's rank."""
+    """Return the all-gather for this number of members."""
     return AllGather(rank, world_size, flags, direct=world_size <= MAX_DIRECT_ALLGATHER_MEMBERS)

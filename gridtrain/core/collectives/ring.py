@@ -1,4 +1,4 @@
-"""Dense all-reduce on a ring (reduce-scatter, then all-gather; Baidu, 2017), and the number of its slices.
+"""Dense all-reduce on a ring (reduce-scatter, then all-gather; Baidu, 2017), and the number of slices.
 
 The vector is split into P segments, and each segment into slices.  Slices travel independently, so all links
 are busy at the same time.  Each slice goes around the ring twice.  For example, with P = 3 the sum of segment
@@ -9,7 +9,7 @@ are busy at the same time.  Each slice goes around the ring twice.  For example,
 
 The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with
 the same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
-member the flags are complete, and GATHER carries them unchanged.
+member, the flags are complete, and GATHER carries them unchanged.
 
 A retry of an aborted attempt (same generation, same contributions) would produce the same bits again, so it
 resumes from the messages that have arrived.  Only the receiver has a record of these messages, so each rank
@@ -56,7 +56,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 def count_slices(segment_bytes: int) -> int:
-    """Return the number of slices of a segment, which is the same on all ranks."""
+    """Return the number of slices of a segment; it is the same on all ranks."""
     slice_bytes = min(MAX_SLICE_BYTES, max(MIN_SLICE_BYTES, -(-segment_bytes // PREFERRED_SLICES)))
     return max(1, -(-segment_bytes // slice_bytes))
 

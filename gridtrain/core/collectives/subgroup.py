@@ -1,4 +1,4 @@
-"""A collective among some of the ranks, such as the replicas of a stage, renumbered from 0.
+"""A collective among some of the ranks, which are renumbered from 0; for example, the replicas of a stage.
 
 For example, rank 3 in a subgroup of the ranks (2, 3) is rank 1 of 2 in the inner collective:
 

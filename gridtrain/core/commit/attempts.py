@@ -239,7 +239,7 @@ class Attempts:
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Start the additional collectives of the event or, if it reports a failure, vote NO.
+        """Start the additional collectives of the event or, if the event reports a failure, vote NO.
 
         The event is ignored if its round is not open or this member has already voted.
 
@@ -283,8 +283,8 @@ class Attempts:
 
         Args:
             peer: a member of this generation.
-            nbytes: size of all frames of the message, which counts towards the peer's limit while the message
-                is deferred.
+            nbytes: size of all frames of the message; it counts towards the peer's limit while the message is
+                deferred.
 
         Raises:
             RemoteProtocolError: a correct member would not have sent the message, or a limit is exceeded.
@@ -349,7 +349,7 @@ class Attempts:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """If the root has reconnected, repeat the vote, because the vote or its answer may have been lost."""
+        """If the root has reconnected, repeat the vote, because it or the answer to it may have been lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []

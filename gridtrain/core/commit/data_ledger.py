@@ -91,7 +91,7 @@ def validate(spec: LedgerSpec) -> None:
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """Return whether the run is over, because all passes are consumed or all steps are committed."""
+    """Return whether the run is over: all its passes are consumed, or all its steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps + spec.delay
@@ -221,9 +221,10 @@ def commit(
     skipped: bool,
     absent: Collection[PeerId] = (),
 ) -> LedgerState:
-    """Return the state after the commit of step `state.step`, which consumes the assigned samples.
+    """Return the state after the commit of step `state.step`.
 
-    With a delay, the step consumes the pending batches instead, and the assigned samples become pending.
+    The step consumes the assigned samples.  With a delay, it consumes the pending batches instead, and the
+    assigned samples become pending.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -398,10 +399,10 @@ def _count_held(state: LedgerState) -> int:
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
     """Return whether a correct member of this generation can hold `state`.
 
-    Such a state balances (`is_balanced`).  No position occurs twice or lies beyond the cursor, and only members hold
-    positions.  Batches are pending only in a run with a delay, and late only in a run without one; only a run
-    with shards has leases.  No more samples are skipped than consumed, and the numbers in the state are so
-    small that no run can make them overflow.
+    Such a state balances (`is_balanced`).  No position occurs twice or lies beyond the cursor, and only
+    members hold positions.  Batches are pending only in a run with a delay, and late only in a run without
+    one; only a run with shards has leases.  No more samples are skipped than consumed, and the numbers in the
+    state are so small that no run can make them overflow.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

@@ -9,7 +9,7 @@ from gridtrain.core.messages import LedgerSpec, Span
 
 
 def take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
-    """Remove the first `count` positions from the queue, or all if it has fewer, and return them."""
+    """Remove the first `count` positions from the queue, or all if the queue has fewer, and return them."""
     taken: list[Span] = []
     while count > 0 and queue:
         span = queue.popleft()

@@ -118,7 +118,7 @@ class TwoPhaseCommit:
     def fail(self, reason: str, now_s: float) -> list[CommitEffect]:
         """Vote NO, because the exchange cannot complete on this member.
 
-        After a YES nothing happens: only the root or the coordinator may then end the attempt.
+        After a YES, nothing happens: only the root or the coordinator may then end the attempt.
         """
         if self.vote is not None:
             return []

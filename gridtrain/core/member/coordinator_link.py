@@ -39,8 +39,8 @@ class CoordinatorLink:
         join: the Join message that introduces this worker.
 
     Attributes:
-        term: the highest known term; 0 if none is known.  The receiver of a MembershipView or StandbyNotice
-            updates it.
+        term: the highest known term; 0 if none is known.  The handlers of MembershipView and StandbyNotice
+            update it.
         is_welcomed: whether a Welcome with a valid term has arrived on this connection.
         is_fenced: whether the coordinator's last Welcome has an outdated term; if so, the coordinator is
             ignored.
@@ -72,7 +72,7 @@ class CoordinatorLink:
     def is_outdated(self, message: m.Message) -> bool:
         """Return whether to ignore `message`, because the coordinator's last Welcome has an outdated term.
 
-        The receiver of a message that contains a term checks that term itself.
+        Handlers of messages that contain a term check that term themselves.
         """
         return self.is_fenced and not isinstance(message, _CARRIES_TERM)
 

@@ -59,8 +59,8 @@ class MemberCheckpoints:
     def report(self) -> list[MemberEffect]:
         """Send the list of stored checkpoints to the coordinator.
 
-        Nothing is sent while the state in memory is being written, because the coordinator would then plan
-        the stages without that checkpoint.
+        Nothing is sent while the state in memory is being written, because otherwise the coordinator would
+        plan the stages without that checkpoint.
         """
         if self._saving is not None and not self._has_failed_write:
             return []

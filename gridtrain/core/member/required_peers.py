@@ -5,7 +5,7 @@
     model in stages       the neighbours in the exchange and the root, which is connected to all members; the
                           members of this replica in the previous and the next stage, where the last stage is
                           followed by the first; the sources of this member's state, and the members for which
-                          it is a source
+                          this member is a source
 
 Either both ends of a connection require it, or neither does.
 """

@@ -88,13 +88,13 @@ class Pong(Message):
 
 
 MAX_STATE_BLOCKS = 1 << 16
-"""Maximum number of blocks in a state or checkpoint, which corresponds to 64 GiB.
+"""Maximum number of blocks in a state or checkpoint: 64 GiB in total.
 
 A receiver accepts at most the size that its own model needs (`runtime.state_transfer`).
 """
 
 MAX_RESIDUAL_BLOCKS = 16
-"""Maximum number of blocks in a residual, which corresponds to 16 MiB and fits into a flow control window."""
+"""Maximum number of blocks in a residual: 16 MiB in total, which fits into a flow control window."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Number of messages in a burst, and bytes in each: 256 KiB in total."""
@@ -124,7 +124,7 @@ class BurstReceived(Message):
 
 @message(86)
 class BurstRequest(Message):
-    """Request for a burst with this nonce, which measures the link from the receiver to the requester."""
+    """Request for a burst with this nonce, to measure the link from the receiver to the requester."""
 
     nonce: UInt
 

@@ -127,8 +127,8 @@ class WorkerSpeeds:
         """Return the worker's samples per second of compute time.
 
         Returns None if the speed is not considered measured (`MIN_OBSERVATIONS`, `MIN_SECONDS_S`).
-        `MIN_SECONDS_S` does not apply to a share that was planned with a bound, because computing it may take
-        less time.
+        `MIN_SECONDS_S` does not apply to a share that was planned with a bound, because computing such a
+        share may take less time.
         """
         known = self._speeds.get(peer)
         least_s = 0.0 if peer in self._limited else MIN_SECONDS_S

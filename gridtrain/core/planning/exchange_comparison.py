@@ -4,7 +4,7 @@
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
 dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
-lets workers compute for a desired share of the time.  `exchange_choice` holds the choice of a run.
+lets workers compute for a desired share of the time.  `exchange_choice` holds a run's choice.
 """
 
 from __future__ import annotations

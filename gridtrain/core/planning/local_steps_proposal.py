@@ -59,7 +59,7 @@ def propose_local_steps(
         target_share: the largest acceptable share of the time for exchanges, 0 < target_share < 1.
         most: the maximum number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
-            `LocalSteps(overlap=True)` all of it except the time for selection.
+            `LocalSteps(overlap=True)`, all of it except the time for selection.
 
     Raises:
         ConfigError: an argument is out of range.

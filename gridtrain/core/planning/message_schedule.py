@@ -7,8 +7,8 @@
                           3        0     2    1            adopt
 
 The schedules are the same as in `gridtrain.core.collectives`: `tests/simulation/virtual_exchange.py` runs the
-real collectives and compares their messages with these one by one.  `exchange_simulation` computes the times
-of the messages.
+real collectives and compares each of their messages with these schedules.  `exchange_simulation` computes the
+times of the messages.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def butterfly(world_size: int) -> list[PlannedMessage]:
 
 
 def tree(world_size: int) -> list[PlannedMessage]:
-    """Return the messages of gTop-k as published (arXiv 1901.04359); see `collectives.tree.schedule`.
+    """Return the messages of gTop-k on a tree (arXiv 1901.04359), according to `collectives.tree.schedule`.
 
     Payloads are merged up a binomial tree to rank 0, and the result is sent down the same tree.
     """

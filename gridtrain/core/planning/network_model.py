@@ -130,7 +130,7 @@ class LinkOccupancy:
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
         """Send a message that is ready at `ready_s`.
 
-        Returns the times at which its first byte and, at the earliest, its last byte reach dst.
+        Returns when the first byte of the message and, at the earliest, its last byte reach dst.
         """
         network = self._network
         link = network.link(src, dst)

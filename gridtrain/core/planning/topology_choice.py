@@ -1,7 +1,7 @@
 """Chooses between a direct exchange and the usual ring (`Dense()`) or butterfly (`GTopK()`).
 
 In a small group whose members can all connect directly, over similar links, the exchange is direct, in two
-hops, if that is predicted to be faster.  `exchange_choice` holds the choice of a run.
+hops, if that is predicted to be faster.  `exchange_choice` holds a run's choice.
 
 By reporting a slow link, one worker can make all members use the ring or butterfly.  This costs the group
 less than a worker that really is slow.  Requiring the reports of both ends would not prevent this: the

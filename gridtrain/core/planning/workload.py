@@ -113,7 +113,7 @@ class CpuCosts:
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
         packet_s: handling one packet at one end of a link that is slower than the processor, so that each
-            packet wakes a thread; on faster links it is not counted.  This work does not delay exchanges, but
+            packet wakes a thread; not counted on faster links.  This work does not delay exchanges, but
             takes CPU time from members that share the core.
         byte_s: moving one byte through one end's socket.
         crypt_byte_s: encrypting or decrypting one byte (CURVE), in addition to `byte_s`.
@@ -252,7 +252,7 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """Return the number of slices of a segment, or of the whole vector in a dense star; 1 if it is sparse."""
+    """Return the number of slices of a segment (in a dense star: of the vector); 1 if `load` is sparse."""
     if load.kind.is_sparse:
         return 1
     if load.kind.topology == "star":
@@ -394,7 +394,7 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
 
 def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """Return the CPU time for hashing final slices, which overlaps with transfers if the core is idle."""
+    """Return the CPU time for hashing final slices; it overlaps with transfers if the core is idle."""
     if not _is_hashed_in_slices(load.kind):
         return 0.0
     return load.vector_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)

@@ -47,7 +47,7 @@ DEFAULT_ACTIVATION_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """Which of the possible members hold the state with which a generation begins.
+    """The holders of the state with which a generation begins, among its possible members.
 
     Attributes:
         in_memory: the stage whose state each worker has in memory.

@@ -7,8 +7,8 @@
                                  clara has all of [3 6) on its own disk
 
 Stored state is identified by its layers, not by stages, so the state of one partition can be used in another
-partition.  If no worker has the exact state of a stage, the worker with the most of its layers becomes
-the stage's *assembler*.  The assembler requests whole checkpoints from other workers, one at a time
+partition.  If no worker has the exact state of a stage, the worker with the most of the stage's layers
+becomes the stage's *assembler*.  The assembler requests whole checkpoints from other workers, one at a time
 (`messages.CheckpointRequest`), and sends the assembled state to the stage's other replicas.
 """
 
@@ -264,8 +264,8 @@ def fastest_order(
 
     Args:
         device_of: returns the device of an item of an order.
-        cost: returns the cost of an order with its cuts, which decides between partitions that are about
-            equally fast.
+        cost: returns the cost of an order with its cuts; this cost decides between partitions that are
+            about equally fast.
 
     Raises:
         ConfigError: no partition fits.

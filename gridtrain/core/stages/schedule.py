@@ -143,7 +143,7 @@ def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
     To have work for that time, the stage needs 2 hop / (forward + backward) additional micro-batches for each
     hop.  It needs one more for each hop, because forward and backward passes alternate strictly, regardless
     of which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5 (forward + backward),
-    schedules without this last addition took up to 22 % longer than fill-drain; with the addition they never
+    schedules without this last addition took up to 22 % longer than fill-drain; with the addition, they never
     took longer.
     """
     return 1 + 2 * hop_s / (forward_s + backward_s) if hop_s > 0 else 0.0

@@ -33,7 +33,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes, format_count, format_seconds
 
 MAX_MICRO_BATCHES = 256
-"""The maximum number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
+"""The maximum number of micro-batches to propose; with 8 stages, the bubble is then 3 %."""
 
 STEP_TIME_TOLERANCE = 0.02
 """A step that is slower by at most this share is preferred if it has fewer micro-batches or keeps fewer of
