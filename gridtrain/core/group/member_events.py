@@ -95,7 +95,7 @@ class SubmitRound(GenerationEvent):
     """The trainer submits its contribution to `round`, as collectives by channel.
 
     Attributes:
-        is_complete: whether these are the last buckets.  Otherwise more `SubmitRound` events follow; until
+        is_complete: whether these are the last buckets.  Otherwise, more `SubmitRound` events follow; until
             the last one, payloads are exchanged, but no member votes.
         has_more: whether `AddCollectives` events will add more collectives to the open round.
         settings: the encoded optimizer settings with which the contribution was made.

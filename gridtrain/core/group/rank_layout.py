@@ -106,8 +106,8 @@ class RankAssignment:
 
     Attributes:
         exchange: the value of `MembershipView.exchange`.
-        stage_bounds: (stages + 1,) the first layer of each stage, then the number of layers; () if each stage
-            is treated as one layer.
+        stage_bounds: stages + 1 numbers, the first layer of each stage and then the number of layers; () if
+            each stage is treated as one layer.
     """
 
     own_id: PeerId

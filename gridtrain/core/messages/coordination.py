@@ -507,8 +507,8 @@ class MembershipView(GenerationMessage):
         exchange: the exchange, or the direct topology, that the coordinator has chosen, in the form that
             `describe()` writes; otherwise empty.  If the script leaves the exchange to the coordinator, no
             round can begin while this field is empty.
-        stage_bounds: for a model in stages, (stages + 1,) the first layer of each stage in this generation,
-            then the number of layers.
+        stage_bounds: for a model in stages, stages + 1 numbers: the first layer of each stage in this
+            generation, then the number of layers.
     """
 
     world_size: Positive

@@ -111,7 +111,7 @@ def describe(value: Any) -> str:
 
 
 class RangeField(FieldType):
-    """A type with a lower and an upper bound, both of which `bounds` describes."""
+    """A type with a lower and an upper bound; `bounds` describes both."""
 
     def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high

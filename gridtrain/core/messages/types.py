@@ -315,7 +315,7 @@ class StagedModel:
     """Partition of a model into stages, and the costs that the coordinator needs to repartition the model.
 
     Attributes:
-        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
+        cuts: stages + 1 numbers, the first layer of each stage and then the number of layers.
         blocks: the cost of each layer; () if the model must not be repartitioned.
         fill_drain: whether the pipeline schedule is fill-drain; otherwise it is 1F1B.
         fixed: whether the user chose `cuts`; if so, they are used whenever there are enough workers for all

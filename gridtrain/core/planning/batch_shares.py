@@ -143,8 +143,8 @@ class WorkerSpeeds:
         speed or, if lower, the worker's bound.
 
         Args:
-            names: (len(peers),) the workers' names, for the text of the reason.
-            most: (len(peers),) the largest share of each worker; 0 means no limit.
+            names: the name of each worker, for the text of the reason.
+            most: the largest share of each worker; 0 means no limit.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         self._limited.update(p for p in peers if measured and p in self._bounds)
@@ -167,7 +167,7 @@ class WorkerSpeeds:
         if the speed of a worker with samples has not been measured.
 
         Args:
-            current: (len(peers),) the current share of each worker.
+            current: the current share of each worker.
             most: see `plan_shares`.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
@@ -203,11 +203,12 @@ class WorkerSpeeds:
 def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> BatchShares:
     """Return the workers' own batch sizes as their shares, but at most `MAX_MEDIAN_RATIO` times the median.
 
-    Otherwise a single worker could take nearly all samples of the run.
+    Otherwise, a single worker could take nearly all samples of the run.
 
     Args:
-        names: (len(sizes),) the workers' names, for the text of the reason.
-        sizes: their batch sizes; if their number is even, the median is the lower of the two middle sizes.
+        names: the name of each worker, for the text of the reason.
+        sizes: the batch size of each worker; if their number is even, the median is the lower of the two
+            middle sizes.
         reason: the reason for the shares that are not limited.
     """
     most = int(MAX_MEDIAN_RATIO * median_low(sizes))

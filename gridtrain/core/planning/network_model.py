@@ -41,9 +41,9 @@ class NetworkModel:
 
     Attributes:
         link: a function of (src, dst) that returns the link from src to dst.
-        up_Bps, down_Bps: (size,) bytes per second of each rank's upload and download.
+        up_Bps, down_Bps: bytes per second of each rank's upload and download.
         shared_Bps: bytes per second of each link that several pairs share, by its name.
-        entry_shares: (size,) the fraction of the k entries of a sparse payload that each rank contributes,
+        entry_shares: the fraction of the k entries of a sparse payload that each rank contributes,
             > 0 and <= 1; empty if each rank contributes all k entries.
         burst_bytes: the number of bytes that a rank's upload or download transfers without delay after a
             pause, as with a token bucket.

@@ -130,7 +130,7 @@ class RankOrderEstimate:
 
 
 ROOT_ONLY_TOPOLOGIES = ("star", "direct")
-"""Topologies for which only the choice of rank 0 matters; in a direct exchange, as the root of the vote."""
+"""Topologies for which only the choice of rank 0 matters, in a direct exchange as the root of the vote."""
 
 ROOTLESS_TOPOLOGIES = ("ring", "all-gather")
 """Topologies for which it makes no difference which member is rank 0: a ring has no first rank, and in an

@@ -320,7 +320,7 @@ def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESS
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
-    """Count the messages by (sender, receiver); in a dense exchange, only one slice of each segment."""
+    """Count the messages by (sender, receiver); of a dense exchange, count one slice of each segment."""
     ranks = range(world_size)
     if load.kind.topology == "ring":
         hops = 2 * (world_size - 1)

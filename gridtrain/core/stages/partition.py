@@ -135,7 +135,7 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     """Return the partition with the given boundaries.
 
     Args:
-        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
+        cuts: stages + 1 numbers, the first layer of each stage and then the number of layers.
 
     Raises:
         ConfigError: `cuts` are not ascending, or do not match the layers and devices.

@@ -95,7 +95,7 @@ class Repartition:
     """A partition, and the workers that train it.
 
     Attributes:
-        cuts: (stages + 1,) the first layer of each stage, then the number of layers.
+        cuts: stages + 1 numbers, the first layer of each stage and then the number of layers.
         members: the workers with a rank; together they hold the whole state.
         assemblers: the stage that each assembler assembles.
         reason: the reason for the choice, as text.
