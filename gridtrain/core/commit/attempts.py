@@ -278,8 +278,8 @@ class Attempts:
         """Process a message according to its round (commit rule 1).
 
         A message of the open round is processed.  A message of a later round, or for a later collective of
-        the open round, is deferred.  A message of a past round is dropped, except
-        that the root may answer a vote.
+        the open round, is deferred.  A message of a past round is dropped, except that the root may answer a
+        vote.
 
         Args:
             peer: a member of this generation.

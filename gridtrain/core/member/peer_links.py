@@ -65,7 +65,7 @@ class PeerLinks:
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
         """Dial the peers, given as (peer, address) pairs; a peer with an empty address dials this worker.
 
-        A connected peer is dialled again only if the connection goes through a relay and the address is new.
+        A connected peer is dialled again only if its connection goes through a relay and its address is new.
         """
         effects: list[MemberEffect] = []
         for peer, address in peers:

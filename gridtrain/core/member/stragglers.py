@@ -204,7 +204,7 @@ class Stragglers:
         self._requested.clear()
 
     def voted(self, rank: int, compute_s: float | None) -> None:
-        """Record the delay in a vote from the member with this rank; called on the root."""
+        """Record the delay that a vote of the member with this rank contains; called on the root."""
         if compute_s is not None:
             self._compute[rank].record(compute_s, self._scales[rank])
 

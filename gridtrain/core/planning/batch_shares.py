@@ -203,7 +203,7 @@ class WorkerSpeeds:
 def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> BatchShares:
     """Return the workers' own batch sizes as their shares, but at most `MAX_MEDIAN_RATIO` times the median.
 
-    Otherwise, a single worker could take nearly all samples of the run.
+    Without this limit, a single worker could take nearly all samples of the run.
 
     Args:
         names: the name of each worker, for the text of the reason.

@@ -311,7 +311,7 @@ class ExchangeChoice:
           as long.
         - Otherwise, if workers compute for at least the desired share, a denser exchange is chosen if workers
           then wait for at most half of the time that the desired share permits.
-        - If they compute for less, another exchange is chosen if steps can become at least
+        - If they compute for a smaller share, another exchange is chosen if steps can become at least
           `MIN_EXCHANGE_SPEEDUP` times as fast.
         - A choice that was made when the run had only one worker is replaced once it has several; without
           measurements, it becomes open again.

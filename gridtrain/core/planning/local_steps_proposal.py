@@ -50,7 +50,7 @@ def propose_local_steps(
 ) -> LocalStepsProposal:
     """Propose the fewest steps for which exchanges take at most `target_share` of the time.
 
-    The fewest are proposed, because a model learns better with fewer local steps.  If more than `most` steps
+    A model learns better with fewer local steps.  If more than `most` steps
     would be needed, `most` is proposed.
 
     Args:

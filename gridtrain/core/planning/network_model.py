@@ -100,7 +100,7 @@ class NetworkModel:
 
 
 def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkModel:
-    """Return a network of equal links, like one switch; each upload and download has `bandwidth_Bps`."""
+    """Return a network of equal links, as on one switch; each upload and download has `bandwidth_Bps`."""
     link = LinkModel(alpha_s)
     return NetworkModel(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
 

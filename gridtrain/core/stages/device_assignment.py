@@ -88,7 +88,7 @@ def assign_devices(
             measured.
 
     Raises:
-        ConfigError: no partition fits into the memory.
+        ConfigError: no partition fits into the devices' memory.
     """
     known: PartitionCache = {}
 

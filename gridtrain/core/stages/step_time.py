@@ -49,7 +49,7 @@ class StepEstimate:
 
     Attributes:
         cut: the partition and its costs.
-        settings: the settings, including the number of micro-batches and the samples in the largest one.
+        settings: the settings, including the number of micro-batches and the size of the largest one.
         step_s: time from the start of the first forward pass to the end of the last backward pass, excluding
             exchange and optimizer; transfers overlap with computing.
         bubble: the share of `step_s` during which the busiest stage is idle.
