@@ -533,7 +533,7 @@ class StoreStateBlock(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class StoreResidualBlock(MemberEffect):
-    """Store a block of a leaving member's residual; after the last block `ResidualReceived` follows."""
+    """Store a block of a leaving member's residual; after the last block, `ResidualReceived` follows."""
 
     peer: m.PeerId
     block: m.ResidualBlock

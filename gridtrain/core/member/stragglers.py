@@ -99,7 +99,7 @@ class UsualDelays:
         self.wait = UsualDelay()
 
     def forget_departed(self, members: Collection[m.PeerId]) -> None:
-        """If more than 2 x `MAX_RANKS` workers have delays, discard those of workers other than `members`."""
+        """Discard the delays of workers other than `members` if more than 2 x `MAX_RANKS` workers have any."""
         if len(self.compute) > 2 * MAX_RANKS:
             present = {peer: delay for peer, delay in self.compute.items() if peer in members}
             self.compute = defaultdict(UsualDelay, present)
@@ -235,7 +235,7 @@ class Stragglers:
         self._requested.clear()
 
     def trainer_returned(self, now_s: float) -> None:
-        """Record that the trainer is ready to take part again after it has applied the missed steps."""
+        """Record that the trainer has applied the missed steps and is ready to take part again."""
         self._returned_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:

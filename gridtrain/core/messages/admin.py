@@ -77,7 +77,7 @@ class StatusRequest(Message):
 class BundleRequest(Message):
     """Request for one block of the run's bundle.
 
-    `digest` is the SHA-256 of the whole bundle, as displayed by `gridtrain status`.
+    `digest` is the SHA-256 digest of the whole bundle, as displayed by `gridtrain status`.
     """
 
     digest: Digest

@@ -77,7 +77,7 @@ class LocalStepsFacts(NamedTuple):
 
     Attributes:
         every: the number of optimizer steps in one step of the run.
-        overlapped: the number of local steps that an exchange overlaps with; 0 without overlap.
+        overlapped: the number of local steps with which an exchange overlaps; 0 without overlap.
     """
 
     every: int

@@ -144,7 +144,7 @@ class LinkOccupancy:
         return start_s + link.alpha_s, last_s + link.alpha_s
 
     def arrive(self, dst: int, nbytes: float, reached_s: float, not_before_s: float) -> float:
-        """Receive a message whose first byte reached dst at `reached_s`; return the arrival of its last byte.
+        """Receive a message whose first byte reached dst at `reached_s`; return when its last byte arrives.
 
         Args:
             not_before_s: the earliest possible arrival of the last byte, as returned by `depart`.

@@ -50,7 +50,7 @@ def best_partition(
     Args:
         network: the network in which device s has rank s; None if transfers take no time.
         slack: the share by which the period may exceed the shortest period if the fullest device then has
-            more free memory.  It is above 0 for measured times, because they are not exact.
+            more free memory.  Use a slack above 0 for measured times, which are not exact.
 
     Raises:
         ConfigError: there are no devices, more devices than layers or than trained layers, or not as many

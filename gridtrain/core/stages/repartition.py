@@ -181,7 +181,7 @@ def partition_over_fewer(
     Args:
         peers: the connected workers, longest-serving first.
         devices: the device of each worker.
-        holds: the layers whose state each worker has; together the workers have all layers.
+        holds: the layers whose state each worker has.
 
     Raises:
         ConfigError: no partition fits, or the workers do not have all layers.  The error's reason is empty if
