@@ -99,7 +99,7 @@ class UsualDelays:
         self.wait = UsualDelay()
 
     def forget_departed(self, members: Collection[m.PeerId]) -> None:
-        """Discard the delays of workers other than `members` if more than 2 x `MAX_RANKS` workers have any."""
+        """Discard the delays of all but `members` if more than 2 x `MAX_RANKS` workers have delays."""
         if len(self.compute) > 2 * MAX_RANKS:
             present = {peer: delay for peer, delay in self.compute.items() if peer in members}
             self.compute = defaultdict(UsualDelay, present)
