@@ -1,6 +1,6 @@
 """Error feedback: the residual (gradient not sent yet), the DGC momentum, and how both change at a commit.
 
-The committed state is only read until `commit`; new values are written to second buffers.
+Until `commit`, the committed state is only read, and new values are written to second buffers.
 
                    contribution                     truncated (by the merges)
                         |                                      |
@@ -11,18 +11,18 @@ The committed state is only read until `commit`; new values are written to secon
                                         abort: nothing to do
 
 A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off by
-default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` is the total loss.
+default, and nothing else drops a part of a residual; `decayed_magnitude` is the total that was dropped.
 
-With DGC momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887, sections 3.2 and
-3.3), the residual is the vector v of that paper:
+With the momentum correction and momentum factor masking of DGC (Deep Gradient Compression, Lin et al. 2018,
+arXiv 1712.01887, sections 3.2 and 3.3), the residual is the vector v of that paper:
 
     u = m u + contribution;  v += u;  select from v;  v -= decode(payload);  u = 0 at the payload's indices
 
-In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
+In the figure, "contribution" then stands for the new u.  Nothing is lost from v, either.  Only the
 selected entries are copied from the device to the host.
 
 A vector can be prepared in parts (the buckets of an exchange that overlaps with the backward pass), each with
-its own payload.  Either all parts are committed or none of them.
+its own payload.  Either all parts are committed or none.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PreparedState:
         skip: whether the accumulated values cannot be sent; if so, the payload is empty and the state must
             not change.
         new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
-            if `skip`, and new_u_N is also None without momentum.
+            if `skip` is True, and new_u_N is also None without momentum.
         start: the first element of the part; 0 for the whole vector.
     """
 
@@ -124,8 +124,8 @@ class ErrorFeedback:
             limit: the largest magnitude to send (`merge.largest_summable`); if a selected magnitude exceeds
                 it, this worker skips the step.
             weight: this worker's share of the step's samples if contribution_N has not been multiplied by it
-                yet; the product is rounded to float32 before it is added.  If it is 0.0, this worker has no
-                samples, and contribution_N is not read.
+                yet; the product is rounded to float32 before it is added.  If the weight is 0.0, this worker
+                has no samples, and contribution_N is not read.
             start: the first element of the part.  Parts may be prepared in arbitrary order and by different
                 threads.
 
@@ -208,8 +208,8 @@ class ErrorFeedback:
         Values that `add_residual` has added to the residual since it was read are kept.
 
         Args:
-            parts: for each part of the vector, in order, the residual as it was read, on the CPU, and this
-                worker's rounding errors, or None if nothing was rounded.
+            parts: for each part of the vector, in order, the residual that was read (a tensor on the CPU),
+                and this worker's rounding errors (None if nothing was rounded).
         """
         start = 0
         for sent_B, rest_B in parts:
@@ -267,7 +267,7 @@ class ErrorFeedback:
     ) -> bool:
         """Add another worker's residual to the committed residual, between two rounds.
 
-        Returns whether it was added.  Nothing is added if any sum exceeds `limit` in magnitude or is not
+        Return whether it was added.  Nothing is added if any sum exceeds `limit` in magnitude or is not
         finite, because this worker would not be able to send such a value.
         """
         where = torch.from_numpy(indices_K).to(self.residual_N.device, torch.int64)
@@ -297,8 +297,8 @@ class ErrorFeedback:
         """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state is from a model of a different size, or only one of the saved and the
-                present exchange has momentum.
+            ConfigError: the state is from a model of a different size, or only one of the saved exchange
+                and the present one has momentum.
         """
         expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -319,8 +319,8 @@ def _add_entries(target_N: Tensor, entries: Iterable[TruncatedEntries]) -> None:
 
 
 def add_at(target_N: Tensor, where_K: Tensor, values_K: Tensor, *, factor: int = 1) -> None:
-    """Add `factor` (1 or -1) times the values (K,) to the elements of target_N at the distinct indices
-    `where_K`, with the same bits on all devices."""
+    """Add `factor` (1 or -1) times `values_K` to the elements of target_N at the distinct indices `where_K`;
+    the result has the same bits on all devices."""
     # `index_add_` replaces subnormal numbers by zeros on a CUDA device.
     target_N.index_copy_(0, where_K, target_N.index_select(0, where_K).add_(values_K, alpha=factor))
 

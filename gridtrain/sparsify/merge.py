@@ -43,7 +43,8 @@ class MergeResult:
 
     Attributes:
         encoded: the encoded entries; added to the truncated entries, they equal the whole sum in float32.
-        truncated_indices, truncated_values: (K,) each, the dropped values and the encoding's rounding errors.
+        truncated_indices, truncated_values: the indices and the values, each (K,), of the dropped entries and
+            of the encoding's rounding errors.
     """
 
     encoded: EncodedSparse
@@ -77,7 +78,7 @@ class MergeResult:
 def largest_summable(world_size: int, growth: float = 1.0) -> float:
     """Return the largest magnitude that each of `world_size` members may contribute to one element.
 
-    With this limit no sum can overflow float32, regardless of order and rounding.  A member whose
+    With this limit, no sum can overflow float32, regardless of order and rounding.  A member whose
     contribution is larger or not finite must skip the step.
 
     Args:
@@ -106,13 +107,13 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
 
 
 def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """Encode the k entries of a sum with the largest magnitudes; ties go to the lowest index.
+    """Encode those k entries of a sum that have the largest magnitudes; ties go to the lowest index.
 
     The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
     Args:
-        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; they may repeat the
-            index of the entry before them.
+        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; each may have the
+            same index as the entry before it.
         n: the number of elements of the vector.
         k: the maximum number of entries in the result.
         kind: the encoding of the values.
