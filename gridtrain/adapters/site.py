@@ -23,7 +23,7 @@ for tensors on GPUs, gloo for everything else.
 
 A process's share is its fraction of the site's samples.
 
-The leader sends all trained parameters and buffers, which are as large as a dense update.  Every change of
+The leader sends all trained parameters and buffers, about as many bytes as a dense update.  Every change of
 the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
 other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 

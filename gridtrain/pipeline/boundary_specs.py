@@ -50,8 +50,8 @@ def infer_boundary_specs(
     """Infer the spec of each layer's output.
 
     `result[i]` describes the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
-    The specs have autocast's dtypes if a layer enables autocast, or if it is enabled during this call, as it
-    must be if it is enabled in the steps.
+    Autocast determines the dtypes if the caller or a layer enables it; the caller must use the same autocast
+    as in the steps.
 
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.

@@ -104,7 +104,7 @@ class MicroBatchCount:
         )
 
     def step_timings(self, outcome: StepResult, samples: int) -> StepTimings:
-        """Return this member's timings of a step for its summary; they are all 0 once the number of
+        """Return this member's timings of a step for its summary, or `StepTimings()` once the number of
         micro-batches has been chosen."""
         if self._chosen is not None:
             return StepTimings()

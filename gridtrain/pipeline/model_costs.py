@@ -77,7 +77,7 @@ def describe_staged_model(
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     """Return the number of bytes of memory that training may use on this worker; 0 if unknown.
 
-    This is `declared` or, if it is None, most of the GPU's memory or of the host's free memory.
+    The result is `declared` or, if that is None, most of the GPU's memory or of the host's free memory.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.

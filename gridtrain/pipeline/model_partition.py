@@ -46,8 +46,8 @@ class Partition:
     Attributes:
         outlook: the cuts, the number of micro-batches, and the estimated duration of a step.
         layers: the costs of each block.
-        boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
-        tied: the parameters that several blocks hold.
+        boundaries: the spec of the tensors between each stage and the next; () if the profile has none.
+        tied: the parameters that several blocks share.
         reason: the reason for these cuts and this number of micro-batches.
     """
 

@@ -7,7 +7,7 @@ In each attempt at a step,
 
 1. the round opens, and `StageExecutor` computes the stage's gradients,
 2. the replicas of the stage exchange the gradients,
-3. all members exchange summaries: the digests of a stage's update and settings, its loss, norm and timings,
+3. all members exchange summaries (loss, norm, timings, digests of the stage's update and settings),
 4. all members vote on the digest of the summaries, and apply the update.
 
 If a member or a payload is lost, the links between all stages break.  After an aborted attempt, all members

@@ -176,7 +176,7 @@ def _sampled_threshold(bits_N: BitsArray, k: int, stride: int) -> int:
 
 
 def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the k largest elements, k < size; ties go to the lowest index."""
+    """Return a mask of the k largest elements, where k < size; ties go to the lowest index."""
     kth = np.partition(bits, bits.size - k)[bits.size - k]
     keep: npt.NDArray[np.bool_] = bits > kth
     ties = np.flatnonzero(bits == kth)

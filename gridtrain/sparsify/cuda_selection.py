@@ -1,6 +1,6 @@
 """Selects the k largest entries on a CUDA GPU with Triton kernels, and checks that the kernels work.
 
-A kernel computes acc, the sum of the residual and the contribution; it also writes a key for each element whose
+A kernel computes acc, the sum of the residual and the contribution, and writes a key for each element whose
 magnitude reaches a threshold.  A key is an int64 that combines the magnitude and the index of an element, so
 that the k largest keys belong to the selected entries.
 
@@ -46,7 +46,7 @@ class CudaSelection:
     """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe.
 
     Args:
-        programs: the maximum number of programs of the histogram; None to choose it by the device.
+        programs: the maximum number of programs of the histogram kernel; None to choose it by the device.
     """
 
     def __init__(self, programs: int | None = None) -> None:

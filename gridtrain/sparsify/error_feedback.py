@@ -54,8 +54,8 @@ class PreparedState:
     Attributes:
         payload: the payload that this worker sends; its indices are relative to `start`.
         decoded: the entries to which the payload decodes.
-        skip: whether the accumulated values cannot be sent; if so, the payload is empty and the state must
-            not change.
+        skip: whether the accumulated values cannot be sent; if so, the payload is empty and the committed
+            state must not change.
         new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
             if `skip` is True, and new_u_N is also None without momentum.
         start: the first element of the part; 0 for the whole vector.
@@ -158,7 +158,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
-        """Prepare to skip the step: return a prepared state with an empty payload, which `commit` ignores.
+        """Prepare to skip the step: return a state that has an empty payload, and that `commit` ignores.
 
         A worker whose gradient is not finite takes part in the round with this payload.
 
@@ -173,7 +173,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed state and add the entries truncated by this worker's merges.
+        """Make the prepared state the committed one; add to its residual what this worker's merges truncated.
 
         Do not call this method if any member has skipped the step, because the residual and u must then stay
         unchanged.
@@ -253,8 +253,8 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add to the residual the entries that this worker's merges truncated, and its rounding errors, in a
-        round to which it contributed nothing.
+        """After a round to which this worker contributed nothing, add to the residual the entries that its
+        merges truncated, and its rounding errors.
 
         The momentum vector does not change.  Call this method between two rounds.
         """

@@ -64,7 +64,8 @@ class MergeResult:
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
         """Return the truncated entries with index % modulus == residue.
 
-        This member adds them to its residual; the other members that computed the same merge add the rest.
+        Of the members that computed the same merge, this one adds these entries to its residual, and the
+        others add the rest.
         """
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
@@ -94,7 +95,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
     exactly 0 is dropped.
 
     Args:
-        mine, theirs: the decoded entries of a vector of n elements.
+        mine, theirs: the decoded entries of the two payloads.
         n: the number of elements of the vector.
         k: the maximum number of entries in the result.
         kind: the encoding of the values.
