@@ -1,11 +1,11 @@
-"""Hugging Face `datasets` streams as shards; a worker reads only the shards that the group leased to it.
+"""Uses streams of Hugging Face's `datasets` package as shards; a worker reads only those leased to it.
 
     stream = datasets.load_dataset("org/name", revision="...", split="train", streaming=True).map(tokenize)
     write_index(stream, "index.json")              # once, by the run's owner: it reads everything
     data = StreamShards(stream, "index.json")      # on all workers, with the same stream
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
-When a shard is opened, its rows, `stream.shard(num_shards, index)`, are written into the cache and compared
+When a shard is opened, its rows, `stream.shard(num_shards, index)`, are written to the cache and compared
 with the index.  Each row is therefore read and mapped only once, and the rows can be shuffled.  A run can
 resume in the middle of a shard.
 

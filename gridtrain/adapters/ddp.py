@@ -13,11 +13,11 @@ payloads.  No process can join, and a process that dies ends the job, as always 
 The residuals of all buckets are committed together, after the exchange of the step's last bucket.
 
 DDP rebuilds its buckets after the first step, in the order in which gradients became ready.  Residuals
-therefore belong to parameters: when a bucket's parameters change, their residuals move with them.
+therefore belong to parameters: when a parameter moves to another bucket, its residual moves with it.
 
 A gradient that is not finite on one process makes the whole bucket NaN on all processes, so GradScaler
 skips the step everywhere; no residual changes in that step.  Residuals hold unscaled gradients, because the
-scale changes from step to step; pass the scaler to `GTopKState` for this reason.
+scale changes from step to step; `GTopKState` therefore needs the scaler.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -315,8 +315,8 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     """Exchange one bucket.  Register this hook with `ddp.register_comm_hook(GTopKState(...), gtopk_hook)`.
 
     The mean gradient of each bucket is replaced by the group's update: about the k largest elements of the
-    sum of (residual + gradient / P) over all P processes (after arXiv 1901.04359).  The update is
-    bit-identical on all processes.  The remaining elements stay in the residuals.
+    sum of (residual + gradient / P) over all P processes (after arXiv 1901.04359), where k follows from the
+    density.  The update is bit-identical on all processes.  The remaining elements stay in the residuals.
     """
     return state.begin(bucket)
 

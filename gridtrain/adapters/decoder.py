@@ -1,4 +1,4 @@
-"""Language models from transformers (GPT-2, Llama, Qwen, ...), with LoRA, as blocks for `grid.pipeline`.
+"""Divides language models from transformers (GPT-2, Llama, ...), also with LoRA, into blocks for pipelines.
 
     pipe = grid.pipeline(decoder_blueprint(config), adamw, stages=4, loss_fn=next_token_loss)
 
@@ -9,10 +9,12 @@
     model.norm, lm_head    model.norm, lm_head               the output: logits (B, T, V)
 
 The blocks are the model's own modules under their own names, so that the names in a state are those of the
-whole model.  Each layer computes the mask and the rotary embeddings itself: they are not sent between stages.
+whole model.  Each layer computes its attention mask and rotary embeddings itself, so these are not sent
+between stages.  B is the number of samples, T the number of tokens in each, H the size of a hidden state, and
+V the size of the vocabulary.
 
-With `lora=` the base is frozen, and each worker holds the part of it that belongs to its own layers.
-Checkpoints of all stages are exported as a folder that `from_pretrained` of PEFT or transformers loads.
+With `lora=`, the base is frozen, and each worker holds the part of it that belongs to its own layers.
+Checkpoints of all stages are exported as a folder that `from_pretrained` of PEFT or transformers can load.
 """
 
 from __future__ import annotations
@@ -197,7 +199,7 @@ class LayerPositions:
         self._config, self._rotary = config, rotary
 
     def arguments(self, number: int, hidden_BTH: Tensor, others: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the keyword arguments of layer `number`, as the model's own forward passes them."""
+        """Return the keyword arguments of layer `number`, as the model's own `forward` passes them."""
         positions = _positions(hidden_BTH, others)
         arguments: dict[str, Any] = {"position_ids": positions, "use_cache": False, "attention_mask": None}
         if not hidden_BTH.is_meta:  # on the meta device only shapes matter, and a mask needs values

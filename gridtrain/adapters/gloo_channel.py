@@ -1,12 +1,12 @@
-"""Sends messages (a few integers and an optional payload) between processes over torch's gloo.
+"""Sends messages (a few integers and an optional payload) between processes over torch's gloo backend.
 
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty
 
-Messages between two processes arrive in the order in which they were sent.  A process that waits for an
-exited process gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is sent
-only when its receiver waits for it, so two processes that both call `wait_sent` before they receive would
-deadlock.  A timeout breaks the connections to all processes of the group.  Nothing is pickled.
+Messages between two processes arrive in the order in which they were sent.  A process that waits for
+one that has exited gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is
+sent only when its receiver waits for it, so two processes that both call `wait_sent` before they receive
+would deadlock.  A timeout breaks the connections to all processes of the group.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GlooChannel:
     """Sends and receives this process's messages within a group.
 
     Args:
-        group: a group of torch.distributed with the gloo backend; ranks are those of this group.
+        group: a group of torch.distributed with the gloo backend; all ranks are ranks in this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -75,7 +75,7 @@ class GlooChannel:
     def wait_sent(self, timeout_s: float | None = None) -> None:
         """Wait until all messages have been sent; `timeout_s` replaces the group's timeout.
 
-        If a message cannot be sent, the error is raised after the others have been sent.
+        If messages cannot be sent, the first error is raised after the wait for all other messages.
         """
         in_flight, self._in_flight = self._in_flight, []
         failure: RuntimeError | None = None

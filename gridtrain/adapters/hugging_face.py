@@ -12,14 +12,14 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; newcomers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
-    get_batch_samples                    its own; with weigh_by="tokens" the number of tokens is the weight
-    evaluate                             its own figures; meanwhile this worker is reported as busy
+    get_batch_samples                    its own; with weigh_by="tokens", the number of tokens is the weight
+    evaluate                             its own metrics; meanwhile, this worker is reported as busy
 
 Only the first worker saves.  `state.global_step` is the step of the run, so that a worker that joins late
 stops with the group.
 
 `max_steps` ends the run, for all workers together.  It counts steps of the optimizer: with
-`LocalSteps(every=H)` it must be a multiple of H, because H of these steps are one step of the run.
+`LocalSteps(every=H)`, it must be a multiple of H, because H of these steps are one step of the run.
 
 `max_grad_norm` clips the local gradient, as usual; to clip the exchanged gradient, pass `clip_norm=` in
 `grid_options` and set max_grad_norm=0.
@@ -62,7 +62,7 @@ class GridTrainerMixin(_Trainer):
         grid_options: the keyword arguments of `grid.optimizer`, such as `exchange=`.  The default exchange is
             GTopK(), with which Trainer's default optimizer, AdamW, converges poorly; use `LocalSteps(...)`
             with AdamW.
-        options: the arguments of that subclass.
+        options: the arguments of the subclass.
 
     Raises:
         ConfigError: an argument cannot be used in a run; the message names it.

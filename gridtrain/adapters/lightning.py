@@ -17,7 +17,7 @@ takes the step.
                            optimizer.step(): exchange and apply
 
 Learning rate schedulers from `configure_optimizers` are tracked: newcomers receive their state.
-`trainer.global_step`, and so `max_steps` and the axis of loggers, count the optimizer steps of the whole run.
+`trainer.global_step` counts the optimizer steps of the whole run; `max_steps` and loggers use this count.
 Every worker runs the trainer's loggers; `gridtrain.adapters.loggers` writes on the first worker only.
 Lightning treats the worker as one process on one device, so it distributes neither samples nor gradients.
 """

@@ -1,4 +1,4 @@
-"""Wraps `grid.batches` as a loader with a length, for training loops of other packages that have epochs.
+"""Wraps `grid.batches` as a loader with a length, for the epoch-based training loops of other packages.
 
     loop       iter  next next ...  StopIteration     iter  StopIteration     finish
     grid       -----------one generator, made at the first `iter`------------------^ leaves the run

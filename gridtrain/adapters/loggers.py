@@ -1,4 +1,4 @@
-"""Writes figures to TensorBoard, Weights & Biases, MLflow and other loggers on the group's first worker only.
+"""Writes metrics to TensorBoard, Weights & Biases, MLflow and others, on the group's first worker only.
 
     log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine", run=grid.run_id))
     for batch in grid.batches(...):
@@ -7,10 +7,10 @@
     log.close()
 
 Only the first worker of the generation writes, so that a run yields one curve.  When that worker leaves, the
-new first worker continues with its own writers, which it opens only then; with `run=grid.run_id` Weights &
+new first worker continues with its own writers, which it opens only then; with `run=grid.run_id`, Weights &
 Biases and MLflow continue the previous worker's run.  The argument `own=` is for writers of each worker's own
-figures.  All workers report the figures to the group (`grid.report`).  The packages are imported at the first
-write.
+metrics.  All workers also report their metrics to the group (`grid.report`).  The packages are imported at
+the first write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """An output of `Log`: `write` gets the figures of one step, by name."""
+    """An output of `Log`: `write` gets the metrics of one step, by name."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -34,14 +34,15 @@ class Writer(Protocol):
 
 
 class Log:
-    """A logger that every worker calls with figures; only the first worker passes them to its writers.
+    """A logger that every worker calls with metrics; only the first worker passes them to `writers`.
 
-    Values that are not finite are left out.  The writers also get the figure `sent_bytes`, the number of
-    bytes that this worker has sent so far.
+    Values that are not finite are left out.  The writers also get the metric `sent_bytes`, the number of
+    bytes that their worker has sent so far.
 
     Args:
-        writers: the writers to which only the first worker passes its figures.
-        own: writers to which every worker passes its figures, such as a TensorBoard folder of its own.
+        writers: the writers to which only the first worker passes its metrics.
+        own: the writers to which every worker passes its metrics, such as a `TensorBoard` with a folder of
+            this worker's own.
     """
 
     def __init__(self, grid: Grid, *writers: Writer, own: Sequence[Writer] = ()) -> None:
@@ -60,7 +61,7 @@ class Log:
 
 
 class TensorBoard:
-    """Writes scalars to a folder for `tensorboard --logdir`; needs the package `tensorboard`."""
+    """Writes scalars to a folder for `tensorboard --logdir`; needs the `tensorboard` package."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -81,7 +82,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes figures to the run that `wandb.init(**options)` returns; needs the package `wandb`.
+    """Writes metrics to the run that `wandb.init(**options)` returns; needs the `wandb` package.
 
     Args:
         run: `grid.run_id`, so that workers that write one after the other write to the same run.
@@ -105,7 +106,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Writes figures to a run of an MLflow experiment; needs the package `mlflow`.
+    """Writes metrics to a run of an MLflow experiment; needs the `mlflow` package.
 
     Args:
         experiment: the experiment's name; it is created if it does not exist.

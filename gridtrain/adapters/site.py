@@ -23,13 +23,13 @@ for tensors on GPUs, gloo for everything else.
 
 A process's share is its fraction of the site's samples.
 
-The leader sends all trained parameters and buffers, which are as large as a dense update.  Every change of
+The leader sends all trained parameters and buffers, about as many bytes as a dense update.  Every change of
 the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
 other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 
-A process that fails sends the reason before it exits: the leader to all, any other process to the leader,
-which then leaves the run with that reason.  Broadcast and reduce, which a failure would block, therefore
-start only when every process is ready and the leader has announced them.
+A process that fails sends the reason before it exits: the leader to all processes, any other process to the
+leader, which then leaves the run with that reason.  Broadcast and reduce, which a failure would block,
+therefore start only when every process is ready and the leader has announced them.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Site:
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, join the run on rank 0, and return the site.
 
-        Without torchrun the site consists of this process only.  The arguments are those of
-        `gridtrain.join`.  At the end of the `with` statement the leader leaves the run and, unless an error
+        Without torchrun, the site consists of this process only.  The arguments are those of
+        `gridtrain.join`.  At the end of the `with` statement, the leader leaves the run and, unless an error
         was raised, every process closes its connections to the others.
         """
         owns_group = not dist.is_initialized()
@@ -150,8 +150,8 @@ class Site:
         model: nn.Module,
         **options: Any,
     ) -> SiteOptimizer:
-        """Wrap `optimizer`.  Every process of the site must call this method, with the arguments
-        of `grid.optimizer`.
+        """Wrap `optimizer`.  Every process of the site must call this method, which has the
+        arguments of `grid.optimizer`.
 
         Raises:
             ConfigError: an argument is invalid, or a process's base differs from the leader's.
@@ -288,8 +288,8 @@ class Site:
     def sum_up(self, flat_N: Tensor) -> None:
         """Sum the vectors `flat_N` of all processes into the leader's `flat_N`.
 
-        Each is weighted by its process's share of the site's samples.  On the other processes `flat_N` is
-        undefined afterwards.
+        Each vector is weighted by its process's share of the site's samples.  On other processes, `flat_N`
+        is undefined afterwards.
         """
         if self._weight:
             flat_N.mul_(self._weight)
@@ -438,10 +438,10 @@ class Site:
 
 
 class SiteOptimizer(WrappingOptimizer):
-    """The result of `site.optimizer`: `step` sums the site's gradients, and on the leader takes the step.
+    """The result of `site.optimizer`: `step` sums the site's gradients and, on the leader, takes the step.
 
     Attributes:
-        inner: the group's optimizer on the leader; on other processes the user's optimizer, without state.
+        inner: the group's optimizer on the leader; on other processes, the user's optimizer, without state.
         stepped: whether `step` was called for the latest batch.
     """
 

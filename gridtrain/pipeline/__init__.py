@@ -1,7 +1,7 @@
 """Trains a model that is partitioned into stages on different workers (GPipe).
 
     partition(model, 4, example=x)        divides the model into 4 stages, and estimates the step time
-    Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes some of its blocks
+    Blueprint(make_model, seed=0)         a model without memory until `build` allocates some of its blocks
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
     profile(model, x)                     measures the cost of each block on this machine
 

@@ -1,4 +1,4 @@
-"""The state of torch's autocast for a device: which dtype is in use, and computing without autocast."""
+"""Reads the dtype that torch's autocast uses for a device, and disables autocast temporarily."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on this thread; None if it is not enabled for the device."""
+    """Return autocast's dtype for the device on this thread; None if autocast is not enabled for it."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager in which autocast is not enabled for the device.
+    """Return a context manager that disables autocast for the device.
 
     torch advises against autocast in backward passes and optimizers.
     """

@@ -1,7 +1,7 @@
-"""Checks that a pipeline's batch and its number of micro-batches can be processed, before anything is sent.
+"""Checks, before anything is sent, that a pipeline can process a batch and a number of micro-batches.
 
 check_batch         checks the inputs and targets that the script has passed to `pipe.step`
-check_same_dtypes   compares the inputs with those of an earlier step
+check_same_dtypes   compares the dtypes and structure of the inputs with those in an earlier step
 check_in_flight     checks that neighbours can store the messages of all micro-batches in flight
 """
 
@@ -20,13 +20,15 @@ from gridtrain.quantities import format_count
 
 
 def check_batch(name: str, tree: Any, samples: int) -> Any:
-    """Check that every tensor of a tree has `samples` rows, and that all other values can be copied.
+    """Check that a tree can be divided into micro-batches.
+
+    Every tensor must have `samples` rows, and all other values must be of a kind that can be copied.
 
     Args:
         name: "inputs" or "targets", for the message.
 
     Returns:
-        The same tree with the dtypes of the tensors, and None in place of all other values.
+        The same tree, with each tensor replaced by its dtype and every other value by None.
 
     Raises:
         ConfigError: the batch fails the check.
@@ -60,7 +62,7 @@ def check_same_dtypes(dtypes: Any, earlier: Any) -> None:
         dtypes, earlier: the results of `check_batch`.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the dtypes or the structure differ.
     """
     if dtypes != earlier:
         raise ConfigError(
@@ -70,14 +72,14 @@ def check_same_dtypes(dtypes: Any, earlier: Any) -> None:
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check that a stage cannot send too many messages before a neighbour begins the step and receives them.
+    """Check that a neighbour can store all messages that a stage sends before the neighbour begins the step.
 
     Args:
         buffers: the number of buffers in a payload.  A payload takes at least one message for each buffer,
-            and one for the table of its buffers.
+            and one for the table of the buffers.
 
     Raises:
-        ConfigError: a stage could send more messages than a neighbour stores, which would then disconnect it.
+        ConfigError: a stage could send more messages than a neighbour stores, and would be disconnected.
     """
     most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # the other half is for all other messages
     kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)

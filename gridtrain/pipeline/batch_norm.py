@@ -1,6 +1,6 @@
 """Updates batch norm's running mean and variance in a pipeline; restores other buffers after aborted steps.
 
-Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
+Batch norm normalizes each micro-batch with that micro-batch's statistics, and stores those of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
 micro-batch"; "the moving average ... over the entire mini-batch" is stored for evaluation).
 
@@ -10,15 +10,15 @@ The statistics are merged by the method of Chan, Golub and LeVeque (1979), which
 from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
 so an aborted step has no effect.
 
-A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  It occurs
-only if a replica has one sample in a step, because micro-batches of a model with such a norm are otherwise
-larger (`boundary_specs.lone_sample_layer`).
+A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  There is
+such a micro-batch only if a replica has one sample in a step; otherwise, the micro-batches of a model with
+batch norm are larger (`boundary_specs.lone_sample_layer`).
 
 Other buffers, such as a moving average, a counter, or the buffers of a norm with its own `forward`, change
 with each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that
-the first one used, and does not change the buffers.  If a step is not committed, the buffers are restored.
-For example, let b1, b2 and b3 be a buffer's values after the forward passes of micro-batches 0, 1 and 2: a
-repeated pass of micro-batch 1 reads b1, and afterwards the buffer still has the value b3.
+the first one used, and does not change the buffers.  For example, let b1, b2 and b3 be a buffer's values
+after the forward passes of micro-batches 0, 1 and 2: a repeated pass of micro-batch 1 reads b1, and
+afterwards the buffer has the value b3 again.  If a step is not committed, the buffers are restored.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class MiniBatchStatistics:
 
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
-        """Return the context manager for a micro-batch's forward pass or backward pass.
+        """Return a context manager in which to run a micro-batch's forward or backward pass.
 
-        A backward pass needs it because activation checkpointing may repeat a forward pass.
+        A backward pass needs it, because activation checkpointing may repeat the forward pass.
 
         Args:
             first_time: whether this is the micro-batch's first forward pass, the only pass whose
@@ -166,7 +166,7 @@ _BufferLocation = tuple[nn.Module, str]
 class MutatedBuffers:
     """Saves and restores the buffers that a forward pass changes, except those of torch's batch norms.
 
-    When a layer runs for the first time, all of its buffers are copied to determine which ones change; later
+    When a layer runs for the first time, all of its buffers are copied to determine which ones change; later,
     only those are copied.
     """
 
@@ -186,9 +186,9 @@ class MutatedBuffers:
 
     @contextmanager
     def observe(self, layer: int, m: int) -> Iterator[None]:
-        """Return the context manager for a layer's first forward pass with micro-batch m.
+        """Return a context manager in which to run a layer's first forward pass with micro-batch m.
 
-        It saves the layer's buffers.
+        It saves the values of the layer's buffers from before the pass.
         """
         found = {place: _buffer(place) for place in self._locations[layer]}
         versions = {place: None if tensor is None else tensor._version for place, tensor in found.items()}
@@ -210,10 +210,10 @@ class MutatedBuffers:
 
     @contextmanager
     def restore_during(self, m: int) -> Iterator[None]:
-        """Return the context manager for a repeated forward pass of micro-batch m.
+        """Return a context manager in which to repeat the forward pass of micro-batch m.
 
-        Inside it, the buffers have the values from before m's first forward pass; on exit, it restores their
-        current values.
+        Inside it, the buffers have the values from before m's first forward pass; on exit, they get back the
+        values that they had on entry.
         """
         before = self._before.get(m, {})
         now = {place: _buffer(place) for place in self._mutated}

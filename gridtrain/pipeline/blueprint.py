@@ -42,7 +42,7 @@ Model = nn.Module | Sequence[Block]
 
 @dataclass(frozen=True, slots=True)
 class TiedParameterName:
-    """One parameter that several blocks hold.
+    """A parameter that several blocks share.
 
     Attributes:
         index: the number of this parameter among the model's tied parameters.
@@ -60,7 +60,7 @@ class TiedParameterName:
         return tuple(dict.fromkeys(block for block, _ in self.places))
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """Return, in ascending order, the stages that hold a copy if the model is cut at `cuts` (S + 1,)."""
+        """Return, in ascending order, the stages that hold a copy if the model is cut at `cuts`."""
         spans = enumerate(pairwise(cuts))
         return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
 
@@ -118,7 +118,7 @@ class Blueprint:
 
     @property
     def parameter_bytes(self) -> tuple[int, ...]:
-        """(blocks,) the size in bytes of each block's parameters and buffers.
+        """The size in bytes of each block's parameters and buffers.
 
         A tied parameter is counted in every block that holds it.
         """
@@ -128,7 +128,7 @@ class Blueprint:
         """Build blocks `start` to `stop` - 1 on `device`, with their initial values.
 
         At most one additional block is in memory at any time.  Blocks that hold a tied parameter share one
-        object.
+        parameter object.
 
         Raises:
             ConfigError: the range of blocks is invalid, or a parameter or buffer has no value.
@@ -155,7 +155,7 @@ class Blueprint:
         """Return the trained parameters that this stage shares with other stages, for `Stage(tied=)`.
 
         Args:
-            cuts: (S + 1,) the first block of each stage, and the number of blocks.
+            cuts: the number of each stage's first block, followed by the number of blocks.
             built: the result of `build(cuts[stage], cuts[stage + 1])`.
         """
         found = []

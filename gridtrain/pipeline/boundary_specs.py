@@ -9,7 +9,8 @@ Each spec is a `TensorTreeSpec`, the same on all workers.  Each layer runs with 
 difference between its outputs shows which dimensions depend on the number of samples.
 
 Autocast has no effect on the meta device.  If it is enabled, all layers run instead on fake tensors of the
-worker's device, which have no values either.  If only a layer enables it, they first run on the meta device.
+worker's device, which have no values either.  If only a layer enables autocast, all layers first run on the
+meta device.
 
 The run with 3 samples also shows which buffers every forward pass changes.  Layers that share such a buffer
 are refused, because each stage would change its own copy; a table that is computed once is accepted.
@@ -49,11 +50,12 @@ def infer_boundary_specs(
     """Infer the spec of each layer's output.
 
     `result[i]` describes the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
-    Autocast changes the dtypes if it is enabled during this call, as in the caller's steps, or by the layers.
+    Autocast determines the dtypes if the caller or a layer enables it; the caller must use the same autocast
+    as in the steps.
 
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.
-        example: an input of the model with at least one sample, samples first.
+        example: an input of the model with at least one sample, and the samples in the first dimension.
         wire: the precision in which floating-point tensors and their gradients are sent.
         device: the device on which the layers will run.
 
@@ -155,7 +157,7 @@ def _without_values(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
-    """Return a layer that needs several samples, and whether it can nevertheless process a single sample.
+    """Return a layer that expects several samples, and whether it can nevertheless process a single one.
 
     The result is a pair such as ("layer 3, BatchNorm1d", True), or ("", True) if there is no such layer.  A
     layer that cannot process a single sample takes precedence over layers that can.

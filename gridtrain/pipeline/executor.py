@@ -4,7 +4,7 @@
     stage s - 1  <--gradients of m----  Stage.backward(m)  <--gradients of m----  stage s + 1
 
 The middle column is stage s, and m is a micro-batch.  Sending returns immediately and payloads are received
-in the background, so both overlap with computing.  If the link to the other stages breaks, the step ends
+in the background, so both overlap with computation.  If the link to the other stages breaks, the step ends
 immediately on this stage; the next attempt recomputes the step.
 """
 
@@ -35,7 +35,7 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""If a stage waits for a payload for less than this time, it is considered not to have waited."""
+"""A stage that waits for a payload for at most this many seconds is considered not to have waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class StepResult:
     Attributes:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
         computed_s: the time spent in forward and backward passes.
-        waited_s: the time spent waiting for payloads, because of the pipeline's bubble or of slow links.
+        waited_s: the time spent waiting for payloads, because of the pipeline's bubble or slow links.
         forward_s, backward_s: the mean times per micro-batch; `backward_s` includes repeated forward passes.
-        round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
-            arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
+        round_trip_s: the time from sending the first micro-batch to the next stage until receiving its
+            gradient; 0 if unknown, because this stage did not wait for the gradient or is the last one.
     """
 
     loss: float | None
@@ -60,7 +60,7 @@ class StepResult:
 
 
 class OtherSizes(LineBroken):
-    """Another stage sent a payload of sizes that this worker does not expect, so the workers differ in model,
+    """Another stage sent a payload whose sizes this worker does not expect: the workers differ in model,
     autocast or type of device, or the sender is dishonest."""
 
 
@@ -95,19 +95,21 @@ class StageExecutor:
         inputs: Any = None,
         targets: Any = None,
     ) -> StepResult:
-        """Run forward and backward passes of one mini-batch and leave the gradients in `parameter.grad`.
+        """Run the forward and backward passes of one mini-batch; leave the gradients in `parameter.grad`.
 
         Args:
             link: the link of this attempt.
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`), the same on all stages.
             sizes: the sizes of the micro-batches (`schedule.divide_samples`), the same on all stages.
-            inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
-                the other stages use them only to find out why a computation with received values has failed.
-            targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
+            inputs: the inputs of the whole mini-batch, with the samples in the first dimension.  The first
+                stage computes with them; the other stages use them only to find out why a computation with
+                received values has failed.
+            targets: the targets of the whole mini-batch, with the samples in the first dimension, for the
+                loss on the last stage.
 
         Raises:
             LineBroken: the link broke, or another stage sent a payload that does not match its spec or
-                that this stage cannot process.  Gradients are unchanged.
+                that this stage cannot process.  The gradients are then unchanged.
             Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:

@@ -4,7 +4,7 @@
     a replica's state, checkpoints     --restore_state, load_checkpoints--> StageState
     state for newcomers, checkpoints   <--capture_state, pack-------------- StageState
 
-When the stage in memory is replaced, its residual is lost unless it was transferred or saved before that.
+When the stage in memory is replaced, its residual is lost, unless it was transferred or saved before.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ class HeldStage:
         self._is_in_turn, self._rates = True, rates_by_tracker(self.trackers)
 
     def record_step(self, step: int) -> None:
-        """Record that the update of `step` is fully applied to the stage in memory, or skipped."""
+        """Record that the update of `step` was fully applied to the stage in memory, or was skipped."""
         assert self.current is not None
         self._is_in_turn, self._rates = False, rates_by_tracker(self.trackers)
         self.current.applied = step
 
     def record_dropped_step(self) -> None:
-        """Record that a step was dropped; the script may nevertheless change tracked objects after it."""
+        """Record that a step was dropped; the script may nevertheless change tracked objects afterwards."""
         self._is_in_turn, self._rates = False, None
 
     def _record_load(self, held: StageState, step: int) -> None:
@@ -170,7 +170,7 @@ class HeldStage:
 
         The state is complete if the update is fully applied and, if the script tracks objects,
 
-        - the script has requested the next batch, and stepped no tracked scheduler since, or
+        - the script has requested the next batch, and has stepped no tracked scheduler since then, or
         - all tracked objects are schedulers that the script has stepped since the update.
         """
         own = serialization.INTERNAL_PREFIX, MICRO_BATCHES_TRACKER
@@ -232,8 +232,8 @@ class HeldStage:
     def capture_state(self, place: WorkerSnapshot, whole: bool = True) -> Sequence[bytes | memoryview] | None:
         """Return a copy of the state of this worker's stage in `place`; see `serialization.capture_state`.
 
-        Return None if other layers are in memory.  Before the first step, the stage is built instead, because
-        no worker needs the state of the other stage yet.
+        Return None if other layers are in memory.  Before the first step, however, the stage is built,
+        because no worker needs the state of the other layers yet.
         """
         if place.applied >= 0 and self.layers not in (None, self.places.layers(place)):
             return None
@@ -280,7 +280,7 @@ class HeldStage:
         )
 
     def load_checkpoints(self, found: Sequence[Checkpoint], layers: Span) -> None:
-        """Load these layers and their residual from checkpoints, unless this worker now holds other layers.
+        """Load `layers` and their residual from checkpoints, unless this worker's rank now has other layers.
 
         Raises:
             RemoteProtocolError: the checkpoints have different layers or belong to another model.

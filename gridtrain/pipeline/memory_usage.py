@@ -4,7 +4,7 @@
     gradients    the gradients of the trainable parameters
     optimizer    the state of the optimizer
     exchange     the flat gradient, the residual and the momentum
-    kept         the peak of the tensors and inputs that are stored for backward passes
+    kept         the peak size of the tensors and inputs that are stored for backward passes
 
 Each storage is counted once, regardless of its number of views.  Memory that a layer needs only while it
 computes is not counted, nor are messages in flight.  (The size of the process is not a useful measure,
@@ -60,7 +60,7 @@ class SavedTensorMeter:
     """Counts the bytes of the tensors that autograd stores while the context manager `counting` is active.
 
     Args:
-        without: tensors that exist in any case, such as parameters, and are therefore not counted.
+        without: tensors not to count, such as parameters, because they exist in any case.
 
     Attributes:
         now_bytes, peak_bytes: the current number of stored bytes, and the largest so far.

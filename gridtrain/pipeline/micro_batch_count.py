@@ -1,7 +1,7 @@
-"""The number of micro-batches of the next step, configured or chosen from trials and the free memory.
+"""The number of micro-batches in the next step: configured, or chosen by trials and the free memory.
 
-If it is not configured, the first steps are trials with different numbers.  The summaries of all
-members contain their timings of the step; after the last trial, the run's number is chosen from these.  The
+If it is not configured, the first steps are trials with different numbers.  Each member's summary of a step
+contains the member's timings; after the last trial, the number for the run is chosen from the timings.  The
 timings and the choice are part of the state that a newcomer receives, and of checkpoints.
 
 A step's summaries are part of the vote, so workers that have committed the same steps have the same number.
@@ -56,7 +56,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
 class MicroBatchCount:
     """The number of micro-batches of one run, the same on all members.
 
-    If it is chosen from timings, it is tracked as part of the state.
+    A number that is chosen from timings is tracked as part of the state.
 
     Args:
         asked: the configured number; None to choose it from timings.
@@ -104,7 +104,7 @@ class MicroBatchCount:
         )
 
     def step_timings(self, outcome: StepResult, samples: int) -> StepTimings:
-        """Return this member's timings of a step for its summary; they are all 0 once the number of
+        """Return this member's timings of a step for its summary, or `StepTimings()` once the number of
         micro-batches has been chosen."""
         if self._chosen is not None:
             return StepTimings()

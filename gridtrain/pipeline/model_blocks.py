@@ -9,8 +9,8 @@ The blocks of a model are
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
 One value passes from block to block: a tensor, or tensors in tuples, lists and dicts.  A trial on the meta
-device checks whether the forward pass is a chain: it must call each part once, with exactly the tensors that
-the previous part returned.
+device checks whether the forward pass is a chain: the pass must call each part once, with exactly the tensors
+that the previous part returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Describes to the coordinator the sizes and times of a model's layers, and the memory for training.
+"""Describes a model to the coordinator: the sizes and times of its layers, and the memory for training.
 
-Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
-the first worker's values; the sizes must be the same on all workers.
+A profile contains the times of the layers and the sizes of parameters and activations.  Without a profile,
+only the sizes of parameters are known, which are counted on the meta device.  The run uses the first worker's
+values; the sizes must be the same on all workers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DEFAULT_OPTIMIZER_COPIES = 2.0
 state."""
 
 MIN_DIVIDED_SAMPLES = 4
-"""The number of micro-batches per stage that is assumed for the costs if the number is "auto"."""
+"""The number of micro-batches per stage that is assumed for the costs if `micro_batches` is "auto"."""
 
 USABLE_MEMORY_SHARE = 0.9
 """The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
@@ -48,11 +49,11 @@ def describe_staged_model(
 
     Args:
         optimizer: the optimizer of the whole model, on the meta device.
-        profile: the measured costs of the layers.  If None, the description contains no times or
+        profile: the measured costs of the layers.  If None, the description contains no times or sizes of
             activations, and the coordinator assumes that times are proportional to the bytes of parameters.
         batch_size: the number of samples that a replica of the model processes in each step.
-        trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
-            omits the layers, so that the model is not repartitioned.
+        trackers: the tracked objects.  If one of them has tensors, these belong to one stage; the description
+            then omits the layers, so that the model is not repartitioned.
     """
     measured = None if profile is None else Profile.of(profile, len(staging.blueprint.blocks))
     layers = _unmeasured_layers(staging) if measured is None else measured.layers
@@ -76,7 +77,7 @@ def describe_staged_model(
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     """Return the number of bytes of memory that training may use on this worker; 0 if unknown.
 
-    This is `declared` or, if it is None, most of the GPU's memory or of the host's free memory.
+    The result is `declared` or, if that is None, most of the GPU's memory or of the host's free memory.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.

@@ -1,7 +1,7 @@
 """`partition(model, stages)`: divides a model into stages, and explains the choice in words and in a chart.
 
-The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
-of micro-batches.
+The costs are measured by `profiler` or given by the caller; `gridtrain.core.stages` computes the partition
+and the number of micro-batches.
 
     model --profile--> layers --+
     devices, network, schedule -+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
@@ -46,8 +46,8 @@ class Partition:
     Attributes:
         outlook: the cuts, the number of micro-batches, and the estimated duration of a step.
         layers: the costs of each block.
-        boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
-        tied: the parameters that several blocks hold.
+        boundaries: the spec of the tensors between each stage and the next; () if the profile has none.
+        tied: the parameters that several blocks share.
         reason: the reason for these cuts and this number of micro-batches.
     """
 
@@ -63,7 +63,7 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """(S + 1,) the first block of each stage, and the number of blocks."""
+        """The number of each stage's first block, followed by the number of blocks."""
         return self.cut.cuts
 
     @property
@@ -80,7 +80,7 @@ class Partition:
         return f"{partition_chart.chart_text(self.layers, self.outlook)}\n{self.reason}"
 
     def svg(self) -> str:
-        """Return a chart of the layers, times and bytes of each stage."""
+        """Return a chart of the layers, times and bytes of each stage, as SVG."""
         return partition_chart.chart_svg(self.layers, self.outlook)
 
 
@@ -107,7 +107,7 @@ def partition(
     memory that is counted.
 
     Args:
-        model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
+        model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint` or, with `split_at`, another
             module; see `model_blocks`.
         stages: the number of stages on equal devices, or the devices in the order of the stages.
         example: an input with which to measure the blocks; it should have as many samples as a micro-batch.

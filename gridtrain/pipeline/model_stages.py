@@ -1,4 +1,4 @@
-"""Divides a run's model into stages at given or computed cuts, names their tensors, and builds them.
+"""Divides a run's model into stages at given or computed cuts, builds the stages, and names their tensors.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
@@ -57,13 +57,13 @@ class ModelStages:
     Args:
         blueprint: the model.
         stages: S, the number of stages.
-        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to balance the
-            bytes of the parameters.
+        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to choose cuts by the
+            sizes of the parameters.
         device: the device on which this worker builds its stage.
 
     Attributes:
         whole: the model on the meta device, for names and shapes.
-        has_explicit_cuts: whether the caller gave the cuts.
+        has_explicit_cuts: whether the caller passed the cuts.
 
     Raises:
         ConfigError: the cuts do not divide the model into S stages, a stage has no trainable parameter, or no
@@ -105,7 +105,7 @@ class ModelStages:
         return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
 
     def block_range(self, stage: int) -> tuple[int, int]:
-        """Return the first block of the stage and the first block after the stage."""
+        """Return the numbers of the stage's first block and of the first block after the stage."""
         return self.cuts[stage], self.cuts[stage + 1]
 
     def describe(self) -> str:
@@ -133,7 +133,7 @@ class ModelStages:
         return module, self.blueprint.tied_in(stage, self.cuts, module.blocks)
 
     def frozen_blocks(self) -> Iterator[StageModule]:
-        """Build, on the CPU and one at a time, the blocks that have frozen parameters."""
+        """Build the blocks with frozen parameters on the CPU, and yield them one at a time."""
         for index, block in enumerate(self.blueprint.blocks):
             if not all(parameter.requires_grad for parameter in block.parameters()):
                 yield self._build(index, index + 1, torch.device("cpu"))
@@ -172,7 +172,7 @@ class StagePlaces:
         return self.latest
 
     def layout(self, place: WorkerSnapshot | StepPlan) -> RankLayout:
-        """Return the layout of the ranks into stages and replicas."""
+        """Return the division of the ranks into stages and replicas."""
         return RankLayout.for_world_size(self.stages(place).stages, place.world_size)
 
     def stage(self, place: WorkerSnapshot | StepPlan) -> int:

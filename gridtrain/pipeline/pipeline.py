@@ -7,7 +7,7 @@ In each attempt at a step,
 
 1. the round opens, and `StageExecutor` computes the stage's gradients,
 2. the replicas of the stage exchange the gradients,
-3. all members exchange summaries: the digest of the stage's update, settings, loss, norm and timings,
+3. all members exchange summaries (loss, norm, timings, digests of the stage's update and settings),
 4. all members vote on the digest of the summaries, and apply the update.
 
 If a member or a payload is lost, the links between all stages break.  After an aborted attempt, all members
@@ -86,8 +86,8 @@ class Pipeline:
         last_skipped: whether the latest step was skipped, or its batch was dropped on this worker.
         metered: whether to measure, for `holding`, the tensors that are stored between the forward and
             backward passes.  The measurement slows down each step.
-        timings: the times in seconds that the latest step spent computing and waiting for other stages, and
-            that it took in total.
+        timings: the seconds that the latest step took in total, and those that it spent computing and waiting
+            for other stages.
         held: the stage that this worker has in memory.
         base: the frozen parameters of the whole model, which are not part of the state.
     """
@@ -153,7 +153,7 @@ class Pipeline:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches in the next step, unless its batch has too few samples for so many."""
+        """The number of micro-batches in the next step; fewer if its batch has too few samples."""
         return self._micro_batch_count.number
 
     @property
@@ -170,11 +170,11 @@ class Pipeline:
         return self.held.optimizer
 
     def step(self, inputs: Any, targets: Any = None) -> float | None:
-        """Take one step of the whole group with this batch of `grid.batches`.
+        """Take one step of the whole group with the current batch of `grid.batches`.
 
         Args:
-            inputs: the inputs, samples first.  The first stage computes with them; other stages use their
-                shapes and, to find the cause of an error, their values.
+            inputs: the inputs, with the samples in the first dimension.  The first stage computes with them;
+                other stages use their shapes and, to find the cause of an error, their values.
             targets: the targets for the loss, which the last stage computes.
 
         Returns:
@@ -183,11 +183,11 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch, or the dtypes or structure of the inputs
-                differ from those in the previous step; in this case, nothing was sent, and `step` can be
-                called again with the right batch.  Or the optimizer settings on this worker differ from those
-                on most replicas of its stage.  Or this worker, before its first step with this autocast,
-                receives a payload of an unexpected size.
+            ConfigError: (1) inputs or targets are not this step's batch, or the dtypes or structure of the
+                inputs differ from those in the previous step; nothing was sent, and `step` can be called
+                again with the right batch; (2) the optimizer settings on this worker differ from those on
+                most replicas of its stage; (3) this worker received a payload of an unexpected size, and has
+                not committed a step with its present autocast.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
@@ -234,7 +234,7 @@ class Pipeline:
 
     @property
     def holding(self) -> MemoryUsage:
-        """The bytes that this worker's stage uses.
+        """The memory that this worker's stage uses, in bytes.
 
         Tensors stored for backward passes are included only after a step with `metered` set.
         """

@@ -1,13 +1,13 @@
-"""`profile(model, x)`: measures the time, bytes and output size of each block on this machine.
+"""`profile(model, x)`: measures the time, memory and output size of each block on this machine.
 
     example (n samples) --> block 0 --> block 1 --> ...
 
-Each block runs on n and on 2 n samples.  The two times determine its overhead and its time per sample, from
+Each block runs on n and on 2 n samples.  The two times determine its overhead and its time per sample, by
 time(n) = overhead + n * time per sample.
 
 Only one block of a `Blueprint` is in memory at a time.  A block's time is the shortest of several runs,
 because other programs can only slow a run down.  The bytes that autograd stores for a block exclude
-parameters and the block's input, which is counted for the previous block as its output.
+parameters and the block's input, which is counted as the previous block's output.
 """
 
 from __future__ import annotations
@@ -90,16 +90,17 @@ def profile(
     """Measure the forward and backward passes of each block, on the example and on twice as many samples.
 
     Args:
-        model: a `Blueprint`, whose blocks are allocated one at a time, or a chain of blocks with values,
-            which are not changed.
-        example: an input with at least one sample, samples first; it should be as large as a micro-batch.
+        model: a `Blueprint`, whose blocks are allocated one at a time, or a chain of allocated blocks,
+            which are copied, and not changed.
+        example: an input with at least one sample, and as many samples as a micro-batch if possible; the
+            samples are in the first dimension.
         device: the device to measure on; by default CUDA if it is available.
         repeats: the number of runs of each block, of which the fastest is used.
-        wire: the precision in which activations are sent, which determines their bytes.
+        wire: the precision in which activations are sent, which determines their size.
         clock: a function that returns the time in seconds.
 
     Raises:
-        ConfigError: the example has no samples or its tensors differ in their numbers of rows, or a block's
+        ConfigError: the example has no samples, its tensors differ in their numbers of rows, or a block's
             output cannot be sent.
     """
     at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,12 +1,12 @@
-"""The seeds of dropout and initial values in a pipeline, which do not depend on the number of stages.
+"""The seeds of dropout and of initial values in a pipeline; they do not depend on the number of stages.
 
 The seed of a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
 layer's number in the whole model.  Dropout is therefore the same for every partition, and the same when an
 activation is recomputed.
 
 torch's generators are shared by the whole process.  A lock therefore ensures that only one stage at a time
-draws from them, and that no stage does while another worker in the process reads seeded samples.  Afterwards,
-the states of the generators are restored.
+draws from them, and that no stage does so while another worker in the process reads seeded samples.  Before
+a stage releases the lock, the previous states of the generators are restored.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _hash_seed(*numbers: int) -> int:
 
 
 def derive_initial_seed(*where: object) -> int:
-    """Return the seed of initial values, which is in 0 .. 2**63 - 1.
+    """Return a seed for initial values, from 0 to 2**63 - 1.
 
     Args:
-        where: the run's seed, the block's number and, optionally, a part of the block.
+        where: the run's seed, the block's number and, optionally, the path of a module in the block.
     """
     text = " ".join(map(str, ("gridtrain initial values", *where)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -39,7 +39,7 @@ def derive_initial_seed(*where: object) -> int:
 def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
     """Return the seed of one replica in one step, for `StageExecutor.run`.
 
-    It is in 0 .. 2**63 - 1, and the same in all attempts at the step.
+    The seed is from 0 to 2**63 - 1, and is the same in all attempts at the step.
     """
     return _hash_seed(seed, step, replica)
 
@@ -64,9 +64,9 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
-    """Return a context manager that locks the process's generators, and restores their states on exit.
+    """Return a context manager that locks the process's random generators, and restores them on exit.
 
-    These are the generators of the CPU and, if it is a GPU, of `device`.
+    The generators are that of the CPU and, if `device` is a GPU, that of `device`.
     """
     with sampler.GENERATORS_LOCK:
         host = torch.get_rng_state()

@@ -10,8 +10,8 @@
 `forward` and `backward` are called in the order of the schedule.
 
 The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are means over the
-mini-batch, regardless of how it is divided.  `abort` and the next `begin` restore the gradients and the
-buffers.
+mini-batch, regardless of how it is divided.  If a mini-batch is not committed, `abort` or the next `begin`
+restores the buffers and, if the mini-batch is unfinished, the gradients.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TiedParameter:
 
     @property
     def spec(self) -> TensorTreeSpec:
-        """The spec of the parameter and of its gradient, always exact."""
+        """The spec of the parameter and of its gradient, which are always sent as EXACT."""
         return TensorTreeSpec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
 
 
@@ -125,7 +125,7 @@ class Stage:
 
         Args:
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`).
-            sizes: the number of samples in each micro-batch, all at least 1.
+            sizes: the number of samples in each micro-batch, at least 1.
             inputs: the inputs of the whole mini-batch; only the first stage uses them.
             targets: the targets of the whole mini-batch; only the last stage uses them.
         """
@@ -326,7 +326,7 @@ class Stage:
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """End the mini-batch: add its gradients to any earlier gradients, and set `loss` to its mean loss.
+        """End the mini-batch: add its gradients to any earlier ones and, on the last stage, set `loss`.
 
         Raises:
             LocalProtocolError: no mini-batch was begun, or the backward pass of a micro-batch has not run.
@@ -344,18 +344,19 @@ class Stage:
         self._clear_mini_batch()
 
     def update_statistics(self) -> None:
-        """Update the running statistics of batch norm with the mini-batch; `abort` restores them."""
+        """Update batch norm's running statistics with those of the mini-batch; `abort` undoes this."""
         self._statistics.update()
 
     def commit(self) -> None:
-        """Update the running statistics of batch norm with the mini-batch, and keep the changed buffers."""
+        """Update batch norm's running statistics with those of the mini-batch; keep the changed buffers."""
         self._statistics.commit()
         self._buffers.commit()
 
     def abort(self) -> None:
         """Drop a mini-batch that is not committed.
 
-        This discards its statistics, and restores the buffers and, if it is unfinished, the gradients.
+        This discards its statistics, and restores the buffers.  If the mini-batch is unfinished,
+        the gradients are also restored.
         """
         if self._gradients_before is not None:
             for parameter, before in zip(self.parameters, self._gradients_before, strict=True):

@@ -2,7 +2,7 @@
 
 Each payload is sent and received by a collective of the open round (`ActivationSendBuffer`,
 `ActivationReceiveBuffer`).  The collectives end with the round, so no wait is endless.  The payloads that
-`round_parts` names are received even before `receive` is called; the core stores other payloads until then.
+`round_parts` expects are received even before `receive` is called; the core stores others until that call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RoundStageLink:
         self._round: PipelineRound | None = None
 
     def round_parts(self, expected: ExpectedPayloads) -> dict[Channel, RoundPart]:
-        """Return the parts with which the round must be opened, so that it receives the expected payloads."""
+        """Return the parts with which the round must be opened to receive the expected payloads."""
         return dict(self._take_payload(stage, channel) for stage, channel in expected)
 
     def set_round(self, round_: PipelineRound) -> None:
@@ -86,7 +86,7 @@ class RoundStageLink:
         self._open_round.fail(reason)
 
     def fail_attempt(self, broken: LineBroken) -> None:
-        """End this attempt on all stages, and report the stage that `broken` names as the cause, if any."""
+        """End this attempt on all stages, and report the stage that `broken` names, if any, as the cause."""
         if broken.peer is not None:
             self._open_round.report_peer(self._layout.rank_of(broken.peer, self._replica), broken.reason)
         self.abort(broken.reason)

@@ -2,8 +2,8 @@
 
 If another worker has the same stage when this worker leaves or pauses, the largest entries of the residual
 are sent to that worker, and the rest is saved.  Otherwise, the current state is saved; the other workers keep
-their state after the same step in memory, and wait until this worker returns.  When it returns, the
-saved part of the residual is added if no step was committed in the meantime.
+their states of the same step in memory, and wait until this worker returns.  When this worker returns, the
+saved part of its residual is added if no step was committed in the meantime.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class StageModelState(ModelState):
         return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
 
     def export(self, folder: Path) -> None:
-        """Write this stage's part of the final model into `folder`; with the first stage, also write the
+        """Write this stage's part of the final model into `folder`; for the first stage, also write the
         index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
         snapshot, path = self._session.snapshot, folder / _part_name(held.stage, stages.stages)

@@ -1,9 +1,10 @@
 """`pipe.optimizer`: the optimizer of the held stage, which keeps its settings when the stage changes.
 
-A scheduler or a script refers to one object, which calls an inner optimizer.  Before the group has formed,
-the inner optimizer is that of the whole model on the meta device; afterwards, that of the stage in memory.
-If the worker changes from stage 2 to stage 0, for example, the optimizer of stage 0 gets the settings of the
-optimizer of stage 2, until the state of stage 0 from a replica or a checkpoint replaces them.
+Schedulers and scripts refer to one object, which calls an inner optimizer.  Before the group has formed, the
+inner optimizer is that of the whole model on the meta device; afterwards, it is that of the stage in memory.
+If the worker changes from stage 2 to stage 0, for example, and settings of the optimizer have been changed,
+the optimizer of stage 0 gets the current settings, until the state of stage 0 from a replica or a checkpoint
+replaces them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim sets it in each 
 class StageOptimizer(WrappingOptimizer):
     """An optimizer with the parameter groups and the state of the stage that this worker holds.
 
-    Create each learning rate scheduler once, before or in the training loop, and step it after `pipe.step`.
+    Create each learning rate scheduler once, before or in the training loop; step it after `pipe.step`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -35,10 +36,10 @@ class StageOptimizer(WrappingOptimizer):
         self._initial_settings, self._changed = self.settings(), False
 
     def set_inner(self, inner: torch.optim.Optimizer) -> None:
-        """Switch to another stage's optimizer, with the current settings if these have been changed.
+        """Replace the inner optimizer; if settings have been changed, the new one gets the current ones.
 
         Raises:
-            ConfigError: settings were changed, and the two optimizers differ in class or number of groups.
+            ConfigError: settings were changed, and the two optimizers differ in class or in number of groups.
         """
         now, other = _layout(self.inner), _layout(inner)
         self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
@@ -63,7 +64,7 @@ class StageOptimizer(WrappingOptimizer):
         ]
 
     def load_settings(self, settings: Settings) -> None:
-        """Load settings that `settings` has returned."""
+        """Load settings that `settings` returned."""
         for group, mine in zip(self.inner.param_groups, settings, strict=False):
             group.update({name: _own(value) for name, value in mine.items()})
 
@@ -76,7 +77,7 @@ class StageOptimizer(WrappingOptimizer):
             self._applying = False
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step; raise `ConfigError` unless `apply` has called this method."""
+        """Take a step; raise `ConfigError` if this method was not called by `apply`."""
         if not self._applying:
             raise ConfigError(
                 "pipe.optimizer.step() was called, but pipe.step(...) already applies the group's update",

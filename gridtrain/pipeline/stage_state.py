@@ -1,8 +1,8 @@
-"""The state of one stage in memory: module, optimizer, gradient and executor; the options of a pipeline.
+"""Keeps one stage in memory: its module, optimizer, gradient and executor; checks a pipeline's options.
 
 The module, optimizer, flat gradient and exchanger of a stage are made as soon as this worker's rank is known,
-and its `Stage` and `StageExecutor` as soon as the first batch shows the shape of the inputs.  The shapes
-between stages are determined again when a batch has inputs of another shape.
+and its `Stage` and `StageExecutor` as soon as the first batch shows the shapes of the inputs.  The shapes
+between stages are determined again when a batch has inputs of other shapes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
 MAX_SHAPES = 256
-"""The number of shapes of inputs for which a stage remembers the specs of the boundaries."""
+"""The maximum number of input shapes for which a stage remembers the specs of the boundaries."""
 
 MAX_AHEAD = 1e6
 """The largest value of `ahead` that messages to the coordinator can contain."""
@@ -213,7 +213,7 @@ class StageState:
         """Return the executor for a batch; build it first if necessary.
 
         Args:
-            example: the inputs of the batch, whose shapes determine those between the stages.
+            example: the inputs of the batch; their shapes determine the shapes of the values between stages.
         """
         options, is_last = self._options, self.stage == staging.stages - 1
         start, stop = staging.block_range(self.stage)
@@ -257,9 +257,9 @@ class StageState:
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector
     ) -> npt.NDArray[np.float32] | SparseVector:
-        """Return the update, with zeros for the tied parameters that another stage includes in the norm.
+        """Return the update, with zeros for the tied parameters that an earlier stage also holds.
 
-        That stage is the first one that holds the parameter.
+        In the norm, a tied parameter is counted by the first stage that holds it.
         """
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
@@ -302,7 +302,7 @@ class StageState:
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """Return the limit in bytes on a payload: twice the size of the largest expected one plus 64 KiB."""
+        """Return the size limit of a payload in bytes: twice the largest expected size, plus 64 KiB."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

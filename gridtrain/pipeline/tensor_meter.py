@@ -1,7 +1,7 @@
 """Measures the peak memory of tensors during a computation, on any device.
 
-The meter counts the storages that torch creates while the meter is active as a context manager, until each is
-freed.  Memory inside kernels, and memory that an allocator reserves, is not counted.
+While the meter is active as a context manager, it counts each storage that torch creates, until the storage
+is freed.  Memory that kernels use internally, or that an allocator only reserves, is not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that this thread creates while the mode is active.
 
     Attributes:
-        live: weak references to the created storages, with their sizes.
-        peak_bytes: the maximum number of bytes that existed at one time.
+        live: a weak reference to each created storage, and the storage's size in bytes.
+        peak_bytes: the largest total size of these storages at any time.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Describes trees of tensors that are sent between stages, and encodes them as buffers of known size.
 
 A tree consists of tensors, numbers, strings and None in nested tuples, lists and dicts.  Its structure,
-shapes and dtypes are fixed before each step, and are equal on both sides.  Received buffers are checked
-against the spec; nothing is inferred from a peer's bytes.
+shapes and dtypes (its spec) are fixed before each step, and are the same for the sender and the receiver.
+Received buffers are checked against the spec; nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
           |                          |                      |
@@ -42,7 +42,7 @@ class Leaf:
 
     Attributes:
         dtype: the dtype of the tensor; for a number it is bool, int64 or float64.
-        shape: the shape, excluding the first dimension if it depends on the number of samples.
+        shape: the shape, without the first dimension if that depends on the number of samples.
         rows_per_sample: the number of rows in the first dimension per sample; None if that dimension is
             fixed.
         has_gradient: whether the gradient of the value is sent back.
@@ -111,7 +111,7 @@ Node = Leaf | Constant | Branch
 
 @dataclass(frozen=True)  # without slots, because cached properties need a __dict__
 class TensorTreeSpec:
-    """Describes the tree that crosses a boundary of a model, for any number of samples."""
+    """Describes the tree that is passed between two layers, for any number of samples."""
 
     root: Node
 
@@ -119,9 +119,9 @@ class TensorTreeSpec:
     def of(cls, tree: Any, samples: int, *, wire: WirePrecision = WirePrecision.EXACT) -> TensorTreeSpec:
         """Return the spec of an example with `samples` samples.
 
-        A first dimension that is a multiple of `samples` is assumed to grow with the samples; any other is
-        fixed.  Floating-point and complex tensors have a gradient.  If a fixed first dimension happens to be
-        a multiple of `samples`, use `infer_boundary_specs`, which compares two numbers of samples.
+        A first dimension that is a multiple of `samples` is assumed to grow with the number of samples; any
+        other is fixed.  Floating-point and complex tensors have a gradient.  If a fixed first dimension may
+        be a multiple of `samples`, use `infer_boundary_specs`, which tries two numbers of samples.
 
         Raises:
             ConfigError: the tree contains a value that cannot be sent.
@@ -177,7 +177,7 @@ class TensorTreeSpec:
         return str(self.root)
 
     def values(self, tree: Any, samples: int) -> list[tuple[Leaf, Any]]:
-        """Return the pairs (leaf, value) of a tree in order; raise `ConfigError` if it does not match."""
+        """Return a tree's pairs (leaf, value) in order; raise `ConfigError` if the tree does not match."""
         found = []
         for path, leaf, value in _iterate_leaves(self.root, tree, ""):
             if leaf.number is None:
@@ -186,7 +186,7 @@ class TensorTreeSpec:
         return found
 
     def tensors(self, tree: Any, samples: int) -> list[Tensor]:
-        """Return the tensors of a tree that have a gradient, in order."""
+        """Return those tensors of a tree that have a gradient, in order."""
         return [value for leaf, value in self.values(tree, samples) if leaf.has_gradient]
 
     def map_leaves(self, tree: Any, change: Callable[[Leaf, Any], Any]) -> Any:
@@ -199,7 +199,7 @@ class TensorTreeSpec:
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """Return a tree that matches this spec: NaN in floating-point and complex tensors, otherwise 0."""
+        """Return a tree that matches this spec: NaN in floating-point and complex tensors, 0 elsewhere."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:

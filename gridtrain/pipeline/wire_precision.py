@@ -9,7 +9,7 @@ The values of sparse and dense exchanges have their own encodings (`network/wire
     int8    8 bits for each element: a multiple, from -127 to 127, of a scale; the scales, one float32 for
             every 256 elements, are sent first
 
-In fp16, all elements of a tensor have the same power of two; it prevents small gradients from vanishing.
+In fp16, all elements of a tensor share one power of two, so that small gradients do not become 0.
 Non-finite values remain non-finite, so that an overflow of gradients is detected.
 """
 
@@ -56,9 +56,9 @@ def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int
 
 
 def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
-    """Encode a tensor as uint8 of shape (`encoded_bytes`,).
+    """Return the encoded tensor: a one-dimensional uint8 tensor of `encoded_bytes` elements.
 
-    For EXACT the result shares the memory of a contiguous tensor.
+    For EXACT, the result shares the memory of `tensor` if that is contiguous.
     """
     flat_N = tensor.detach().contiguous().view(-1)  # `reshape` does not copy a column of a matrix
     match wire:
@@ -73,7 +73,7 @@ def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
 
 
 def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: WirePrecision) -> Tensor:
-    """Decode a result of `encode_tensor`; for EXACT, the decoded tensor shares its memory.
+    """Decode a result of `encode_tensor`; for EXACT, the decoded tensor shares the memory of `bytes_`.
 
     Raises:
         RemoteProtocolError: the fp16 exponent is one that `encode_tensor` never writes.

@@ -62,7 +62,7 @@ def warn_of_sync_norms(model: nn.Module) -> None:
 
 
 def to_intervals(**named: Any) -> list[int]:
-    """Return numbers of steps as plain ints; 0 stands for never.  Raises `ConfigError` for other values."""
+    """Return numbers of steps (0 stands for never) as plain ints; raise `ConfigError` for other values."""
     intervals = []
     for name, steps in zip(named, to_ints(**named), strict=True):
         if steps is None or steps < 0:

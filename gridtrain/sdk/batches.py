@@ -1,8 +1,9 @@
 """`grid.batches`: divides a turn's samples among calls to `step()`; handles stand-ins and pauses.
 
-In a turn without samples, each call gets the first of the latest samples, or of the data set, as a stand-in
-that is not counted; the last calls of a short turn get its latest batch.  A loop that omits a call to
-`step()` gets an error.  The agent is the process of `gridtrain worker`, which can pause or stop this worker.
+In a turn without samples, each call gets a few of the latest samples (at first, of the data set) as a
+stand-in, which is not counted; if a turn has too few samples, its last calls repeat its latest batch.  A loop
+that omits a call to `step()` gets an error.  The agent is the process of `gridtrain worker`, which can pause
+or stop this worker.
 
 GroupSession.await_turn --> a snapshot with the open step and this worker's positions in the data
      ModelState.begin_turn      adds a residual, writes a checkpoint that is due
@@ -61,7 +62,7 @@ class Turns:
         is_finished: whether the run has ended.
         is_stopped: whether the agent has stopped this worker, or the run ended while this worker was paused.
         is_stand_in: whether the batch of the current call is a stand-in; True before the first call.
-        feeds_loader: whether a `DataLoader` of the script draws the batches.
+        feeds_loader: whether the script reads the batches with a `DataLoader`.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Turns:
 
     def predict(self, count: int) -> list[Spans]:
         """Return the items that the iterator will yield next if the group does not change: the rest of this
-        turn, and the turns that contain the next `count` calls, unless the run ends before them.  A turn in
+        turn, and the turns that contain the next `count` calls, unless the run ends earlier.  A turn in
         which this worker has no samples is one empty item."""
         found = list(self._pending)
         for spans in self._session.predict_spans(-(-count // self._calls)):

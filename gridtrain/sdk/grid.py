@@ -145,7 +145,7 @@ class Grid:
     def rank(self) -> int:
         """This worker's rank in the current generation.
 
-        Before the first batch it is 0, and a warning is logged once.
+        Before the first batch, it is 0, and a warning is logged once.
         """
         self._warn_before_first_batch()
         return self._session.snapshot.rank
@@ -165,8 +165,9 @@ class Grid:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
-        saving.  Before the first batch it is True on every worker, and a warning is logged once."""
+        """Whether this worker has rank 0, as exactly one worker of a generation does; only that worker
+        should log and save.  Before the first batch, it is True on every worker, and a warning is logged
+        once."""
         is_first = self.rank == 0 and (self._turns is None or self.world_size > 0)
         return is_first and not self._session.end_reason  # "" unless the run has ended without this worker
 
@@ -178,7 +179,7 @@ class Grid:
 
     @property
     def step(self) -> int:
-        """The number of the run's steps that this worker's parameters contain.
+        """The number of the run's steps whose updates this worker's parameters contain.
 
         A worker that missed steps, because it was cut off or its loop stalled, receives them with its next
         batch; until then, the other workers may be ahead.
@@ -200,12 +201,13 @@ class Grid:
 
     @property
     def has_samples(self) -> bool:
-        """Whether this worker's batch counts in a mean over samples (see `mean`).  The backward pass must run
-        for every batch, even where this is False: for a stand-in batch (see `batches`), and for a sample that
-        a later micro-batch repeats.  It is also False before the first batch.
+        """Whether this worker's batch counts in a mean over samples (see `mean`).
+
+        It is False for a stand-in batch (see `batches`), for a sample that a later micro-batch repeats, and
+        before the first batch.  The backward pass must run for every batch, even if `has_samples` is False.
 
         If a step has fewer samples than micro-batches (`accumulate`), samples are repeated.  The gradient of
-        each repetition counts with a part of the sample's weight; `has_samples` is true for the last one.
+        each repetition has a part of the sample's weight; `has_samples` is True only for the last repetition.
         """
         return self._turns is not None and not self._turns.is_stand_in and not self._is_repeated_later
 
@@ -215,7 +217,7 @@ class Grid:
         return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Return the number of bytes sent, received, and fetched (data files) so far.
+        """Return how many bytes have been sent, received, and fetched as data files so far.
 
         May be called from any thread.
         """
@@ -247,57 +249,58 @@ class Grid:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
         A list or tuple of optimizers without common parameters, such as `[muon, adamw]`, is used as one; each
-        of them is stepped in every step.  Several models, such as a generator and a discriminator, are one
-        model in an `nn.ModuleList`.
+        of them is stepped in every step.  Pass several models, such as a generator and a discriminator, as
+        one `nn.ModuleList`.
 
         The loss of a batch must be the mean over its samples, because a worker's gradient is weighted by its
-        share of the step's samples; divide a sum by their number.  Gradients are exchanged in float32, even
-        those of float64 parameters.
+        share of the step's samples; divide a sum by the number of samples.  Gradients are exchanged in
+        float32, even those of float64 parameters.
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
-                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, even within `LocalSteps`,
+                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, also within `LocalSteps`,
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
                 averaged.  They are also averaged in the last step of the run, unless that step is skipped.  0
-                disables both.  Between two averages the workers' buffers differ, and so do their evaluations.
-                Averaging destroys a queue of samples, as in MoCo: register the queue with `persistent=False`,
-                so that each worker keeps its own, which is neither sent nor saved.  Make a codebook a frozen
-                parameter (`send_frozen`) that the loop changes in the same way on all workers.
+                disables both.  Between two averages, the workers' buffers differ, and so do the results of
+                their evaluations.  Averaging destroys a queue of samples, as in MoCo: register the queue with
+                `persistent=False`, so that each worker keeps its own, which is neither sent nor saved.  Make
+                a codebook a frozen parameter (`send_frozen`) that the loop changes in the same way on all
+                workers.
             compare_every: the interval, in steps, at which the workers' states are compared; within the first
                 interval, they are compared after steps 1, 2, 4, 8, ...  A state that differs (because of a
                 flipped bit, a different kind of processor, or random numbers of the script) is replaced by
                 the state of the majority, about a second later or at the end of the run.  0 disables
                 comparisons.  The steps after the last comparison are not compared.
-            overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
-                workers.  Gradients must then not be changed between `backward()` and `step` (clip with
+            overlap: `Overlap()` to exchange gradients during the backward pass; the same on all workers.
+                Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
             wait: "all" waits for all workers in every step.  A run of the same workers is then reproducible
-                from its seeds on two conditions.  Shares and exchange must not depend on measurements: use
-                `batch_size=`, and an exchange with a fixed topology (but not a dense star, which adds in
-                order of arrival).  Each worker must have the same rank, which determines its samples: use
-                `--order joined` and start the workers in the same order.  The same applies to a run that is
-                resumed, because a residual stays with its worker.  "auto" continues without workers whose
-                loops have stalled (see docs/stragglers.md).  It must be the same on all workers.  The default
-                is the option `wait` of `gridtrain worker`, or "all" if that is not set.
+                from its seeds on two conditions.  First, shares and exchange must not depend on measurements:
+                use `batch_size=`, and an exchange with a fixed topology (but not a dense star, which adds in
+                order of arrival).  Second, each worker must have the same rank, which determines its samples:
+                use `--order joined` and start the workers in the same order.  The same applies to a run that
+                is resumed, because a residual stays with its worker.  "auto" continues without workers whose
+                loops have stalled (see docs/stragglers.md).  `wait` must be the same on all workers.  The
+                default is the `wait` option of `gridtrain worker`, or "all" if that is not set.
             base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
-                docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
-                of `gridtrain worker`, or "exact" if that is not set.
-            send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
-                newcomers and saved in checkpoints like trained ones, because each process initializes
-                or changes them; all other frozen parameters are never sent.
+                docs/frozen-base.md).  `base` must be the same on all workers.  The default is the `base`
+                option of `gridtrain worker`, or "exact" if that is not set.
+            send_frozen: the names, or patterns such as `*.projection`, of the frozen parameters that are sent
+                to newcomers and saved in checkpoints like trained ones, because each process initializes or
+                changes them itself; all other frozen parameters are never sent.
             weigh_by: "samples" weights a worker's gradient by its samples; "tokens" weights it by the counts
-                that the loop passes to `weigh`.  It must be the same on all workers.
+                that the loop passes to `weigh`.  `weigh_by` must be the same on all workers.
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
             unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
                 optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
-                and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  It must be the
-                same on all workers.
+                and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  `unused` must
+                be the same on all workers.
 
         Raises:
             ConfigError: an argument is invalid, or the method was already called.
@@ -379,12 +382,12 @@ class Grid:
             optimizer: a function that makes a stage's optimizer, or a list of optimizers, from the stage's
                 parameters: `torch.optim.SGD` with bound arguments, or
                 `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list, make each
-                optimizer with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may have none of
-                its parameters.
+                optimizer with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may have no
+                parameters for it.
             stages: the number of stages, S; a run needs at least this many workers.
             loss_fn: a function of the last layer's output and the targets that returns the mean over the
                 samples as a scalar tensor.
-            micro_batches: the number of pieces into which a batch is divided; with "auto" the first four
+            micro_batches: the number of pieces into which a batch is divided; with "auto", the first four
                 steps try 4 and 8 micro-batches per stage, and then all workers use the number that is best
                 according to the measured times.
             exchange: the exchange among the replicas of a stage; `Dense()` by default, which needs no
@@ -395,7 +398,7 @@ class Grid:
             schedule: "1f1b", or "fill-drain" as in GPipe, which stores more micro-batches.
             ahead: with 1F1B, the number of additional micro-batches in flight per following stage, so that
                 the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).
-            wire: the encoding in which activations are sent: "exact", "fp16", "bf16" or "int8".
+            wire: the encoding of activations and their gradients: "exact", "fp16", "bf16" or "int8".
             clip_norm: the maximum 2-norm of the whole model's update.
             average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
                 stage's replicas; as in `optimizer`.
@@ -408,7 +411,7 @@ class Grid:
             init: the function that initializes a block; see `gridtrain.pipeline.Blueprint`, which also
                 describes the supported models.
             profile: a profile of the blocks (`gridtrain.pipeline.profile`), which is used to repartition the
-                model when workers are lost; without it a block's time is assumed to be proportional to its
+                model when workers are lost; without it, a block's time is assumed to be proportional to its
                 bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
                 GPU's memory or, on a CPU, of the host's free memory.
@@ -482,17 +485,17 @@ class Grid:
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
     ) -> Generator[Any, None, None]:
-        """Yield this worker's batches until the run has ended; in a pass, only one worker uses each sample.
+        """Yield this worker's batches until the run has ended.
 
-        One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
-        every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the
-        method yields a stand-in batch, so that schedulers take the same number of steps on all workers; its
-        gradient is ignored.
+        In a pass over the data set, only one worker uses each sample.  The loop body calls `optimizer.step()`
+        once for each yielded batch, or once for every `accumulate` batches.  In a step in which this worker
+        has no samples, as at the end of a pass, the method yields a stand-in batch, so that schedulers take
+        the same number of steps on all workers; the gradient of a stand-in batch is ignored.
 
-        A further call with the same arguments continues the run where the loop was left, for example in an
-        interrupted notebook cell; a batch whose step was not taken is yielded again.
+        A further call with the same arguments continues the run where the loop was left, for example after a
+        notebook cell was interrupted; a batch whose step was not taken is yielded again.
 
-        With `LocalSteps(every=H)` a step of the run (in `steps=`, `grid.step` and all settings that count
+        With `LocalSteps(every=H)`, a step of the run (in `steps=`, `grid.step` and all settings that count
         steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
 
         Args:
@@ -501,10 +504,10 @@ class Grid:
                 the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
                 exists), and every worker skips the samples of the other workers.  For data that the loop
                 generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
-                an iterable data set that generates other samples each time is refused.
-            batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
-                end of a pass, or if this number exceeds 64 times the median of the workers' numbers, which
-                the coordinator logs.
+                an iterable data set that generates different samples each time is refused.
+            batch_size: the number of samples in one yielded batch on this worker.  A batch has fewer, at
+                least one, at the end of a pass, or if `batch_size` exceeds 64 times the median of all
+                workers' batch sizes; the coordinator logs the latter.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.  A step
                 is smaller at the end of a pass, or if a worker is lost during the step; the samples of the
@@ -524,7 +527,7 @@ class Grid:
                 the samples in this list; if the function leaves some out, use `weigh_by="tokens"`, and call
                 `grid.weigh` with the number of remaining samples.
             weigh: whether each sample has the same weight even if a step's samples cannot be divided evenly
-                into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
+                into `accumulate` batches: their sizes then differ by one sample, and the accumulated gradient
                 is scaled between two batches.  Set it to False for a loop that reads all batches of a step
                 before it computes, or that weights the batches itself.
 
@@ -607,12 +610,12 @@ class Grid:
         """Weight this worker's gradient by `count`, such as the number of tokens over which its loss is
         averaged, so that the group's gradient is the gradient of the mean loss over all tokens of the step.
 
-        The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
-        the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it either
-        before each of the N backward passes, with the mean loss of each divided by N, or once for the step,
-        if the accumulated gradient is the mean over the tokens of all N batches.  With a count of 0 the
-        gradient is ignored.  Gradients that the loop sets itself, such as those of `torch.func.grad`, are not
-        weighted within a step: for them, call it once for the step.
+        The optimizer must have `weigh_by="tokens"`.  Call `weigh` once for each batch, before its backward
+        pass: the counts of the other workers then arrive during that pass.  With `accumulate=N`, call it
+        either before each of the N backward passes, with the mean loss of each divided by N, or once for the
+        step, if the accumulated gradient is the mean over the tokens of all N batches.  With a count of 0,
+        the gradient is ignored.  Gradients that the loop sets itself, such as those of `torch.func.grad`, are
+        not weighted within a step: for them, call `weigh` once for the step.
         """
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):
@@ -640,29 +643,29 @@ class Grid:
             self._session.set_busy(False)
 
     def mean(self, value: float | torch.Tensor, *, weight: float | None = None) -> float:
-        """Return the average of a number over all workers; all of them must make this call at the same point.
+        """Return the average of `value` over all workers; all of them must make this call at the same point.
 
-        Each worker's number counts equally, or in proportion to its `weight`, which all workers or none must
-        pass.  Weight the mean of a batch by its number of samples; the number of a worker with the weight 0,
-        as for a stand-in batch (see `has_samples`), is ignored:
+        Each worker's value counts equally, or in proportion to its `weight`, which all workers or none must
+        pass.  Weight the mean of a batch by its number of samples.  A value with the weight 0, as for a
+        stand-in batch (see `has_samples`), is ignored:
 
             grid.mean(loss, weight=len(inputs) if grid.has_samples else 0)
 
         If all weights are 0, the average is NaN.  A weighted average is the quotient of two averages, so its
-        last digit can be rounded even if all numbers are equal.  It takes two exchanges; if a worker is lost
+        last digit can be rounded even if all values are equal.  It takes two exchanges; if a worker is lost
         between the two, that worker counts in only one of them, and the average is inexact, but equal on all
         workers.
 
         All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
-        number, even if workers join or leave during the call, and so can decide together to end the loop.  A
-        worker that is cut off from the group, or leaves it, receives its own number; with `LocalSteps` or
+        average, even if workers join or leave during the call, and so can decide together to end the loop.  A
+        worker that is cut off from the group, or leaves it, receives its own value; with `LocalSteps` or
         after `step()`, this can also happen to a worker that sends its state to a newcomer.  A worker that
-        finishes the step without the call is left out and named in the log.  If a worker's number is not
+        finishes the step without the call is left out and named in the log.  If a worker's value is not
         finite, neither is the average.
 
-        Raises `ConfigError` on rank 0 if workers do not make the call three times in a row, and the last time
-        at least half of the workers do not make it; and on any worker if a weight is negative or not finite.
-        Before the first batch, a worker receives its own number, and a warning is logged once.
+        Raises `ConfigError` on rank 0 if workers omit the call at least three times in a row, and at least
+        half of all workers omit it the last time; and on any worker if a weight is negative or not finite.
+        Before the first batch, a worker receives its own value, and a warning is logged once.
         """
         self._warn_before_first_batch()
         number = value.item() if isinstance(value, torch.Tensor) else float(value)
@@ -680,8 +683,8 @@ class Grid:
     def report(self, **figures: float) -> None:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
 
-        Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
-        with control or invisible characters, or for more than `reported_figures.MAX_FIGURES` names.
+        Values that are not finite are left out.  Raises `ConfigError` if a name has more than 64 bytes,
+        or control or invisible characters, or if there are more than `reported_figures.MAX_FIGURES` names.
         """
         self._session.report_figures(self._figures.filter_valid(figures))
 
@@ -722,7 +725,7 @@ class Grid:
     def close(self, reason: str = "the training script ended before the run") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends.
 
-        Call it before loading other weights, such as the best, because it saves the model of the last step:
+        Call it before you load other weights, such as the best, because it saves the model of the last step:
         no model is saved if the parameters have changed since the loop's end, or since the start of a step in
         which the loop ended.  Changes through `.data` are noticed only in a few sampled values.  If a
         variable refers to the iterator of `grid.batches(...)` and the loop changes parameters after its

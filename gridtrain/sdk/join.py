@@ -73,7 +73,7 @@ def join(
         export_dir: the folder to which the first worker writes the final model; the state directory by
             default.
         checkpoint_every: the number of steps between two checkpoints on this worker's disk, 500 by default; 0
-            writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
+            writes none.  A run that all workers have left continues from the latest checkpoint of a worker
             that returns.
         checkpoint_keep: the number of checkpoints to keep, 2 by default.
         checkpoints: a URL such as "s3://bucket/run", to which checkpoints are also uploaded; this worker

@@ -48,11 +48,11 @@ is left running."""
 class LocalGroup:
     """A context manager that runs a coordinator in a thread; `join` adds workers.
 
-    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a `Grid`
-    method that is waiting at that time raises `EndpointKilled`.
+    At the end of the `with` block, the coordinator stops, and so does every worker that has not left: a
+    `Grid` method that is waiting at that time raises `EndpointKilled`.
 
     Args:
-        min_workers: the number of workers that the run needs to start.
+        min_workers: the number of workers for which the start of the run waits.
         hub: the in-memory network.
         faults: the faults to inject into workers at chosen steps (see `gridtrain.testing.Faults`).
         log: a function that is called in the coordinator's thread for each event, with its level, name and
@@ -193,8 +193,8 @@ def local(
 
     The workers are called "worker-0", "worker-1", ...  They are threads of this process: call functions that
     are not thread-safe, such as `from_pretrained` of transformers, before `local` or under a lock.
-    Accelerate, and therefore Trainer, counts the accumulated batches of all threads together: with gradient
-    accumulation, start a process for each worker (`gridtrain worker`).
+    Accelerate, and therefore Trainer, counts the accumulated batches of all threads together; if you use
+    gradient accumulation, start a process for each worker (`gridtrain worker`).
 
     If a worker raises an exception, or a planned fault kills it, this function ends the other workers and
     raises the first such exception.  In the other workers, the call to the grid that is waiting, or else the

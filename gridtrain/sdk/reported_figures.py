@@ -28,7 +28,7 @@ class ReportedFigures:
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Return the finite figures; log a warning the first time that a figure is not finite.
 
-        Raises `ConfigError` for a name that cannot be sent, for a value that is not a number, or if more than
+        Raises `ConfigError` if a name cannot be sent, if a value is not a number, or if more than
         `MAX_FIGURES` distinct names have been reported.
         """
         for name in figures:

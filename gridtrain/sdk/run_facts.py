@@ -1,6 +1,6 @@
 """The facts of a run as text: the settings of the script that must be equal on all workers.
 
-They are compared as text, even with a checkpoint's facts, so their wording is part of the format.
+They are compared as text, also with the facts in a checkpoint, so their wording is part of the format.
 """
 
 from __future__ import annotations

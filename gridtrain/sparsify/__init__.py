@@ -4,6 +4,6 @@
     payloads of two members --merge--> payload of their sum, and truncated entries for the residual
 
 `selection` chooses how entries are selected: from each chunk, or from the whole vector with `cpu_selection`,
-`cuda_selection` (kernels in `triton_kernels`) or, on other devices, `tensor_selection`.  From the same whole
-vector, these three select the same entries, and their first guess is a `threshold_hint`.
+`cuda_selection` (kernels in `triton_kernels`) or, on other devices, `tensor_selection`.  From the same
+vector, these three select the same entries; each starts with a threshold from `threshold_hint`.
 """

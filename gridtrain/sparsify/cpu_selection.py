@@ -12,7 +12,7 @@ computed and compared while it is in the second-level cache.
 
 The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
 index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
-index, so it loses the tie.  A threshold only saves time.  If many entries are selected, it comes from a
+index, so it is not selected.  A threshold only saves time.  If many entries are selected, it comes from a
 sample that is computed first, because the threshold of the last step would be too low while a residual is
 growing; otherwise it comes from the last step.
 
@@ -64,7 +64,7 @@ class CpuSelection:
         self._reached = np.empty(0, np.bool_)
 
     def select(self, acc_N: FloatArray, k: int, fill: Fill | None = None) -> IndexArray:
-        """Select the k largest |acc_N|; ties go to the lowest index, and zeros are not selected.
+        """Select the k largest magnitudes; ties go to the lowest index, and zeros are not selected.
 
         Args:
             acc_N: the vector, (n,) float32, contiguous.
@@ -176,7 +176,7 @@ def _sampled_threshold(bits_N: BitsArray, k: int, stride: int) -> int:
 
 
 def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the k largest elements, k < size; ties go to the lowest index."""
+    """Return a mask of the k largest elements, where k < size; ties go to the lowest index."""
     kth = np.partition(bits, bits.size - k)[bits.size - k]
     keep: npt.NDArray[np.bool_] = bits > kth
     ties = np.flatnonzero(bits == kth)
@@ -186,11 +186,11 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class BlockwiseSum:
-    """A `Fill` for `CpuSelection.select` that computes acc = residual + weight * gradient.
+    """A `Fill` for `CpuSelection.select` that computes the accumulated gradient residual + weight * gradient.
 
-    With DGC momentum it computes u = m u + weight * gradient and acc = residual + u.  Each product
-    and each sum is rounded to float32 separately, in this order, so that the result has the same bits as the
-    same operations on whole vectors, on the CPU or on a GPU.
+    With DGC momentum (see `error_feedback`), it computes u = m u + weight * gradient and acc = residual + u.
+    Each product and each sum is rounded to float32 separately, in this order, so that the result has the same
+    bits as if these operations were applied to whole vectors, on the CPU or on a GPU.
 
     Attributes:
         residual_N, gradient_N: the residual and the gradient, (n,) float32, which are only read.

@@ -46,7 +46,7 @@ class CudaSelection:
     """Implements `Selection` on a CUDA device with Triton kernels.  Not thread-safe.
 
     Args:
-        programs: the maximum number of programs of the histogram; None to choose it by the device.
+        programs: the maximum number of programs of the histogram kernel; None to choose it by the device.
     """
 
     def __init__(self, programs: int | None = None) -> None:
@@ -59,7 +59,7 @@ class CudaSelection:
         self._keys_C: Tensor | None = None
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc and select its k largest magnitudes.  See `Selection.select`."""
+        """Compute `terms.acc_N` and select its k largest magnitudes.  See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
         start_bits = self.hint.bits
         with _current(terms.acc_N.device):
@@ -170,7 +170,7 @@ def are_kernels_correct(device: torch.device) -> bool:
 
     All variants of the kernels are tested on small vectors before they are used, because Triton needs a C
     compiler, a suitable driver and a supported device, and reports problems only when a kernel is launched.
-    If the test fails, a warning is issued.  A test that ended with an exception, such as one for lack of
+    If the test fails, a warning is issued.  A test that ended with an exception, for example for lack of
     memory, is repeated at the next call.
     """
     if device in _verdicts:

@@ -1,6 +1,6 @@
 """Error feedback: the residual (gradient not sent yet), the DGC momentum, and how both change at a commit.
 
-The committed state is only read until `commit`; new values are written to second buffers.
+Until `commit`, the committed state is only read, and new values are written to second buffers.
 
                    contribution                     truncated (by the merges)
                         |                                      |
@@ -11,18 +11,18 @@ The committed state is only read until `commit`; new values are written to secon
                                         abort: nothing to do
 
 A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off by
-default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` is the total loss.
+default, and nothing else drops a part of a residual; `decayed_magnitude` is the total that was dropped.
 
-With DGC momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887, sections 3.2 and
-3.3), the residual is the vector v of that paper:
+With the momentum correction and momentum factor masking of DGC (Deep Gradient Compression, Lin et al. 2018,
+arXiv 1712.01887, sections 3.2 and 3.3), the residual is the vector v of that paper:
 
     u = m u + contribution;  v += u;  select from v;  v -= decode(payload);  u = 0 at the payload's indices
 
-In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
+In the figure, "contribution" then stands for the new u.  Nothing is lost from v, either.  Only the
 selected entries are copied from the device to the host.
 
 A vector can be prepared in parts (the buckets of an exchange that overlaps with the backward pass), each with
-its own payload.  Either all parts are committed or none of them.
+its own payload.  Either all parts are committed or none.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class PreparedState:
     Attributes:
         payload: the payload that this worker sends; its indices are relative to `start`.
         decoded: the entries to which the payload decodes.
-        skip: whether the accumulated values cannot be sent; if so, the payload is empty and the state must
-            not change.
+        skip: whether the accumulated values cannot be sent; if so, the payload is empty and the committed
+            state must not change.
         new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
-            if `skip`, and new_u_N is also None without momentum.
+            if `skip` is True, and new_u_N is also None without momentum.
         start: the first element of the part; 0 for the whole vector.
     """
 
@@ -124,8 +124,8 @@ class ErrorFeedback:
             limit: the largest magnitude to send (`merge.largest_summable`); if a selected magnitude exceeds
                 it, this worker skips the step.
             weight: this worker's share of the step's samples if contribution_N has not been multiplied by it
-                yet; the product is rounded to float32 before it is added.  If it is 0.0, this worker has no
-                samples, and contribution_N is not read.
+                yet; the product is rounded to float32 before it is added.  If the weight is 0.0, this worker
+                has no samples, and contribution_N is not read.
             start: the first element of the part.  Parts may be prepared in arbitrary order and by different
                 threads.
 
@@ -158,7 +158,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
-        """Prepare to skip the step: return a prepared state with an empty payload, which `commit` ignores.
+        """Prepare to skip the step: return a state that has an empty payload, and that `commit` ignores.
 
         A worker whose gradient is not finite takes part in the round with this payload.
 
@@ -173,7 +173,7 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed state and add the entries truncated by this worker's merges.
+        """Make the prepared state the committed one; add to its residual what this worker's merges truncated.
 
         Do not call this method if any member has skipped the step, because the residual and u must then stay
         unchanged.
@@ -208,8 +208,8 @@ class ErrorFeedback:
         Values that `add_residual` has added to the residual since it was read are kept.
 
         Args:
-            parts: for each part of the vector, in order, the residual as it was read, on the CPU, and this
-                worker's rounding errors, or None if nothing was rounded.
+            parts: for each part of the vector, in order, the residual that was read (a tensor on the CPU),
+                and this worker's rounding errors (None if nothing was rounded).
         """
         start = 0
         for sent_B, rest_B in parts:
@@ -253,8 +253,8 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add to the residual the entries that this worker's merges truncated, and its rounding errors, in a
-        round to which it contributed nothing.
+        """After a round to which this worker contributed nothing, add to the residual the entries that its
+        merges truncated, and its rounding errors.
 
         The momentum vector does not change.  Call this method between two rounds.
         """
@@ -267,7 +267,7 @@ class ErrorFeedback:
     ) -> bool:
         """Add another worker's residual to the committed residual, between two rounds.
 
-        Returns whether it was added.  Nothing is added if any sum exceeds `limit` in magnitude or is not
+        Return whether it was added.  Nothing is added if any sum exceeds `limit` in magnitude or is not
         finite, because this worker would not be able to send such a value.
         """
         where = torch.from_numpy(indices_K).to(self.residual_N.device, torch.int64)
@@ -297,8 +297,8 @@ class ErrorFeedback:
         """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state is from a model of a different size, or only one of the saved and the
-                present exchange has momentum.
+            ConfigError: the state is from a model of a different size, or only one of the saved exchange
+                and the present one has momentum.
         """
         expected = {"residual": self.residual_N} | ({} if self.u_N is None else {"u": self.u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -319,8 +319,8 @@ def _add_entries(target_N: Tensor, entries: Iterable[TruncatedEntries]) -> None:
 
 
 def add_at(target_N: Tensor, where_K: Tensor, values_K: Tensor, *, factor: int = 1) -> None:
-    """Add `factor` (1 or -1) times the values (K,) to the elements of target_N at the distinct indices
-    `where_K`, with the same bits on all devices."""
+    """Add `factor` (1 or -1) times `values_K` to the elements of target_N at the distinct indices `where_K`;
+    the result has the same bits on all devices."""
     # `index_add_` replaces subnormal numbers by zeros on a CUDA device.
     target_N.index_copy_(0, where_K, target_N.index_select(0, where_K).add_(values_K, alpha=factor))
 

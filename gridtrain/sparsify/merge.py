@@ -43,7 +43,8 @@ class MergeResult:
 
     Attributes:
         encoded: the encoded entries; added to the truncated entries, they equal the whole sum in float32.
-        truncated_indices, truncated_values: (K,) each, the dropped values and the encoding's rounding errors.
+        truncated_indices, truncated_values: the indices and the values, each (K,), of the dropped entries and
+            of the encoding's rounding errors.
     """
 
     encoded: EncodedSparse
@@ -63,7 +64,8 @@ class MergeResult:
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
         """Return the truncated entries with index % modulus == residue.
 
-        This member adds them to its residual; the other members that computed the same merge add the rest.
+        Of the members that computed the same merge, this one adds these entries to its residual, and the
+        others add the rest.
         """
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
@@ -77,7 +79,7 @@ class MergeResult:
 def largest_summable(world_size: int, growth: float = 1.0) -> float:
     """Return the largest magnitude that each of `world_size` members may contribute to one element.
 
-    With this limit no sum can overflow float32, regardless of order and rounding.  A member whose
+    With this limit, no sum can overflow float32, regardless of order and rounding.  A member whose
     contribution is larger or not finite must skip the step.
 
     Args:
@@ -93,7 +95,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
     exactly 0 is dropped.
 
     Args:
-        mine, theirs: the decoded entries of a vector of n elements.
+        mine, theirs: the decoded entries of the two payloads.
         n: the number of elements of the vector.
         k: the maximum number of entries in the result.
         kind: the encoding of the values.
@@ -106,13 +108,13 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
 
 
 def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """Encode the k entries of a sum with the largest magnitudes; ties go to the lowest index.
+    """Encode those k entries of a sum that have the largest magnitudes; ties go to the lowest index.
 
     The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
     Args:
-        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; they may repeat the
-            index of the entry before them.
+        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; each may have the
+            same index as the entry before it.
         n: the number of elements of the vector.
         k: the maximum number of entries in the result.
         kind: the encoding of the values.

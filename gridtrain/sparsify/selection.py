@@ -1,4 +1,4 @@
-"""Chooses how the k largest entries of a vector (acc), or of each chunk of it, are selected on its device.
+"""Chooses how the largest entries of the accumulated gradient (acc), or of each chunk, are selected.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude
@@ -54,16 +54,16 @@ def make_selection(device: torch.device, chunk: int = 0) -> Selection:
 class ChunkedSelection:
     """Selects the largest magnitudes of each chunk (SparseLoCo, arXiv 2508.15706) with torch's operations.
 
-    The vector is divided into chunks of `chunk` elements; the last one has up to twice as many.  The chunk
-    start .. stop selects floor(k stop / n) - floor(k start / n) entries, which are k in total; ties go to the
-    lowest index.
+    The vector is divided into chunks of `chunk` elements; the last one has up to twice as many.  From
+    the chunk start .. stop, floor(k stop / n) - floor(k start / n) entries are selected, so that the total is
+    k; ties go to the lowest index.
     """
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc and select the largest magnitudes of its chunks.  See `Selection.select`."""
+        """Compute `terms.acc_N` and select the largest magnitudes of its chunks.  See `Selection.select`."""
         n = terms.acc_N.numel()
         check_k(n, k)
         bits_N = sum_terms(terms).view(torch.int32) & MAGNITUDE_MASK

@@ -24,9 +24,9 @@ candidates, the exact threshold is computed instead."""
 
 @dataclass(frozen=True, slots=True)
 class AccumulationTerms:
-    """The terms of acc = residual + added, where added = weight * gradient.
+    """The terms of the accumulated gradient, acc = residual + added, where added = weight * gradient.
 
-    With DGC momentum, added is the new u = m u + weight * gradient.
+    With DGC momentum (see `error_feedback`), added is the new u = m u + weight * gradient.
 
     All tensors are contiguous, (n,) float32, and on the same device.  Only `acc_N` and `new_u_N` are written.
     Each product and each sum is rounded separately, in this order, so that all devices compute the same bits.
@@ -49,7 +49,7 @@ class AccumulationTerms:
 
 @dataclass(frozen=True, slots=True)
 class SelectedEntries:
-    """The selected entries of acc.
+    """The selected entries of the accumulated gradient.
 
     Attributes:
         indices_K: (K,) the indices on the host, ascending.
@@ -63,13 +63,13 @@ class SelectedEntries:
 
 
 class Selection(Protocol):
-    """Computes acc and selects entries of acc.
+    """Computes the accumulated gradient and selects entries of it.
 
     Use a separate object for each vector, because an object keeps the threshold of its last call as a hint.
     """
 
     def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
-        """Compute acc and select its k largest magnitudes; ties go to the lowest index.
+        """Compute `terms.acc_N` and select its k largest magnitudes; ties go to the lowest index.
 
         Zeros are not selected.  Values that are not finite are treated as larger than all finite values, so
         they are among the selected entries.
@@ -159,8 +159,8 @@ def entries_at(acc_N: Tensor, where_K: Tensor) -> SelectedEntries:
 def sort_keys(bits_C: Tensor, indices_C: Tensor) -> Tensor:
     """Return the sort keys of candidates, (C,) int64.
 
-    A larger |acc| has a larger key; on a tie, the lower index has the larger key.  The key is never 0 if
-    |acc| > 0.
+    A larger magnitude has a larger key; on a tie, the lower index has the larger key.  The key of a magnitude
+    above 0 is never 0.
     """
     return (bits_C.to(torch.int64) << 32) | (_INDEX_MASK - indices_C)
 
@@ -173,8 +173,8 @@ def key_indices(keys_C: Tensor) -> Tensor:
 def sum_terms(terms: AccumulationTerms) -> Tensor:
     """Compute and return acc_N, with one pass per operation.
 
-    `alpha=` is not used, because it fuses the multiplication and the addition, so the result is rounded
-    only once.
+    `alpha=` is not used, because it would fuse the multiplication and the addition, and the result would be
+    rounded only once.
     """
     added = terms.gradient_N
     if terms.weight == 0.0:

@@ -1,4 +1,4 @@
-"""The threshold that a selection of the k largest entries guesses from the last one; all devices use it.
+"""The threshold that a selection of the k largest entries derives from the previous one, on any device.
 
 A threshold is stored as the bits of a float32 number: without the sign, they have the same order as the
 magnitudes.
@@ -12,10 +12,10 @@ from gridtrain.errors import LocalProtocolError
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
 SLACK_START, SLACK_MIN, SLACK_MAX = 0.9, 0.5, 0.98
-"""The threshold as a fraction of the last k-th magnitude: at first, and its bounds."""
+"""The threshold as a fraction of the last k-th magnitude: the initial value, the minimum and the maximum."""
 
 SLACK_AFTER_MISS, SLACK_AFTER_EXCESS = 0.8, 1.02
-"""The factors of this fraction after too few candidates, and after more than `EXCESS` times k."""
+"""What this fraction is multiplied by after too few candidates, and after more than `EXCESS` times k."""
 
 EXCESS = 3
 
@@ -36,7 +36,7 @@ def check_k(n: int, k: int) -> None:
 
 
 class ThresholdHint:
-    """The threshold for the next selection, which is slightly lower than the last selection's k-th magnitude.
+    """The threshold for the next selection, which is lower than the last selection's k-th magnitude.
 
     Attributes:
         bits: the bits of the threshold as a float32; 0 if there is no threshold yet.

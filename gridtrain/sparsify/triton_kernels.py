@@ -5,7 +5,7 @@
                  gradient, and writes 4 bytes; with momentum, it reads and writes 4 bytes more
     histogram    counts the magnitudes of `acc` by their leading 11 bits, from which a threshold is
                  computed if there is none from the last step
-    compact      stores only the keys of an `acc` that exists
+    compact      stores only the keys, for an `acc` that is already computed
 
 A key is (bits of |acc|) << 32 | (2**32 - 1 - index), so a larger |acc| has a larger key, and on a tie a lower
 index has a larger key.  Keys are stored in arbitrary order, because they are sorted afterwards.  `count`
@@ -58,7 +58,7 @@ def accumulate(
 ):
     """Store acc and the keys of the elements that reach the threshold; each program handles one block.
 
-    `threshold` and `count` are (1,) int32 on the device.
+    `threshold` and `count` are int32 tensors of shape (1,) on the device.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
