@@ -6,7 +6,7 @@ The volunteer's agent decides when the script pauses, and manages the byte budge
         residual to another worker --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
-    the script ends        --> Join, then Leave: it is no longer paused
+    the script ends        --> Join, then Leave: the worker is no longer paused
 
 If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
 ends the script immediately, and the agent restarts it when budget is available again.
