@@ -1,7 +1,7 @@
 """`wait="auto"`: decides whether steps may commit without this worker; applies the steps that it missed.
 
     I/O thread        make_empty_buffers   makes an empty contribution to the step, in the trainer's place
-    training thread   apply                applies the committed updates, in order, before it takes part again
+    training thread   apply                applies the committed updates, in order, before taking part again
 
 Afterwards, the model, the optimizer and the residual are as if the worker had contributed zeros.  The
 gradient that the trainer was computing is contributed to a later step, with the weight that it would have
@@ -95,7 +95,7 @@ class Absence:
     def check_step(self, step: int, settings: bytes) -> None:
         """Compare the optimizer settings and the schedulers in a step with those in the previous step.
 
-        If they change in a way that could not be repeated for a missed step, no later step commits without
+        If these change in a way that could not be repeated for a missed step, no later step commits without
         this worker.
         """
         before = self._latest

@@ -131,7 +131,7 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
     """Run the planned measurements.
 
     Args:
-        say: called before each measurement with a short description of it.
+        say: a function that is called before each measurement with a short description of it.
 
     Raises:
         GridtrainError: a local worker failed (the message has the last lines of the logs), or every repeat of

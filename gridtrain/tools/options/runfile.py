@@ -41,8 +41,8 @@ class DatasetDescription:
             `index` is set.
         digest: the digest of the file's bytes: "sha256:" and 64 hexadecimal digits.
         where: text for volunteers, such as the licence, or how to get the file.
-        index: the path, relative to run.toml, of an index that `gridtrain data index` has written; the bundle
-            contains it.  "" if `file` is set.
+        index: the path, relative to run.toml, of an index that `gridtrain data index` has written, which
+            the bundle contains; "" if `file` is set.
         url: the URL from which workers fetch the file; "" if volunteers have to get it themselves.
         bytes: the size of the file if `url` is set, otherwise 0.
     """

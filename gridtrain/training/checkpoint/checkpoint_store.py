@@ -198,7 +198,7 @@ class CheckpointStore:
 
     def mark_verified(self) -> None:
         """Record that training continues from the latest checkpoint; the checkpoints on disk thus belong to
-        this history."""
+        the group's history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 

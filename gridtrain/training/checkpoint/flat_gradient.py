@@ -73,9 +73,9 @@ class FlatGradient:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and no others.
         device: the device of the vector: the CPU or, by default, the device of the first parameter.
-        has_used: whether the vector ends with `used`; `scatter` then sets a parameter's `grad` to None if its
-            element is 0.
-        allows_sparse: whether gradients may be sparse; `gather` still refuses them.
+        has_used: whether the vector ends with `used`; if so, `scatter` sets a parameter's `grad` to None if
+            the parameter's element of `used` is 0.
+        allows_sparse: whether modules with sparse gradients are accepted; `gather` refuses these gradients.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of

@@ -7,7 +7,7 @@
     adapter             adapter_model.safetensors, adapter_config.json
     whole model         model.safetensors, or shards and model.safetensors.index.json; config.json
 
-This module imports neither package: their models exist only in scripts that have imported the package.
+This module imports neither package: a package's models exist only in scripts that have imported it.
 """
 
 from __future__ import annotations

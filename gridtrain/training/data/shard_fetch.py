@@ -87,7 +87,7 @@ class Attempts:
 
     Args:
         place: the file's URL.
-        retry_after_s: see `RETRY_AFTER_S`.
+        retry_after_s: the waits before further attempts; see `RETRY_AFTER_S`.
 
     Attributes:
         waited_s: the sum of the waits since the count of attempts last restarted.

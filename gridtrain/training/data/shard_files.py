@@ -214,8 +214,9 @@ class ShardCache:
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
         limit_bytes: the size above which files are removed from the cache; a file that is opened must fit.
-        retry_after_s: see `RETRY_AFTER_S`.
-        meter: counts and limits the bytes that are fetched; by default a `FetchMeter`, which imports torch.
+        retry_after_s: the waits before further attempts; see `RETRY_AFTER_S`.
+        meter: the meter that counts and limits the bytes that are fetched; by default a `FetchMeter`, which
+            imports torch.
 
     Attributes:
         failed_reads: the number of failed attempts at fetching or opening a file.
