@@ -112,12 +112,13 @@ class PauseController:
 
     @property
     def residual_budget_bytes(self) -> int:
-        """The bytes that this worker may spend on transferring its residual when it pauses or leaves."""
+        """The number of bytes that this worker may spend on transferring its residual when it pauses or
+        leaves."""
         return self.remaining_bytes // 2
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that this worker has sent, received and fetched so far.  Thread-safe."""
+        """The number of bytes that this worker has sent, received and fetched so far.  Thread-safe."""
         return self._note_exchanges() + self._fetches.fetched_bytes
 
     def _note_exchanges(self) -> int:
@@ -176,7 +177,7 @@ class PauseController:
             others_wait: whether the other workers may have to wait for this worker.
 
         Raises:
-            JoinRefused: the coordinator refuses the worker for a reason other than that the run is finished.
+            JoinRefused: the coordinator refuses the worker for a reason other than the end of the run.
             CoordinatorUnreachable: the coordinator does not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
