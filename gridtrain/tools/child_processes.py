@@ -21,7 +21,7 @@ CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
 def process_environment(state: Path, **settings: str) -> dict[str, str]:
     """Return the environment for child processes: that of this process, but with other gridtrain settings.
 
-    In this environment a process computes with one thread.
+    In this environment, a process computes with one thread.
 
     Args:
         state: the folder in which the child processes create their state folders and keys.
@@ -34,7 +34,7 @@ def process_environment(state: Path, **settings: str) -> dict[str, str]:
 
 
 def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
-    """Return the last `most_lines` lines of each of a process's logs, below a heading with its name."""
+    """Return the last `most_lines` lines of each of a process's logs, below a heading with `name`."""
     texts = [log.read_text(errors="replace") for log in logs]
     lines = [line for text in texts for line in text.splitlines()[-most_lines:]]
     return "\n".join([f"--- {name}, end of its log ---", *lines])

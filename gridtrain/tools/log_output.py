@@ -121,7 +121,7 @@ class LineWriter:
             self._changed.wait_for(lambda: self._queued <= ROOM and not self._dropped_lines)
 
     def flush(self) -> None:
-        """Wait until everything is written, at most `MAX_WAIT_S`."""
+        """Wait until everything is written, but at most `MAX_WAIT_S`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue, MAX_WAIT_S)
 

@@ -1,12 +1,12 @@
 """`wait="auto"`: decides whether steps may commit without this worker; applies the steps that it missed.
 
     I/O thread        make_empty_buffers   makes an empty contribution to the step, in the trainer's place
-    training thread   apply                applies the committed updates, in order, before it takes part again
+    training thread   apply                applies the committed updates, in order, before taking part again
 
-Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
-that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
-group waits for the trainer in steps that need its state, and whenever a missed step could not be applied
-later; `find_obstacle` returns the reason.
+Afterwards, the model, the optimizer and the residual are as if the worker had contributed zeros.  The
+gradient that the trainer was computing is contributed to a later step, with the weight that it would have
+had.  The group waits for the trainer in steps that need this worker's state, and whenever a missed step could
+not be applied later; `find_obstacle` returns the reason.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Absence:
     def check_step(self, step: int, settings: bytes) -> None:
         """Compare the optimizer settings and the schedulers in a step with those in the previous step.
 
-        If they change in a way that could not be repeated for a missed step, no later step commits without
+        If these change in a way that could not be repeated for a missed step, no later step commits without
         this worker.
         """
         before = self._latest
@@ -137,7 +137,7 @@ class Absence:
 
         Args:
             plan: the plan of the step.
-            previous: the buffers of the previous attempt at the step, which a ring can resume.
+            previous: the buffers of the previous attempt at the step; a ring can resume that attempt.
         """
         optimizer = self._optimizer
         if optimizer.is_state_needed(plan) or self.find_obstacle():
@@ -181,8 +181,8 @@ class Absence:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual what remains with this worker from missed steps whose updates the model already
-        contains."""
+        """Add to the residual the truncated entries and the rounding errors of missed steps whose updates the
+        model already contains."""
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

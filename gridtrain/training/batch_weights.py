@@ -3,7 +3,7 @@
     samples   `begin_micro_batch` weights the micro-batches; the step's plan already counts samples
     tokens    `add` (grid.weigh) weights the micro-batches; `plan_by_counts` makes the plan count tokens
 
-Gradients are scaled before the loop can clip them.
+Gradients are scaled before the script can clip them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class BatchWeights:
             self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
     def add(self, count: int) -> int:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
-        return the number of calls to `add` since the latest call to `step`.
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of by the number of
+        its samples; return the number of calls to `add` since the latest call to `step`.
 
         Raises:
             ConfigError: steps are weighted by samples, or `count` is not in the permitted range.

@@ -5,9 +5,9 @@ are summed as one more dense vector in the step's round, so that they commit or 
 update.  The vector consists of:
 
     elements              the contribution of a member             what the sum shows
-    float buffers         their values, or zeros                   the average times the contributors
+    float buffers         their values, or zeros                   the sum over the contributors
     1                     1.0                                      the number of members
-    1 per float buffer    1.0, or 0.0 if it sends zeros            the number of contributors
+    1 per float buffer    1.0 if its values are sent, else 0.0     the number of contributors
     32 per float buffer   the bits of the buffer's digest          whether the digests of all members agree
     integer buffers       rank 0: 16-bit words; others: zeros      the words of rank 0
 

@@ -6,7 +6,7 @@ If worker A overflows and worker B does not, the group skips the step on both, a
     GridScaler             A: scale / 2     B: scale / 2
 
 A newcomer receives the group's scale (as a tracker, see `Grid.scaler`); if it started with 65536 while the
-group's scale is 1024, it would make the group skip six steps.  With `LocalSteps` each worker has its own
+group's scale is 1024, it would make the group skip six steps.  With `LocalSteps`, each worker has its own
 scale, because no gradient is exchanged.
 
 Whether the group skipped the step is written to the scaler's own record: `optimizer.found_inf` is computed
@@ -23,7 +23,7 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for the optimizer that `grid.optimizer` returned.  Use it in the same way."""
+    """A `torch.amp.GradScaler` for the optimizer that `grid.optimizer` returned, used like torch's own."""
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = super().step(optimizer, *args, **kwargs)

@@ -63,9 +63,9 @@ def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
 
 
 def check_hyperparameters(plan: StepPlan, optimizer: torch.optim.Optimizer, sums: DenseRingBuffer) -> None:
-    """Compare the settings of all ranks after an attempt that exchanged them was aborted.
+    """After an aborted attempt that exchanged the settings of all ranks, compare these settings.
 
-    Nothing is compared if this worker's own row is not the one that it sent.
+    Nothing is compared if this worker's own row in `sums` is not the row that it sent.
 
     Raises `ConfigError` if this worker's settings differ from the settings of the largest agreeing group.
     """

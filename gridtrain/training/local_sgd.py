@@ -1,6 +1,6 @@
-"""`LocalSteps`: each worker trains alone for some steps, and then the changes of the parameters are averaged.
+"""`LocalSteps`: each worker trains alone for some steps, and then the changes in the parameters are averaged.
 
-The change of the parameters is exchanged like a gradient; `GridOptimizer` handles the residual, the vote and
+The change in the parameters is exchanged like a gradient; `GridOptimizer` handles the residual, the vote and
 retries.
 
     anchor                parameters after the last committed round, bit-identical on all workers
@@ -86,8 +86,8 @@ class OuterOptimizer(WrappingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the velocity and the groups from `state_dict`.  Raises `ValueError` if it is not the state of
-        an `OuterOptimizer`, if its velocity has a different shape or dtype, or if only the state or only this
-        optimizer has a velocity."""
+        an `OuterOptimizer`, if its velocity has a different shape or dtype, or if the state has a velocity
+        and this optimizer has none, or vice versa."""
         velocity_N = _velocity_of(state_dict["state"])
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
@@ -189,7 +189,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step of the inner optimizer; the last call in a turn also exchanges the change of the
+        """Take a step of the inner optimizer; the last call in a turn also exchanges the change in the
         parameters.
 
         Raises:

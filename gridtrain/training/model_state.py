@@ -4,7 +4,7 @@ The procedure is the same for a whole model and for a stage of a pipeline.  The 
 subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pipeline`.
 
     join          load the checkpoint on disk, and describe the training settings to the coordinator
-    begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
+    begin_turn    add a saved residual if it belongs to the current step; write a checkpoint if one is due
     finished run  write the checkpoint of the last step
     rest, leave   send the largest entries of the residual to another worker, and keep the rest in memory
     close         after this worker has left: write the rest of the residual, and the state, to disk
@@ -94,17 +94,17 @@ NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 @dataclass(frozen=True, slots=True)
 class ModelStateOptions:
-    """The settings for a worker's checkpoints, and for the residual that it sends when it leaves.
+    """The settings for a worker's checkpoints, and for the residual that the worker sends when it leaves.
 
     Attributes:
-        folder: the folder of its checkpoints.
+        folder: the folder of the worker's checkpoints.
         is_chosen: whether the user chose the folder.
         saves_on_leave: whether a worker that leaves saves the state that others may need; False for one that
             cannot come back.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
         url: the URL to which checkpoints are uploaded, if any.
-        max_transfer_bytes: the maximum number of bytes of its residual that it sends when it leaves.
+        max_transfer_bytes: the maximum number of bytes of the residual that the worker sends when it leaves.
     """
 
     folder: Path
@@ -285,7 +285,7 @@ class ModelState(ABC):
 
     @property
     def others_wait(self) -> bool:
-        """Whether the other workers may have to wait for this worker's state while it is away."""
+        """Whether the other workers may have to wait for this worker's state while this worker is away."""
         return False
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:

@@ -1,4 +1,4 @@
-"""`grid.optimizer`: exchanges gradients, retries, clips and applies updates; rejects unsupported optimizers.
+"""`grid.optimizer`: exchanges gradients with retries, clips and applies updates, checks the optimizer.
 
     p.grad --gather--> flat_N --(* share)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run
@@ -98,12 +98,12 @@ class GridOptimizer(WrappingOptimizer):
             overlap, gradients must not be changed between `backward()` and `step`.
         wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
             loops have stalled, and to use their gradients in a later step.
-        base: the frozen parameters of the model, which are not part of the state; by default all of them.
+        base: the frozen parameters that are not part of the state; by default, all frozen parameters.
         weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
             that the script passes to `weigh`.
         exchange_device: the device of the flat gradient, the residual and the tensors that local steps keep:
             "cpu" for host memory; by default the device of the parameters.
-        unused: "zero" to treat a parameter without a gradient on any worker like one with a gradient of zero;
+        unused: "zero" to treat a parameter that has a gradient on no worker like one with a gradient of zero;
             "skip" to leave its `grad` None, so that `inner` skips it.
 
     Attributes:
@@ -281,8 +281,8 @@ class GridOptimizer(WrappingOptimizer):
             self._turn_start = capture_turn_start(self.inner, self._trackers, averages=False)
 
     def weigh(self, count: int) -> None:
-        """Weight this worker's batch, or its next micro-batch, by `count` instead of its number of samples;
-        see `Grid.weigh`."""
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of by the number of
+        its samples; see `Grid.weigh`."""
         number = self.weights.add(count)
         if number == self.backwards_per_step and self.local_calls + 1 == self.calls_per_turn:
             self.weights.announce()
@@ -495,7 +495,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is certainly complete: its update is applied, and all
+        """Whether the state after a committed step is certainly complete: the update is applied, and all
         tracked objects are schedulers that the script has stepped since then.  With other objects, and with
         schedulers that are stepped less often, this is not known, and the result is False."""
         return self._is_applied and have_stepped(self._trackers, self._rates_at_step)
@@ -561,8 +561,8 @@ class GridOptimizer(WrappingOptimizer):
         """Report the digest of the state after `step`, if the workers compare their states after this step.
 
         Args:
-            is_due: whether a comparison is due regardless of the interval `compare_every`.  If that is 0, no
-                states are compared.
+            is_due: whether a comparison is due regardless of the interval `compare_every`.  If
+                `compare_every` is 0, no states are compared.
         """
         if self.compare_every and (is_due or is_comparison_due(step, self.compare_every)):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
@@ -783,8 +783,8 @@ def check_unused(unused: str, exchange: Exchange | LocalSteps | Auto, overlap: O
 
 
 def check_applied(unapplied_step: int | None) -> None:
-    """Raise `GridtrainError` if a committed step was not completely applied to this worker's model, as after
-    an exception of the inner optimizer that the script has caught."""
+    """Raise `GridtrainError` if a committed step was not completely applied to this worker's model, for
+    example after the script caught an exception from the inner optimizer."""
     if unapplied_step is not None:
         raise GridtrainError(
             f"the update of step {unapplied_step + 1} was committed, but this worker has not applied it "

@@ -60,7 +60,7 @@ def make_overlapper(
 
 
 class Overlapper:
-    """Sends each bucket of one model's gradient when the gradients of all its parameters are complete.
+    """Sends each bucket of a model's gradient when the gradients of all parameters in it are complete.
 
     Args:
         whole, parts: the exchangers of the whole vector and of its buckets, which share one error feedback.
@@ -141,10 +141,10 @@ class Overlapper:
     # -- in step -------------------------------------------------------------------------------------
 
     def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
-        """Return a pair: the plan for which buckets were sent during the backward pass, and the attempts of
-        these buckets, by bucket.  If no bucket was sent, the plan may be None.
+        """Return the step plan under which buckets were sent during the backward pass, and the attempts of
+        these buckets, by bucket.  The plan may be None if no bucket was sent.
 
-        Afterwards the flat vector also holds the gradients of the buckets that were not sent.
+        Afterwards, the flat vector also holds the gradients of the buckets that were not sent.
 
         Raises `ConfigError` if a gradient was changed after it was sent, or cannot be gathered.
         """

@@ -14,7 +14,7 @@ In an overlapped step, buckets are sent during the backward pass; in a whole ste
     15 to 99     overlapped if this takes at most 98 % of the time of a whole step; otherwise whole
     100 to 111   the second trial; its table is summed in phase 112.  Further trials: 600, 1200, ...
 
-    table (P, 2), in seconds     overlapped   whole     Each member fills its own row and leaves zeros in
+    table (P ranks, 2), in s     overlapped   whole     Each member fills its own row and leaves zeros in
     rank 0                       0.573        0.549     the other rows.  The medians of the two columns of
     rank 1                       0.570        0.551     the sum are compared.
 

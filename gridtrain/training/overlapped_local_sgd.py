@@ -18,7 +18,7 @@ Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes
 and on eager updates (Kale et al. 2025, arXiv 2502.12996).  Unlike in Streaming DiLoCo, all parameters are
 exchanged in one round.
 
-Between two turns the parameters are the anchor, so states, checkpoints and comparisons work as in
+Between two turns, the parameters are the anchor, so states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
 If the first attempt at round r is aborted, the next attempts are made after local step t.
 """
@@ -44,7 +44,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
     workers that have not finished the previous turn, so that a stall delays no other worker if the stall and
-    the exchange together take less time than t local steps.
+    the exchange together take less time than the overlapped local steps.
     """
 
     delay = 1

@@ -6,7 +6,7 @@ The volunteer's agent decides when the script pauses, and manages the byte budge
         residual to another worker --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
-    the script ends        --> Join, then Leave: it is no longer paused
+    the script ends        --> Join, then Leave: the worker is no longer paused
 
 If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
 ends the script immediately, and the agent restarts it when budget is available again.
@@ -112,12 +112,13 @@ class PauseController:
 
     @property
     def residual_budget_bytes(self) -> int:
-        """The bytes that this worker may spend on transferring its residual when it pauses or leaves."""
+        """The number of bytes that this worker may spend on transferring its residual when it pauses or
+        leaves."""
         return self.remaining_bytes // 2
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that this worker has sent, received and fetched so far.  Thread-safe."""
+        """The number of bytes that this worker has sent, received and fetched so far.  Thread-safe."""
         return self._note_exchanges() + self._fetches.fetched_bytes
 
     def _note_exchanges(self) -> int:
@@ -176,7 +177,7 @@ class PauseController:
             others_wait: whether the other workers may have to wait for this worker.
 
         Raises:
-            JoinRefused: the coordinator refuses the worker for a reason other than that the run is finished.
+            JoinRefused: the coordinator refuses the worker for a reason other than the end of the run.
             CoordinatorUnreachable: the coordinator does not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()

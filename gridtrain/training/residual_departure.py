@@ -1,4 +1,4 @@
-"""Sends a leaving worker's residual, writes the rest to disk (`left/`), and restores the rest later.
+"""Sends the largest entries of a leaving worker's residual; writes the rest to disk, and restores it later.
 
     leave after step s   the largest entries are sent to another worker, which sends them in later steps;
                          the rest is written to <folder>/left with the step, the history and the facts

@@ -67,9 +67,9 @@ class SingleValueNorms:
     """The batch norms among `modules`; while `allow` is active they train on single values, even if compiled.
 
     Args:
-        on_single: called with a norm that is about to normalize a single value.
-        on_several: called with a norm and its input in all other cases.  A hook in its place would have a new
-            id in each `with` block, so that a compiled model would be compiled again.
+        on_single: a function that is called with a norm that is about to normalize a single value.
+        on_several: a function that is called with a norm and its input in all other cases.  A hook instead
+            would have a new id in each `with` block, so that a compiled model would be compiled again.
     """
 
     def __init__(

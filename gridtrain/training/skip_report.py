@@ -28,7 +28,7 @@ class SkipReport:
 
     Args:
         report_figures: a function that is called with the number of steps that were skipped because of this
-            worker's gradient.
+            worker's gradient and were not handled by a scaler.
     """
 
     def __init__(self, report_figures: Callable[[Mapping[str, float]], None]) -> None:

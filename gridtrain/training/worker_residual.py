@@ -67,7 +67,7 @@ class WorkerResidual:
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """Apply `attempt` to the residual and return the update.
 
-        After an interrupt (Ctrl-C) during the commit the residual is considered lost, and is not committed
+        After an interrupt (Ctrl-C) during the commit, the residual is considered lost, and is not committed
         twice.
         """
         self._attempt, self._is_committing = None, True

@@ -108,7 +108,7 @@ class BenchSetting:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSample:
-    """One exchange of the whole group.
+    """The measurements of one exchange of the whole group.
 
     Attributes:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
@@ -118,7 +118,7 @@ class ExchangeSample:
         payload_bytes: the size of a payload, excluding the transport's framing.
         workspace_s: the part of `seconds` that a member spent on decoding, adding, merging, encoding and
             hashing.
-        prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.
+        prepare_s, prepare_cpu_s: the time and CPU time spent on selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
 

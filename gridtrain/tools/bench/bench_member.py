@@ -38,7 +38,7 @@ _WORK_METHODS = ("apply", "payload", "compute_digest")
 
 
 class VectorModel(nn.Module):
-    """A model of n parameters.  Its pages are never accessed, so it takes up no memory."""
+    """A model of n parameters, whose memory pages are never accessed, so that it takes up no memory."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

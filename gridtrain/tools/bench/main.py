@@ -1,7 +1,7 @@
 """`gridtrain bench`: checks the memory, measures this machine, and prints tables and a summary.
 
 processor    copy, selection, codec, merge: ns for each parameter or entry, ms for the whole model
-exchange     dense and gTop-k in groups of local workers: ms, CPU time, bytes, and the bytes' time on a link
+exchange     dense and gTop-k in groups of local workers: ms, CPU time, bytes, and their time on a link
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
     """Run the planned measurements.
 
     Args:
-        say: called before each measurement with a short description of it.
+        say: a function that is called before each measurement with a short description of it.
 
     Raises:
         GridtrainError: a local worker failed (the message has the last lines of the logs), or every repeat of

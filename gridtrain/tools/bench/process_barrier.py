@@ -33,7 +33,8 @@ class BarrierServer:
     Args:
         path: the path of the server's socket; at most 100 bytes.
         members: the number of members that must arrive.
-        check: called repeatedly while the server waits; it raises an exception if a process has ended.
+        check: a function that is called repeatedly while the server waits, and that raises an exception if a
+            process has ended.
     """
 
     def __init__(self, path: Path, members: int, check: Callable[[], None] = lambda: None) -> None:

@@ -50,7 +50,7 @@ def measure_processor(n: int, density: float) -> dict[str, float]:
 
 
 def time_copy(n: int) -> float:
-    """Measure the time to copy n parameters, but at least `COPY_ELEMENTS`."""
+    """Copy n parameters, but at least `COPY_ELEMENTS`; return the time in nanoseconds per parameter."""
     long = max(n, COPY_ELEMENTS)
     source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
     return fastest_ns(lambda: np.copyto(target_N, source_N), long)
@@ -68,7 +68,8 @@ def time_gpu_copy(n: int) -> float:
 
 
 def time_selection(device: str, n: int, density: float) -> float:
-    """Measure a step's selection and residual update, on a GPU with the transfers to the host.
+    """Measure a step's selection and residual update, with transfers from a GPU to the host; return the time
+    in nanoseconds per parameter.
 
     Consecutive steps use the same residual, as in training.
     """
@@ -112,9 +113,9 @@ def fastest_ns(
     *,
     clock: Callable[[], float] = time.thread_time,
 ) -> float:
-    """Return how many nanoseconds the fastest of `repeats` runs takes for each of `items`.
+    """Return the time of the fastest of `repeats` runs, divided by `items`, in nanoseconds.
 
-    A warm-up run before them accesses the memory for the first time.
+    A warm-up run before these runs accesses the memory for the first time.
     """
     action()
     taken_s = []

@@ -71,7 +71,7 @@ class LossCurve:
         steps: the number of committed steps.
         seconds: the wall-clock time of all steps, excluding evaluations.
         sent_bytes: the bytes sent by one worker (mean over the workers): "data", "votes", "control".
-        times_s: the first worker's seconds: "compute", "select", "communicate", "wait".
+        times_s: the first worker's times, in seconds: "compute", "select", "communicate", "wait".
     """
 
     exchange: str
@@ -129,8 +129,8 @@ def _row(curve: LossCurve, target: float, baseline_s: float, *, baseline: bool) 
 
 
 def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
-    """Return one sentence for each run after the baseline: whether, when and how much sooner it reached the
-    target."""
+    """Return one sentence for each run after the baseline: whether it reached the target and, if so,
+    when, and how much faster or more slowly."""
     baseline = curves[0]
     target = baseline.final.held_out
     sentences: list[str] = []

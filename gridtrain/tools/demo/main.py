@@ -30,7 +30,7 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
         ConfigError: torch or the standard library's source is missing, the cap is not a rate, or the
             folder for the results cannot be created.
         GridtrainError: a process failed, or no step was committed for too long; the message contains the last
-            lines of logs.
+            lines of the logs.
     """
     torch_version = _torch_version()
     corpus = load_corpus()

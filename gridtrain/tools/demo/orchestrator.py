@@ -8,7 +8,7 @@ For each exchange, with P workers:
   follow           steps.jsonl, until all workers have ended
 
 Each process writes to its own log file.  If one fails, the others are terminated, and the error shows the end
-of its log.
+of the failed one's log.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ def supervise(
     """Run the coordinator and the workers until all workers have ended; no process outlives this call.
 
     Args:
-        workers: returns the workers' commands, or None if the coordinator is not listening yet; it is called
-            until it returns commands.
+        workers: a function that returns the workers' commands, or None if the coordinator is not listening
+            yet; it is called until it returns commands.
         folder: the folder for the log files, in which the first worker writes its records.
-        on_record: called with each new record in `folder`.
-        start_s: the longest time from the start to the first record.
-        silence_s: the longest time between two records.
+        on_record: a function that is called with each new record in `folder`.
+        start_s: the maximum time from the start to the first record.
+        silence_s: the maximum time between two records.
 
     Raises:
         GridtrainError: a process failed, or a step took too long.

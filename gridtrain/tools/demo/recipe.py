@@ -52,7 +52,7 @@ class Recipe:
     Attributes:
         label: the name of the exchange for display.
         learning_rate: the learning rate, constant throughout the run.
-        momentum: the momentum that SGD applies with the dense exchange, and that a sparse exchange applies.
+        momentum: the momentum; SGD applies it with the dense exchange, a sparse exchange applies it itself.
         clip_norm: the maximum 2-norm of the exchanged update.
         steps: the number of steps in the demo; sparse runs have more, to reach the dense run's final loss.
     """

@@ -35,7 +35,7 @@ def small_llama(folder: Path | None = None) -> str:
     """Return the path of a folder with the model and its tokenizer; the first call writes them.
 
     Args:
-        folder: by default a hidden folder beside the runs' folders; no run can have its name.
+        folder: by default a hidden folder beside the runs' folders, with a name that no run can have.
 
     Raises:
         ConfigError: transformers is not installed.

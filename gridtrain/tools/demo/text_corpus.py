@@ -17,7 +17,7 @@ from gridtrain.errors import ConfigError
 FILE_LIMIT_BYTES = 24 * 1024
 """The maximum number of bytes read from a file, so that long modules do not dominate.
 
-With this limit Python 3.11 yields about 2 MB.
+With this limit, Python 3.11 yields about 2 MB.
 """
 
 TOTAL_LIMIT_BYTES = 4 * 1024 * 1024

@@ -119,8 +119,8 @@ def check_tcp(invitation: Invitation, addresses: list[SocketAddress], limit_s: f
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
-    """Compare the clock with the coordinator's; `theirs_s` is None if the coordinator did not report its
-    time."""
+    """Compare this machine's clock with the coordinator's; `theirs_s` is None if the coordinator did not
+    report its time."""
     if theirs_s is None:
         return ok("clock", "not compared, because the coordinator did not report its time")
     skew_s = ours_s - theirs_s

@@ -6,7 +6,7 @@
 
 Doctor requests at most one burst (256 KiB) from the coordinator and from each of at most three members, and
 then sends one to each.  It sends none to a member if that would take too long at the rate of the upload to
-the coordinator: the rest of a burst on this machine's link would falsify all later measurements.
+the coordinator: the rest of a burst on this machine's link would distort all later measurements.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DoctorProbe:
     The methods wait at most until `until_s`, a time of `time.monotonic`.
 
     Args:
-        identity: the key pair for the coordinator: the invitation's, or one of this machine's workers.
+        identity: the key pair for the coordinator: the invitation's, or that of a worker on this machine.
     """
 
     def __init__(self, invitation: Invitation, identity: Identity) -> None:
@@ -177,8 +177,8 @@ class DoctorProbe:
     ) -> list[tuple[m.PeerId, LinkMeasurement]]:
         """Measure the links to the members that the coordinator has named, except those in `excluded`.
 
-        They are measured one after the other, because they share this machine's link.  A measurement is empty
-        if the member cannot be reached in time.
+        The links are measured one after the other, because all of them use this machine's connection.  A
+        measurement is empty if the member cannot be reached in time.
 
         Args:
             up_Bps: the rate of the upload to the coordinator; None if it is unknown.

@@ -52,11 +52,11 @@ class Examination:
     """Examines this machine once; `findings` yields each result as it is found.
 
     Args:
-        read_run: reads the figures that the prediction needs from a status; raises `ConfigError` if they are
-            missing.
+        read_run: a function that reads from a status the figures that the prediction needs; raises
+            `ConfigError` if they are missing.
         total_s: the time limit of the whole examination, in seconds.
-        wall: returns the wall-clock time in seconds.
-        probe: starts the process that imports torch; tests replace it.
+        wall: a function that returns the wall-clock time in seconds.
+        probe: a function that starts the process that imports torch; tests replace the function.
         upload_limit: the limit of a worker on this machine; doctor's own measurements ignore it.
     """
 

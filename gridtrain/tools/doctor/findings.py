@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FindingLevel(StrEnum):
-    """The levels, the worst one last."""
+    """The levels of findings, the worst one last."""
 
     OK = "ok"
     WARNING = "warning"  # the machine can join, but something will be slower or is unknown

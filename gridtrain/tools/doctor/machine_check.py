@@ -84,7 +84,7 @@ def _cores() -> int:
 
 
 class TorchProbe:
-    """A process that imports torch and measures the device's speed.  Start it early: it takes the longest.
+    """A process that imports torch and measures the device's speed.  Start it early: it is the slowest check.
 
     Args:
         command: the command of the process, which tests replace.
@@ -203,7 +203,7 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
 
 
 def check_memory(free_bytes: Callable[[], int] = free_memory_bytes) -> Finding:
-    """Check the free memory; tests replace `free_bytes`, which returns 0 if unknown."""
+    """Check the free memory; tests replace `free_bytes`, which returns 0 if the amount is unknown."""
     free = free_bytes()
     if not free:
         return warning(

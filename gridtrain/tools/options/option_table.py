@@ -42,10 +42,10 @@ class Option:
         default_description: what applies if the option has no value, as text for the help.
         choices: the allowed values of a TEXT; () allows any.
         minimum: the smallest value of a COUNT or NUMBER.
-        each: the flag that adds one string to TEXTS each time it is given; "" if it is derived from the name.
+        each: the flag that adds one string to TEXTS each time it is given; "" to derive it from `name`.
         is_comma_separated: whether commas as well as spaces separate TEXTS in the environment.
         off_word: the value that the flag `--no-...` sets; "" if a TEXT has no such flag.
-        toml_key: "table.key" in run.toml, if it is not in the program's own table.
+        toml_key: "table.key" in run.toml, if the key is not in the program's own table.
         is_command_line_only: whether the option can be set only on the command line.
         has_no_flag: whether the option has no command-line flag.
         is_secret: whether the value must not be shown.

@@ -118,7 +118,7 @@ def join_settings(
         given: the arguments of `gridtrain.join`; None for an argument that is not given.
 
     Raises:
-        ConfigError: an argument is invalid; or see `resolve`.
+        ConfigError: an argument is invalid, or `resolve` raises it.
     """
     flags = {
         name: one.from_text(text, f"gridtrain.join({name}=)")

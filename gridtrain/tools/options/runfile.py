@@ -41,8 +41,8 @@ class DatasetDescription:
             `index` is set.
         digest: the digest of the file's bytes: "sha256:" and 64 hexadecimal digits.
         where: text for volunteers, such as the licence, or how to get the file.
-        index: the path, relative to run.toml, of an index that `gridtrain data index` has written; the bundle
-            contains it.  "" if `file` is set.
+        index: the path, relative to run.toml, of an index that `gridtrain data index` has written, which
+            the bundle contains; "" if `file` is set.
         url: the URL from which workers fetch the file; "" if volunteers have to get it themselves.
         bytes: the size of the file if `url` is set, otherwise 0.
     """
@@ -62,7 +62,7 @@ class RunDescription:
     Attributes:
         about: one line of text for volunteers.
         script: the path of the script, relative to run.toml; "" if the run has no bundle.
-        digest: the digest of the script, "sha256:..."; "" if it is not checked.  Always set in a bundle.
+        digest: the digest of the script, "sha256:..."; "" if it is not checked; always set in a bundle.
         arguments: the arguments of the script.
         files: the relative paths of further files in the bundle.
         requires: the required packages, as (name, minimum version or "").
@@ -92,7 +92,7 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """The content of a run.toml.  If there is none, `path` is None and no option is set.
+    """The content of a run.toml.  If there is no such file, `path` is None, and no option is set.
 
     Attributes:
         run: the table [run], checked.
@@ -176,7 +176,7 @@ class RunFile:
 
 
 def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
-    """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or lists all.
+    """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or all known keys.
 
     Args:
         table: the name of the table that has the keys; "" for the tables of the file itself.
@@ -308,8 +308,8 @@ def _relative(path: Path, key: str, text: str) -> str:
 def is_safe_relative_name(name: str) -> bool:
     """Return whether `name` is a relative path that stays inside its folder and is safe in a shell.
 
-    Such a name has at most 100 letters, digits and . _ / - and no part that begins with a dot or a dash, or
-    ends with a dot.
+    Such a name has at most 100 characters (letters, digits and . _ / -), and no part that begins with a dot
+    or a dash, or ends with a dot.
     """
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name

@@ -1,4 +1,4 @@
-"""Builds a stage from checkpoints of other stages, parameter by parameter, after a new partition.
+"""Builds a stage from checkpoints of other stages, parameter by parameter, after a repartition.
 
     layers 0, 1 at step 20    embed.weight, body.0.*
     layers 2, 3 at step 20    body.1.*, body.2.*

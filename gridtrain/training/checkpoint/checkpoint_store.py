@@ -6,9 +6,9 @@
         tensors.safetensors    the tensors of parameters, buffers, optimizer and trackers
         residual.safetensors   the residual, if the exchange keeps one
 
-Copies are made on the training thread between two steps.  A writer thread writes them to a temporary folder
-and renames the folder when everything is on disk, so that a checkpoint is either complete or absent.  The
-coordinator decides whether a run continues from a checkpoint.
+The state is copied on the training thread between two steps.  A writer thread writes the copy to a temporary
+folder and renames the folder when everything is on disk, so that a checkpoint is either complete or absent.
+The coordinator decides whether a run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PARTIAL = ".step-*.partial"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """The content of a checkpoint.  Before it is written, it consists of copies, which training does not
+    """The content of a checkpoint.  Until it is written, its tensors are copies that training does not
     change.
 
     Attributes:
@@ -198,7 +198,7 @@ class CheckpointStore:
 
     def mark_verified(self) -> None:
         """Record that training continues from the latest checkpoint; the checkpoints on disk thus belong to
-        this history."""
+        the group's history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
@@ -349,7 +349,7 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return a description of the training settings of a file that differ from `facts`, with both values of
+    """Return a description of the training settings in which a file and `facts` differ, with both values of
     each."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
@@ -371,7 +371,7 @@ def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> Non
     """Raise `ConfigError` if checkpoints in `folders` were written with different training settings.
 
     Args:
-        place: the folder that contains them, which the message names.
+        place: the folder that contains `folders`; the message names it.
     """
     if refused := refused_checkpoints(folders, facts):
         path, difference = refused.popitem()
@@ -406,7 +406,7 @@ def _move_to_earlier(place: Path, paths: Iterable[Path]) -> Path:
 
 
 def is_of_other_history(written: CheckpointInfo, current: CheckpointInfo) -> bool:
-    """Whether the state `current` was certainly not trained from the state in a checkpoint."""
+    """Whether it is certain that the state `current` was not trained from the checkpoint `written`."""
     is_same = (written.applied, written.history) == (current.applied, current.history)
     is_restarted = written.ledger.restart_generation != current.ledger.restart_generation
     return is_restarted or (written.applied >= current.applied and not is_same)
@@ -423,7 +423,7 @@ def checkpoint_folder_name(step: int) -> str:
 
 def partial_folder(path: Path, use: str = "") -> Path:
     """Return the folder in which a checkpoint is prepared; `claim` removes the folders that killed processes
-    left."""
+    left behind."""
     return path.with_name(f".{path.name}{use}.partial")
 
 
@@ -452,8 +452,8 @@ def save(content: CheckpointContent, path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces the folder `path` when it is complete and its files are on disk.
-    After an error the new folder is removed, and `path` stays as it is."""
+    """Yield a new folder; after the `with` block, flush its files to disk and put it in place of the folder
+    `path`.  After an error, remove the new folder, and leave `path` as it is."""
     partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     make_private_folder(path.parent)
@@ -500,8 +500,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def replace_pretrained(path: Path, pretrained: Any) -> None:
-    """Replace the `PretrainedLayout` of a checkpoint that is not published yet; its digest does not cover
-    the layout.  Raises `OSError` if the checkpoint cannot be read or written."""
+    """Replace the `PretrainedLayout` of a checkpoint that is not published yet; the checkpoint's digest does
+    not cover the layout.  Raises `OSError` if the checkpoint cannot be read or written."""
     body = json.loads(_read_text(path / "state.json"))
     body["pretrained"] = pretrained
     _write_file(path / "state.json", [json.dumps(body, separators=(",", ":")).encode()])
@@ -571,7 +571,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
+    """Return the folders of the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     found = (path for path in folder.iterdir() if parse_step(path.name) is not None)
@@ -579,7 +579,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def readable_headers(folder: Path) -> Iterator[tuple[Path, CheckpointInfo, Facts]]:
-    """Yield the complete checkpoints with readable headers, oldest first, with their positions and facts."""
+    """Yield path, position and facts of each complete checkpoint with a readable header, oldest first."""
     for path in list_checkpoints(folder):
         with contextlib.suppress(ConfigError):
             yield path, *read_header(path)

@@ -5,7 +5,8 @@
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... | used ]
 
 `used`, which is optional, has one element for each parameter: 1 if the parameter has a gradient, 0 if its
-gradient is None.  In a weighted sum over workers it is 0 only if the gradient is None on all of them.
+gradient is None.  In a weighted sum over workers, the element is 0 only if the gradient is None on all of
+them.
 
 A gradient with a different dtype or device is converted when it is gathered, and the update is converted when
 it is scattered.
@@ -55,7 +56,7 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def describe_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
-    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, but
+    """Return the number of parameters, and a digest of their names, shapes, dtypes and requires_grad, but
     not of their values."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
@@ -72,9 +73,9 @@ class FlatGradient:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and no others.
         device: the device of the vector: the CPU or, by default, the device of the first parameter.
-        has_used: whether the vector ends with `used`; `scatter` then sets a parameter's `grad` to None if its
-            element is 0.
-        allows_sparse: whether gradients may be sparse; `gather` still refuses them.
+        has_used: whether the vector ends with `used`; if so, `scatter` sets a parameter's `grad` to None if
+            the parameter's element of `used` is 0.
+        allows_sparse: whether modules with sparse gradients are accepted; `gather` refuses these gradients.
 
     Raises:
         ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither of
@@ -135,7 +136,7 @@ class FlatGradient:
     def blocks(
         self, *shaped_P: Sequence[Tensor], divided: bool = True
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Divide the vector into blocks.  In host memory a block fits into the processor's cache, so
+        """Divide the vector into blocks.  In host memory, a block fits into the processor's cache, so
         consecutive operations on it read main memory once; elsewhere a block is a whole parameter.
 
         Args:
@@ -201,7 +202,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
-        """Set flat_N to the gradients times `scale`, with zeros for None, and `used` if the vector has it.
+        """Set flat_N to the gradients times `scale`, 0 for a gradient of None; set `used` if it is present.
 
         Args:
             indices: the indices of the parameters whose part of flat_N is set; by default all.

@@ -201,7 +201,7 @@ class FrozenBase:
         return describe_parameters(compared(self._model))
 
     def check_unchanged(self, part: nn.Module | None = None) -> None:
-        """Raise `ConfigError` if the values, or those in a part of the model, have changed since the digest
+        """Raise `ConfigError` if values of the base, or of its part in `part`, have changed since the digest
         was computed.
 
         Only some elements of each floating-point tensor are compared, which is enough to detect changes to

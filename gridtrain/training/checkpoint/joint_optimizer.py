@@ -25,8 +25,8 @@ class JointOptimizer(torch.optim.Optimizer):
         optimizers: optimizers that have no parameter in common; each of them is stepped, in this order.
 
     Raises:
-        ConfigError: there are no optimizers, one is of another type, or two have the same parameter; or, from
-            `state_dict`, one has a state that belongs to no parameter.
+        ConfigError: `optimizers` is empty or contains something else, or two optimizers have the same
+            parameter; or, from `state_dict`, an optimizer has a state that belongs to no parameter.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]

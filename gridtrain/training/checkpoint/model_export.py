@@ -67,7 +67,7 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 @dataclass(frozen=True, slots=True)
 class ExportResult:
     """The result of an export: the checkpoint that was read, its step and data ledger, the numbers of
-    tensors and elements that were written, and the names of an adapter's frozen tensors that are missing in
+    tensors and elements that were written, and the names of an adapter's frozen tensors that are missing from
     the checkpoint."""
 
     source: Path | str
@@ -109,7 +109,7 @@ def export_by_url(
 def export_model(
     folder: Path, out: Path, step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> ExportResult:
-    """Write the model of the latest checkpoint, or of the checkpoint of `step`, in or below `folder`.
+    """Write to `out` the model of a checkpoint in or below `folder`: the latest, or the one of `step`.
 
     The file replaces `out` when it is complete.  A damaged checkpoint is skipped if another checkpoint can be
     read instead.
@@ -118,8 +118,8 @@ def export_model(
         max_shard_bytes: if `out` is a folder, the maximum size of each file of a whole model.
 
     Raises:
-        ConfigError: there is no checkpoint, it cannot be read, `out` cannot be written, or `out` is a folder
-            and the model is neither a PEFT nor a transformers model.
+        ConfigError: there is no readable checkpoint, `out` cannot be written, or `out` is a folder and the
+            model is neither a PEFT nor a transformers model.
     """
     write = None if out.is_dir() or not out.suffix else _writer(out)
     found = _find_checkpoints(folder, step)
@@ -184,9 +184,9 @@ def keep_earlier(folder: Path, *names: str) -> str:
     """Copy the files and folders with these names, which were written to `folder` at an earlier end of a run,
     to a folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
-    Model files are linked where possible, because an export replaces them and does not change them; others,
-    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner restarts it,
-    and a model that was deleted here could be the only copy.
+    Model files are linked where possible, because an export replaces them and does not change them; other
+    files, such as a tokenizer's, are copied.  All of them are kept: a run ends again only if its owner
+    restarts it, and a model that was deleted here could be the only copy.
 
     Raises:
         ConfigError: they cannot be kept.

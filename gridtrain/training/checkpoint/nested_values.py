@@ -60,7 +60,7 @@ class Packer:
     """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
 
     Args:
-        tensors: the tensors packed so far; `pack` adds the tensors of its values.
+        tensors: the tensors packed so far; `pack` adds those in the value that it packs.
         copies: whether to copy the tensors to the CPU; otherwise they are the state's own.
     """
 
@@ -98,8 +98,8 @@ class Packer:
 
 
 def unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """Return a packed value; raise `ValueError`, `KeyError` or `TypeError` for anything that `Packer` does
-    not write."""
+    """Return the value that was packed as `node`; raise `ValueError`, `KeyError` or `TypeError` for anything
+    that `Packer` does not write."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
     if not isinstance(node, dict):

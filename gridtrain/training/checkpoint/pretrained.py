@@ -7,7 +7,7 @@
     adapter             adapter_model.safetensors, adapter_config.json
     whole model         model.safetensors, or shards and model.safetensors.index.json; config.json
 
-This module imports neither package: their models exist only in scripts that have imported the package.
+This module imports neither package: a package's models exist only in scripts that have imported it.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def find_pretrained(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def is_adapter(pretrained: nn.Module) -> bool:
-    """Whether `save_pretrained` of this model writes an adapter, as it does for `PeftModel`, and after
-    `add_adapter` of transformers."""
+    """Whether `save_pretrained` of this model writes an adapter, as for a `PeftModel`, or for a
+    transformers model after `add_adapter`."""
     return isinstance(pretrained, _imported(*_PEFT_MODEL)) or bool(
         getattr(pretrained, "_hf_peft_config_loaded", False)
     )
@@ -303,7 +303,7 @@ def write_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[list[Tensor], list[str]]:
     """Write the directory from the tensors of a checkpoint; return the tensors that were written, and the
-    checkpoint names of the adapter's tensors that it lacks.
+    names (in checkpoints) of the adapter's tensors that the checkpoint lacks.
 
     Frozen tensors may be missing from an adapter, because they belong to its base: PEFT itself adds the
     base's embedding to an adapter if the vocabulary was resized.

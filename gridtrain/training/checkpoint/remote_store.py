@@ -221,7 +221,7 @@ def _names(files: Any, path: str) -> list[str]:
 class RemoteStore:
     """The checkpoints below a URL.
 
-    Unless stated otherwise, the methods raise the errors of the libraries that fsspec uses, of any class.
+    Unless stated otherwise, the methods raise errors of any class, from the libraries that fsspec uses.
     """
 
     def __init__(self, url: str) -> None:
@@ -323,7 +323,7 @@ class RemoteStore:
 
     def prune(self, keep: int) -> None:
         """Remove the checkpoints that are older than the latest `keep` complete ones, and the incomplete ones
-        that are not among the latest `MAX_INCOMPLETE` of their kind."""
+        that are not among the latest `MAX_INCOMPLETE` incomplete ones."""
         counts: Counter[bool] = Counter()
         for step in self.steps():
             is_complete = bool(self.complete(step))

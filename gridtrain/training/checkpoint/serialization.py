@@ -242,7 +242,7 @@ def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
-    """Return a 32-byte digest of the state's bits, without copying the state.  It takes about a second per
+    """Return a 32-byte digest of the state's bits, without copying the state.  This takes about a second per
     gigabyte.
 
     The digest is equal on workers that have built the same model.  If a state_dict contains a value that is

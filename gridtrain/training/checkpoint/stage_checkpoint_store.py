@@ -1,13 +1,13 @@
 """Stores a pipeline's checkpoints, and copies of the previous stage's, on a worker's disk by stage.
 
-It decides which of them are kept and loaded:
+It also decides which of them to keep and to load.  The layout on disk:
 
     <folder>/blocks-000-003/step-00000200/     as `checkpoint_store` writes them, the latest few of each stage
     <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)
 
 A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
-be partitioned again.  The coordinator decides which checkpoints the run continues from; it needs all stages
-of one step.
+be partitioned again.  The coordinator decides which checkpoints the run continues from; it needs those
+of all stages at one step.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StageCheckpointStore:
 
     def is_due(self, blocks: Span, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps.  It is due at the same steps on all workers,
-        because a run can only continue from checkpoints of all stages."""
+        because a run can continue only from checkpoints of all stages."""
         return self._every > 0 and step > 0 and step % self._every == 0 and self._latest != (blocks, step)
 
     def write(self, blocks: Span, content: CheckpointContent) -> None:
@@ -152,7 +152,7 @@ class StageCheckpointStore:
         self._writer.start()
 
     def drop_residual(self, blocks: Span, step: int) -> None:
-        """Remove a residual that was sent to another worker from the stage's checkpoint of `step`, as
+        """Remove from the stage's checkpoint of `step` the residual, which was sent to another worker, as
         `CheckpointStore.drop_residual` does."""
         self._store(blocks).drop_residual(step)
 

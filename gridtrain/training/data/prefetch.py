@@ -35,7 +35,7 @@ class _BatchRequest:
 
 
 class Prefetcher:
-    """Reads the steps of `reader` ahead.
+    """Reads the batches of future steps with copies of `reader` in other processes.
 
     Args:
         num_workers: the number of processes, at least 1.

@@ -190,7 +190,7 @@ def micro_batch_weights(samples: int, count: int) -> list[float]:
 
 
 def is_repeated_later(samples: int, count: int) -> list[bool]:
-    """Return for each micro-batch whether a later one has the same sample."""
+    """Return for each micro-batch whether a later one contains the same sample."""
     if not 0 < samples < count:
         return [False] * count
     return [left > 0 for often in reversed(_split_sizes(count, samples)) for left in reversed(range(often))]

@@ -1,4 +1,4 @@
-"""Maps each position to a sample of a data set, shuffled with the seed in the same way on every machine.
+"""Maps positions to samples of a data set, in an order shuffled with the seed, the same on all machines.
 
 The data ledger (`gridtrain.core.commit.data_ledger`) assigns the positions to workers.
 

@@ -87,7 +87,7 @@ class Attempts:
 
     Args:
         place: the file's URL.
-        retry_after_s: see `RETRY_AFTER_S`.
+        retry_after_s: the waits before further attempts; see `RETRY_AFTER_S`.
 
     Attributes:
         waited_s: the sum of the waits since the count of attempts last restarted.
@@ -158,7 +158,7 @@ def copy_rest(
 ) -> bool:
     """Append the missing bytes of a remote file to `part`.
 
-    Returns whether the file may be longer, because the HTTP response did not say where it ends.
+    Returns whether the remote file may be longer than `part`, because the HTTP response gave no length.
 
     Args:
         limit_bytes: the size of the file, or the maximum size that is accepted.
@@ -228,8 +228,8 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
 
 
 def refuse_credentials(place: str) -> None:
-    """Raise `ConfigError` if an http(s) URL is invalid, or contains a user name or a password.  It may follow
-    other protocols of fsspec, such as `simplecache::https://`."""
+    """Raise `ConfigError` if an http(s) URL is invalid, or contains a user name or a password.  The URL may
+    follow other protocols of fsspec, such as `simplecache::https://`."""
     for url in re.split(r"::(?=\w+://)", place):
         if not re.match("https?://", url, re.IGNORECASE):
             continue
@@ -327,7 +327,7 @@ def _parse_retry_after(text: str) -> float:
 
 
 def path_of(place: str) -> str:
-    """Return a path or a URL without the query and fragment of an http(s) URL, such as a signature."""
+    """Return a path or a URL; remove the fragment, and the query with any signature, from an http(s) URL."""
     is_http = re.match("(.*::)?https?://", place, re.IGNORECASE)
     return re.split("[?#]", place, maxsplit=1)[0] if is_http else place
 

@@ -111,7 +111,7 @@ def join(base: str, url: str) -> str:
 
 
 def public_name(url: str) -> str:
-    """Return a file's URL in an index, in at most 200 bytes, without what other members should not see:
+    """Return a URL from an index, in at most 200 bytes and without what other members should not see:
     credentials, the query, the folder of an absolute path."""
     if is_local(url):
         path = local_path(url)
@@ -209,20 +209,21 @@ def copy_plain(file: BinaryIO, plain: BinaryIO) -> None:
 
 
 class ShardCache:
-    """Opens the files of a data set; keeps copies of remote files, and decompressed or converted forms.
+    """Opens the files of a data set; keeps copies of remote files, and decompressed or converted files.
 
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
         limit_bytes: the size above which files are removed from the cache; a file that is opened must fit.
-        retry_after_s: see `RETRY_AFTER_S`.
-        meter: counts and limits the bytes that are fetched; by default a `FetchMeter`, which imports torch.
+        retry_after_s: the waits before further attempts; see `RETRY_AFTER_S`.
+        meter: the meter that counts and limits the bytes that are fetched; by default a `FetchMeter`, which
+            imports torch.
 
     Attributes:
         failed_reads: the number of failed attempts at fetching or opening a file.
         close_idle: a function that is called when the disk is full; it closes files that the caller does not
             need at present, and returns whether there were any.
-        note_outage: a function that is called with True before each wait for a server that brings the total
-            wait above `BRIEF_S`, and with False whenever bytes arrive.
+        note_outage: a function that is called with True before each wait for a server if the waits then
+            exceed `BRIEF_S` in total, and with False whenever bytes arrive.
     """
 
     close_idle: Callable[[], bool] = staticmethod(lambda: False)

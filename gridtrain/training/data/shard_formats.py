@@ -132,7 +132,7 @@ FORMATS = {
 
 
 def format_named(name: str) -> ShardFormat:
-    """Return the format; raise `ConfigError` for an unknown name."""
+    """Return the format called `name`; raise `ConfigError` if it is unknown."""
     if name not in FORMATS:
         raise ConfigError(f"the format {name!r} is unknown", remedy=f"use one of {', '.join(FORMATS)}")
     return FORMATS[name]

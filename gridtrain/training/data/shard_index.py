@@ -112,7 +112,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
 
 
 def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
-    """Write the index; the files are named relative to its folder if they are below it.
+    """Write the index; files below its folder are named by their paths relative to that folder.
 
     Args:
         url: the URL at which workers find the folder with all files, if the files of the index are on this

@@ -1,11 +1,11 @@
-"""Converts Parquet and Arrow tables to rows in the cache's own format, with portable value types; reads them.
+"""Converts Parquet and Arrow tables to rows of portable values in the cache's own format, and reads the rows.
 
     row 0 | row 1 | ...                             MessagePack of {column: value}
     the end of each row, and the number of rows     int64, little-endian
 
-A row is then a range of bytes as in the other formats, although Parquet has no such ranges.  Numbers,
-strings, bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and UUIDs become
-strings.
+Each row is a range of bytes, like a sample in the other formats, although Parquet has no such ranges.
+Numbers, strings, bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and
+UUIDs become strings.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def _plain(value: Any) -> Any:
 
 
 def ranges(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """Return, with shape (rows, 2), the offsets of each row's first byte and of the byte after its last.
+    """Return an array (rows, 2): the offsets of each row's first byte and of the byte after its last one.
 
-    Raises `ValueError` if the file was not written by `write_rows`."""
+    Raises `ValueError` if the file was not written by `write_rows`.
+    """
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     count = int.from_bytes(file.read(8), "little", signed=True) if size >= 8 else -1

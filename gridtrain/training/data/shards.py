@@ -55,7 +55,7 @@ def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
 
 
 def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
-    """Return a random order of `count` samples, which the arguments determine: (count,) int64, read-only.
+    """Return a random order of `count` samples, determined by the arguments: (count,) int64, read-only.
 
     The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """

@@ -3,7 +3,7 @@
     documents, in an order that the seed determines   [7 3 9 0] [4 0] [8 8 2 6 0]
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
 
-A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
+Each sequence is a sample, so every sample has the same number of tokens: a batch of 8 sequences of 1,024
 tokens has 8,192 tokens.  The index records each shard's token count, so the number of sequences is known for
 any length.  The tokens that remain at the end of each shard, too few for a sequence, are not used.
 """

@@ -1,6 +1,6 @@
 """Trains a small Llama from scratch, jointly on all workers, on the bytes of a text.
 
-The text comes with this script.  At the end the first worker writes the model, which transformers loads:
+The text comes with this script.  At the end, the first worker writes the model, which transformers loads:
 `AutoModelForCausalLM.from_pretrained(FOLDER)`.
 
 The lines marked `# grid` are the only changes to an ordinary PyTorch loop.
