@@ -114,8 +114,8 @@ class StopOnSignal:
 def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run `serve` and return its exit code.
 
-    If the log is JSON, an error that stops the coordinator is written as the log's last line, and nothing in
-    another format is written to the log's stream, or at all if the format was chosen.
+    If the log is JSON, an error that stops the coordinator is written as the log's last line.  The text for
+    `out` is also logged, instead of written, if JSON was chosen or if `out` and `err` are the same file.
     """
     writer = LineWriter(err, settings.log_format)
     log = log_of(writer)
@@ -137,8 +137,8 @@ def serve(settings: Settings, *, out: TextIO | None, log: Log) -> int:
     The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
-        out: the stream for the coordinator's address and the commands with which workers join; None for the
-            log.
+        out: the stream for the coordinator's address and the commands with which workers join; None to log
+            them.
         log: a function that receives the log's events; it must not block.
 
     Raises:

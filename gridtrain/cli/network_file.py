@@ -144,7 +144,7 @@ def single_site(link: str, latency: str) -> DescribedNetwork:
     """Return one site of equal workers.  Raises `ConfigError` if an argument is invalid.
 
     Args:
-        link: a worker's rate, "RATE", or "DOWN/UP" as providers write it.
+        link: a worker's rate: "RATE", or "DOWN/UP", the order in which providers state the two rates.
         latency: the one-way latency between two workers, such as "10ms".
     """
     down_Bps, up_Bps = _rates(link)

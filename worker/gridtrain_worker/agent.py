@@ -97,7 +97,7 @@ ACCESS_RETRY_S = 0.5
 MAX_BACKOFF_S, MAX_DOUBLINGS = 30.0, 16
 
 STEADY_S = 60.0
-"""If the script has committed a step and ran for at least this long, earlier failures no longer count."""
+"""If the script committed a step and ran for at least this long, earlier failures no longer count."""
 
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: the configuration is wrong, or the worker is refused.

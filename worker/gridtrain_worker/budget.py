@@ -3,8 +3,8 @@
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
 
 `others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
-The file is rewritten as a whole when it lacks at least `UNWRITTEN_BYTES` bytes, or has lacked some bytes for
-`UNWRITTEN_S` seconds.
+The file is rewritten as a whole when at least `UNWRITTEN_BYTES` bytes have been counted since the last write,
+or the first of them `UNWRITTEN_S` seconds ago.
 `gridtrain.training.pause` computes, in the script, how much of the budget a step reserves.
 """
 

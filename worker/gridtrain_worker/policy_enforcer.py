@@ -435,7 +435,7 @@ class PolicyEnforcer:
 
 
 class AgentMeter(FetchMeter):
-    """Counts the bytes of the agent's own fetches and limits them; while the rules forbid training, requests
+    """Counts and limits the bytes that the agent itself fetches; while the rules forbid training, requests
     raise `BudgetSpent`."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:

@@ -3,9 +3,9 @@
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}        worker pause, set
 
-`over` holds the values from the command line of rules that were set again after that start.  If the command
-line gives the same value at the next start, as it does when a service restarts, the rule that was set later
-applies; otherwise, the command line's value applies.
+`over` holds the values from the command line that the owner's later settings replaced.  If the next start has
+the same value on the command line, as when a service restarts, the later setting applies; otherwise, the
+command line's value applies.
 """
 
 from __future__ import annotations

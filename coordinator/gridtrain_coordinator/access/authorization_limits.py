@@ -70,7 +70,7 @@ def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
 
 
 def clean_reason(reason: str) -> str:
-    """Replace unprintable characters by spaces, and shorten the reason to `MAX_REASON_BYTES` bytes."""
+    """Replace unprintable characters with spaces, and shorten the reason to `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return shorten(plain.strip(), MAX_REASON_BYTES)
 

@@ -7,8 +7,8 @@ file exclusively, because two coordinators with the same journal could reach dif
 rollback journal with synchronous=FULL: once `append_all` has returned, the entries are in the file itself and
 survive SIGKILL and power loss.
 
-Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
-opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
+Each entry has a digest, which covers the entry and the previous digest.  The digests are checked when the
+journal is opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
 
     before   1 term   2 run   3 generation   4 state   5 generation            5's digest: D
     after    0 compacted (D)   1 term   2 run   5 generation                   each digest is computed again
@@ -206,11 +206,11 @@ class JournalStore:
 
     @contextmanager
     def compaction(self, superseded: Collection[int], body: Mapping[str, Any]) -> Iterator[None]:
-        """Return a context manager that removes entries, and commits this on exit unless an error is raised.
+        """Return a context manager that removes entries; on exit, it commits this unless an error was raised.
 
-        Within the context, `entries` returns what remains.  A first entry "compacted" contains `body`, the
-        number and the digest of the last entry before the compaction, and how many entries were removed;
-        all later digests include it.
+        Within the context, `entries` returns what remains.  The new first entry, "compacted", contains
+        `body`, the number and the digest of the last entry before the compaction, and the number of removed
+        entries; all later digests cover this entry.
 
         Args:
             superseded: the numbers of the entries to remove; not that of the last entry.

@@ -86,7 +86,7 @@ class Complaints:
         """Handle a broken connection between two members.
 
         If connections break repeatedly, the member that they have in common is dismissed, or the next ring
-        avoids these pairs of members.
+        avoids the pairs of members concerned.
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
@@ -197,7 +197,7 @@ class StalledStep:
 
     A member may also be suspected because its connection broke: it voted NO, or another member is not
     connected to it.  The accusation then concerns those members whose connections break most
-    (`LinkFailures.suspected_ends`), regardless of the reporter.  If nothing tells the two ends apart, they
+    (`LinkFailures.suspected_ends`), regardless of the reporter.  If the two ends are equally suspect, they
     use another route from the third stall on, and after the sixth the newer end is dismissed.  If the other
     end then loses a connection to another member within `REMEMBERED_S`, it is the suspect.
 

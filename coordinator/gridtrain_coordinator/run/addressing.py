@@ -182,8 +182,8 @@ class AddressBook:
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
         """Return messages with the routes between these members and a worker outside the generation.
 
-        They go to the members, to the relays on the routes and, for its routes to these relays only, to the
-        worker itself, which receives its routes to the members separately.
+        The messages go to the members and to the relays on the routes.  The worker itself is sent only its
+        routes to these relays; it receives its routes to the members separately.
         """
         addresses: dict[m.PeerId, dict[m.PeerId, str]] = {}
         for other in others:

@@ -115,7 +115,7 @@ class DivergenceDetector:
         return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
     def without_diverged_state(self, peer: PeerId, report: m.FreezeReport) -> m.FreezeReport:
-        """Return the member's report, marked as not synced if it diverged in this generation."""
+        """Return the member's report, marked as not synced if the member diverged in this generation."""
         notice = self._notices.get(peer)
         if notice is not None and notice.generation == report.generation:
             return replace(report, is_synced=False)
@@ -134,6 +134,6 @@ class DivergenceDetector:
 def minority_ranks(digests: dict[int, bytes]) -> list[int]:
     """Return the ranks outside the largest group of equal digests.
 
-    If several tie, the group with the lowest rank counts as the largest.
+    If several groups tie, the group with the lowest rank counts as the largest.
     """
     return sorted(set(digests) - set(largest_agreeing_group(digests)))

@@ -1,4 +1,4 @@
-"""Decides which member is at fault when connections break repeatedly, and which pairs the next order avoids.
+"""Decides which member is at fault when connections break repeatedly, and which pairs the next ring avoids.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      at least `FAILURES_BEFORE_AVOIDING` in three pairs: at fault
@@ -65,7 +65,7 @@ class LinkFailures:
     def suspected_ends(self, peer: PeerId, root: PeerId, members: int, now_s: float) -> frozenset[PeerId]:
         """Return who may be at fault for this member's failures within `WINDOW_S`; empty if there are none.
 
-        anna - mallory                    anna and mallory: nothing tells them apart
+        anna - mallory                    anna and mallory: either may be at fault
         anna - mallory, bert - mallory    mallory, even if `peer` is anna or bert
 
         Every member is connected to the root, so the root's failures count as only one unless it has lost

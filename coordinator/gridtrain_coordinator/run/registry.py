@@ -106,7 +106,7 @@ class Worker:
         self.has_caught_up = True
 
     def roll_back(self, applied: int) -> None:
-        """Drop the steps and checkpoints after step `applied`, after which the run continues."""
+        """Drop the steps and checkpoints after step `applied`; the run continues after that step."""
         self.step = min(self.step, applied + 1)
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
@@ -223,7 +223,7 @@ class Registry(dict[m.PeerId, Worker]):
             self._silent[worker.peer] = worker.liveness.heartbeats
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
-        """Return the candidates for the generation that follows the one formed by `members`, in one pass."""
+        """Return the candidates for the generation that follows the one formed by `members`."""
         newcomers: list[Worker] = []
         catching_up: list[Worker] = []
         measured_s: list[float] = []
@@ -273,7 +273,7 @@ def batch_limits(workers: Sequence[Worker]) -> list[int]:
 def assign_shares(
     workers: Sequence[Worker], global_batch_size: int | None, sharing: WorkerSpeeds
 ) -> BatchShares:
-    """Return the workers' shares, in their order.
+    """Return the workers' shares, in the order of `workers`.
 
     A share is the worker's own batch size, or the part of the global batch size that suits its speed.
     """

@@ -120,7 +120,7 @@ class RouteTable:
     def follows_key_rule(self, viewer: PeerId) -> bool:
         """Return whether `viewer` dials the workers with a verified address and a smaller key, and no others.
 
-        This is the case if every worker can dial `viewer` and none of its routes has failed.
+        True if every worker can dial `viewer` and none of the routes of `viewer` has failed.
         """
         return bool(self.verified_address(viewer)) and viewer not in self._blocked_ends
 
