@@ -11,10 +11,10 @@ other member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, th
 its accusations are withdrawn.
 
 A dishonest member can cause the removal of at most one other member, which is restored once the dishonest
-member is identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified in the
-same way.  If only two members are involved, it cannot be determined which is at fault; three accusations are
-then enough to remove the accused.  There is no protection if dishonest members cooperate, or if one accuses
-only one other member.
+member is identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified
+in the same way.  If only two members are involved, it cannot be determined which is at fault; three
+accusations are then enough to remove the accused.  There is no protection if dishonest members cooperate, or
+if one accuses only one other member.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detects members whose models differ from the others', based on digests every N steps (guarantee 1).
+"""Detects members whose models differ from the others', by digests every N steps (guarantee 1, README).
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once it has all digests of a step, or when the next comparison begins and most agree:

@@ -19,8 +19,8 @@ from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
 """The shortest time between two events of one kind about a worker: steps that it made the group skip, steps
-that the group took without it, or calls to `grid.mean` that no other worker made.  The event about a worker's
-return to the steps may come sooner."""
+that the group took without it, or calls to `grid.mean` that no other worker made.  The event about the
+worker's return may come sooner."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
