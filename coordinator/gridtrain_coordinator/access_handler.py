@@ -108,7 +108,7 @@ class AccessHandler:
     def execute_order(
         self, order: Order, now_s: float, record: Callable[[Sequence[ev.Effect]], None]
     ) -> tuple[list[ev.Effect], m.OperatorReply | m.Refused]:
-        """Carry out a command from the operator or the dashboard; return the further effects and the reply.
+        """Carry out a command from the operator or the dashboard; return the remaining effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
 

@@ -29,7 +29,7 @@ MAX_WORKERS = 1_000_000
 
 
 def parse_seconds(text: str, name: str = "") -> float:
-    """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time.
+    """Parse a duration into seconds.  Raises `ConfigError` if `text` is not a number with a unit of time.
 
     Args:
         name: the setting that has this duration, for the error message.
@@ -53,7 +53,7 @@ def read_toml(path: Path, page: str) -> dict[str, Any]:
 
 
 def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` if a table has keys other than `known`."""
+    """Raise `ConfigError` if a table has keys that are not in `known`."""
     if unknown := set(entry) - known:
         raise ConfigError(
             f"{where} has unknown keys: {', '.join(sorted(unknown))}",

@@ -228,7 +228,7 @@ def ask_agent(path: Path, question: Body) -> Body:
     Raises:
         ConfigError: the agent refuses the request.
         WorkerSuspended: the agent is suspended.
-        OSError: no agent is listening at `path`, or it does not answer in time.
+        OSError: no agent is listening on `path`, or the agent does not answer in time.
         StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
     target = os.readlink(path) if path.is_symlink() else str(path)

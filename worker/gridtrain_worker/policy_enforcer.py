@@ -1,4 +1,4 @@
-"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices if it does not obey.
+"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices disobedience.
 
 every `LOOK_S` s: sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket

@@ -1,4 +1,4 @@
-"""The limits of access control, such as the maximum uses of an invitation, and the refusals sent to workers.
+"""Limits of access control, such as the number of uses of an invitation, and the refusals sent to workers.
 
 The functions keep no state.  `authorization` looks each of them up in this module at every call, so that a
 test can disable a rule and demonstrate the effect.

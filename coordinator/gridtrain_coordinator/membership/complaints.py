@@ -108,7 +108,7 @@ class Complaints:
             return self._departures.dismiss(flapping, reason)
         if not run.view_change.reason and (common := failures.next_to_avoid(now_s, size)) is not None:
             name = run.workers.display_name(common)
-            reason = f"connections of {name} broke repeatedly, so the next topology avoids these pairs"
+            reason = f"connections of {name} broke repeatedly, so the next topology avoids them"
             run.view_change.request(reason, can_wait=True)
         return []
 

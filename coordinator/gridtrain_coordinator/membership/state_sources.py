@@ -1,4 +1,4 @@
-"""Chooses state sources for newcomers while the group waits, and decides who is at fault if one fails.
+"""Chooses state sources for newcomers while the group waits, and decides who is at fault if a source fails.
 
     dora receives nothing from anna      bert becomes the source
     dora receives nothing from bert      dora is dismissed if both have served others; else clara is tried

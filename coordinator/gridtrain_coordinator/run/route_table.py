@@ -38,7 +38,7 @@ class PeerLocation:
     """The addresses of a worker.
 
     Attributes:
-        claimed_address: the address at which the worker claims to listen.
+        claimed_address: the address on which the worker claims to listen.
         host: the source address of its connection to the coordinator.
         verified_address: the address at which the coordinator reached it; empty if it is behind NAT.
         can_relay: whether it is willing to forward messages between other workers.
