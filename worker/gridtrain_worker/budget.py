@@ -29,7 +29,7 @@ The file is not written more often, because a write may wait for the disk."""
 
 
 class Budget:
-    """Counts the bytes of each day, in the file `FILE` in a worker's folder.
+    """Counts the bytes of each day, in the file named `FILE` in a worker's folder.
 
     Its methods raise `ConfigError` if the file cannot be read or written, because a budget that cannot be
     enforced must not appear to be enforced.

@@ -4,7 +4,7 @@
     "127.0.0.1:7780"    only this port; ":7780" and "7780" have the same meaning
     "0.0.0.0:7780"      only with `open_to_network`
 
-Imports no packages of the extra `coordinator`, so that it can list those that are missing.
+Imports no packages of the `coordinator` extra, so that it can list those that are missing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages of the extra `coordinator` that are not installed."""
+    """Return the packages of the `coordinator` extra that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 

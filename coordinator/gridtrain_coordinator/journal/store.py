@@ -83,7 +83,7 @@ class StoredEntry:
     """One entry of the journal.
 
     Attributes:
-        id: the number of the entry, from 1; 0 for the entry "compacted".
+        id: the number of the entry, from 1; 0 for the "compacted" entry.
         at: the time at which the entry was written, in UTC as ISO 8601.
     """
 
@@ -140,7 +140,7 @@ class JournalStore:
     def identity(self) -> Identity:
         """Return the coordinator's key pair; create it on the first start with this journal.
 
-        The key pair is in the file `coordinator.key` beside the journal.  Each ":memory:" store has a key
+        The key pair is in `coordinator.key` beside the journal.  Each ":memory:" store has a key
         pair of its own.
 
         Raises:

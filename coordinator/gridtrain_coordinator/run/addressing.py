@@ -205,8 +205,8 @@ class AddressBook:
         the next view.
 
         Args:
-            broken: members to which `viewer` was connected until recently.  Such a link drops packets in both
-                directions, so that the other member need not try the link as well.
+            broken: members to which `viewer` was connected until recently.  The links to them drop packets in
+                both directions, so that these members need not try the links as well.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}
