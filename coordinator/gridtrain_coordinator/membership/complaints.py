@@ -57,7 +57,7 @@ class Complaints:
 
         If a generation is forming, it is replaced only if its members do not connect after all.  While the
         members are being frozen, because another link has failed or a step stalls, the next generation has
-        already been requested.  A member that is not connected to the coordinator itself keeps its routes.
+        already been requested.  Routes to members that the coordinator has lost are kept.
         """
         run = self._run
         is_current = run.is_current(message.term, message.generation)

@@ -54,7 +54,7 @@ class PlanBasis:
     Attributes:
         peers: the members, longest-serving first.
         links: the round trips, rates and relays between `peers`.
-        is_direct: whether all of them may exchange directly: there are few enough, any two can connect
+        is_direct: whether all `peers` may exchange directly: they are few enough, any two of them can connect
             without a relay, and no broken link is avoided.
         setup: the run's definition.
         exchange: the exchange that the coordinator has chosen.

@@ -84,7 +84,7 @@ class Worker:
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """Store the round trips measured by the worker and admit it if its setup is known."""
+        """Store the round trips measured by the worker, and admit the worker if its setup is known."""
         self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
@@ -111,7 +111,7 @@ class Worker:
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
     def clear_initial_state(self) -> None:
-        """Record that the worker no longer holds the initial state it built."""
+        """Record that the worker no longer holds the initial state that it built."""
         if self.setup is not None:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
