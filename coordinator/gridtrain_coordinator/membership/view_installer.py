@@ -64,7 +64,7 @@ class InitialState:
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """Discard the initial state.  Call when the run starts over, because training has changed the models."""
+        """Discard the initial state.  Call when the run starts over, because training changed the models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()

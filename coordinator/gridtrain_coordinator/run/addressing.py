@@ -127,7 +127,7 @@ class AddressBook:
         return all(relay_of(self.route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
     def begin_generation(self, members: Iterable[m.PeerId]) -> None:
-        """Choose the relays for a new generation of these members, and clear the caches of the previous one."""
+        """Choose the relays for a new generation of these members, and clear the last generation's caches."""
         self._address_cache.clear()
         self._blocked_pairs.clear()
         self._relays = self.route_table.relay_candidates(members)

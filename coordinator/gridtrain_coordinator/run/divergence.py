@@ -77,8 +77,8 @@ class DigestComparison:
 class DivergenceDetector:
     """Compares the replicas of each stage of the latest generation, and notifies members that differ.
 
-    A diverged member has the same history as the other members, so it would report its state as that of the
-    run.  It is therefore notified again when its connection is restored and before the next generation.
+    A diverged member has the same history as the other members, so it would report its state as the run's
+    state.  It is therefore notified again when its connection is restored and before the next generation.
 
     Attributes:
         divergence_count: how many times a member's state has differed.

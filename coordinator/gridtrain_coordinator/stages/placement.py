@@ -43,7 +43,7 @@ PlacementResult = tuple[RankPlacement, tuple[int, ...]]
 
 
 class RepartitionCache:
-    """Caches the latest partitions, because a paused run looks for one after each message.
+    """Caches the latest partitions, because a paused run searches for a partition after each message.
 
     All methods except `is_worthwhile` raise `ConfigError` if no partition fits into the workers' memory.
     """
