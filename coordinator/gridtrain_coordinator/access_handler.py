@@ -40,7 +40,7 @@ class AccessHandler:
     Args:
         authorization: decides who has access.
         membership: the coordinator's state machine, which dismisses removed workers.
-        wall: a function that returns wall-clock time in seconds; a monotonic clock would not do, because
+        wall: a function that returns wall-clock time in seconds; a monotonic clock does not suffice, because
             invitations remain valid when the coordinator restarts.
     """
 
@@ -53,7 +53,7 @@ class AccessHandler:
     def on_connected(self, event: PeerUp) -> bool:
         """Record a connection; return whether it belongs to a pending member.
 
-        The caller does not pass pending members on to the membership.
+        The caller does not pass pending members on to `Membership`.
         """
         if event.pending_key is not None:
             self._pending_members[event.peer] = (event.pending_key, event.host)

@@ -248,7 +248,7 @@ class Coordinator:
         """Serve until `stop` is set or, with `exit_when_finished`, until the run has finished.
 
         Raises `JournalError` if a decision cannot be made durable; such a decision is not sent.  If the disk
-        is full, decisions are instead held in memory and the write is retried; see `DiskFullMode`.
+        is full, decisions are instead held in memory, and the write is retried; see `DiskFullMode`.
         """
         try:
             now_s = self._clock()

@@ -206,7 +206,7 @@ class JournalStore:
 
     @contextmanager
     def compaction(self, superseded: Collection[int], body: Mapping[str, Any]) -> Iterator[None]:
-        """Return a context manager that removes entries; on exit, it commits this unless an error was raised.
+        """Return a context manager that removes entries, and commits the removal on exit without an error.
 
         Within the context, `entries` returns what remains.  The new first entry, "compacted", contains
         `body`, the number and the digest of the last entry before the compaction, and the number of removed

@@ -113,7 +113,7 @@ class Complaints:
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """Handle a round that makes no progress: dismiss members at fault and request another generation."""
+        """Handle a round that makes no progress: dismiss members at fault, and request another generation."""
         run, view = self._run, self._run.view
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
         if not (is_current and run.view_change.is_idle) or worker.peer not in run.members or view is None:

@@ -34,7 +34,7 @@ MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, 
 
 @dataclass(slots=True, eq=False)
 class Departures:
-    """Removes workers and requests another generation whenever a removed worker was a member."""
+    """Removes workers, and requests another generation whenever a removed worker was a member."""
 
     _run: RunState
     _planner: GenerationPlanner

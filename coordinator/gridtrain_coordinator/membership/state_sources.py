@@ -35,7 +35,7 @@ class StateSources:
         self._unreliable: RecentDict[PeerId, int] = RecentDict(MAX_RECORDS)
 
     def record_success(self, source: PeerId, receivers: Collection[PeerId]) -> None:
-        """Record that these members have received the state."""
+        """Record that these members have received the state from the source."""
         for receiver in receivers:
             self._failed.pop(receiver, None)
         if receivers:
