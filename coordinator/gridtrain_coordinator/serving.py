@@ -49,7 +49,7 @@ class Settings:
 
     Attributes:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
-        advertise: the address that workers use; if empty, the address in `listen`.
+        advertise: the address that workers use; if empty, it is derived from `listen`.
         state: the folder for the journal and the keys; None for `state_directory(run)`.
         plans: whether ranks are ordered by the measured links.
         recut_s: how long a pipeline with too few workers waits before it is repartitioned, in seconds.

@@ -62,7 +62,7 @@ class RunState:
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
             before this coordinator started.
-        has_committed: whether a step may have been committed; until then the definition may be replaced.
+        has_committed: whether a step may have been committed; if not, the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
@@ -156,7 +156,7 @@ class RunState:
 
     @property
     def skipped_steps(self) -> SkippedSteps:
-        """The skipped steps reported by the connected members, or the last known ones if there are none."""
+        """The skipped steps that the registered members report; without such members, the last known ones."""
         workers = [self.workers[peer] for peer in self.present_members]
         reports = [(worker.step, worker.figures) for worker in workers]
         skipped = SkippedSteps.from_reports(reports) if reports else self._last_skipped
@@ -372,7 +372,7 @@ class RunState:
         return [] if self.is_ending else [entry]
 
     def end_early(self) -> list[JournalEntry]:
-        """Record that the owner has ended the run; return the journal entry, or none if this was recorded.
+        """Record that the owner has ended the run; return the journal entry, or none if already recorded.
 
         The members finish the run with the next generation, in which they all hold the same state.
         """

@@ -78,7 +78,7 @@ class ViewChange:
         self.reports.clear()
 
     def begin_forming(self, deadline_s: float, now_s: float) -> str:
-        """Wait for the members of an installed generation to be ready; return the reason for it."""
+        """Wait for the members of an installed generation; return the reason for the generation."""
         self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
         self.unrouted_reason = ""
         self.is_started = False
