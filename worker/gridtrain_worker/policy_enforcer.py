@@ -233,7 +233,7 @@ class PolicyEnforcer:
             return "" if state == "training" else f"{state}: {reason}" if reason else state
 
     def note_script_ended(self) -> None:
-        """Record that the agent is terminating an overdue script; reset when the next script starts."""
+        """Record, until the next script starts, that the agent is terminating an overdue script."""
         self.has_ended_script = True
         what = "stop" if self.is_stopping else "pause"
         self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; terminating it with SIGTERM")

@@ -78,7 +78,7 @@ class ScriptProcesses:
             signalled |= new
 
     def are_alive(self) -> bool:
-        """Reap the processes that have ended, except the script; return whether any are still running."""
+        """Reap the processes that have ended, except the script; return whether any process is still running."""
         are_alive = self._signal_group(0) or bool(self._outside_group())
         self._reap()  # after the check, so that a process that ends meanwhile is reaped, too
         return are_alive
@@ -155,8 +155,8 @@ def is_from_script(pid: int, mark: str) -> bool:
     """Return whether a process, or one of its ancestors, was started with an environment variable that begins
     with `mark`, or is a descendant of this process; True if the process has already ended.
 
-    As the first process of a container, this process also adopts what its owner has started there, so its
-    descendants do not count.  Returns False if /proc cannot be used.
+    If this process is the first process of a container, it also adopts what the container's owner has started
+    there, so its descendants do not count.  Returns False if /proc cannot be used.
     """
     process, child = _read_process(pid) if pid else None, 0
     if pid and process is None:
