@@ -56,7 +56,7 @@ class SavedSettings:
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the saved rules that apply in addition to, or instead of, the rules `given` at this start."""
+        """Return the saved rules that apply in addition to, or instead of, those `given` at this start."""
         return {
             key: text
             for key, text in self._rules.items()

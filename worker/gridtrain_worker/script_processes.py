@@ -78,7 +78,7 @@ class ScriptProcesses:
             signalled |= new
 
     def are_alive(self) -> bool:
-        """Reap the processes that have ended, except the script; return whether any process is still running."""
+        """Return whether any process is running; reap those that have ended, except the script."""
         are_alive = self._signal_group(0) or bool(self._outside_group())
         self._reap()  # after the check, so that a process that ends meanwhile is reaped, too
         return are_alive
