@@ -40,7 +40,7 @@ class AccessHandler:
     Args:
         authorization: decides who has access.
         membership: the coordinator's state machine, which dismisses removed workers.
-        wall: a function that returns wall-clock time in seconds; a monotonic clock would not do, because
+        wall: a function that returns wall-clock time in seconds; a monotonic clock does not suffice, because
             invitations remain valid when the coordinator restarts.
     """
 
@@ -53,7 +53,7 @@ class AccessHandler:
     def on_connected(self, event: PeerUp) -> bool:
         """Record a connection; return whether it belongs to a pending member.
 
-        The caller does not pass pending members on to the membership.
+        The caller does not pass pending members on to `Membership`.
         """
         if event.pending_key is not None:
             self._pending_members[event.peer] = (event.pending_key, event.host)
@@ -108,7 +108,7 @@ class AccessHandler:
     def execute_order(
         self, order: Order, now_s: float, record: Callable[[Sequence[ev.Effect]], None]
     ) -> tuple[list[ev.Effect], m.OperatorReply | m.Refused]:
-        """Carry out a command from the operator or the dashboard; return the further effects and the reply.
+        """Carry out a command from the operator or the dashboard; return the remaining effects and the reply.
 
         A removal records the worker's name, so that a ban can be lifted by name.
 

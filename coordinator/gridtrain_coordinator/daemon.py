@@ -128,7 +128,7 @@ def _recover(store: JournalStore, run: str, superseded: SupersededEntries | None
 
 
 def _recover_and_compact(store: JournalStore, run: str, log: Log) -> RecoveredRun:
-    """Return the run that the journal records; remove superseded entries from the journal if they are large.
+    """Return the run that the journal records; remove superseded entries that take up much space.
 
     The journal is left unchanged if another run would be recovered from the remaining entries.  Raises
     `JournalError` if the run cannot continue from the journal.
@@ -248,7 +248,7 @@ class Coordinator:
         """Serve until `stop` is set or, with `exit_when_finished`, until the run has finished.
 
         Raises `JournalError` if a decision cannot be made durable; such a decision is not sent.  If the disk
-        is full, decisions are instead held in memory and the write is retried; see `DiskFullMode`.
+        is full, decisions are instead held in memory, and the write is retried; see `DiskFullMode`.
         """
         try:
             now_s = self._clock()
@@ -508,7 +508,7 @@ class Coordinator:
     # -- status and orders ---------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the core's status; call it only from the loop's thread or after `run` has returned."""
+        """Return the core's status.  Call only from the loop's thread, or after `run` has returned."""
         return self._membership.snapshot(self._clock())
 
     def _answer_status(self, requester: PeerId, now_s: float) -> Sequence[ev.Effect]:

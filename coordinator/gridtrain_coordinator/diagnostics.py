@@ -1,4 +1,4 @@
-"""Serves `gridtrain doctor`: dials the machine back, and answers its pings and bursts within strict limits.
+"""Serves `gridtrain doctor`: dials back the machine that runs it, and answers a limited number of messages.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --

@@ -22,7 +22,7 @@ class MessageBatch:
         self._encoded: dict[int, tuple[Message, Frames]] = {}  # by the identity of a message
 
     def encode(self, message: Message) -> Frames:
-        """Return the frames of a message; raises `LocalProtocolError` as `codec.encode` does."""
+        """Return the frames of a message.  Raises `LocalProtocolError` as `codec.encode` does."""
         known = self._encoded.get(id(message))
         if known is None:
             known = self._encoded[id(message)] = message, codec.encode(message)

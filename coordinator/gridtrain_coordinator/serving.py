@@ -49,7 +49,7 @@ class Settings:
 
     Attributes:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
-        advertise: the address that workers use; if empty, the address in `listen`.
+        advertise: the address that workers use; if empty, it is derived from `listen`.
         state: the folder for the journal and the keys; None for `state_directory(run)`.
         plans: whether ranks are ordered by the measured links.
         recut_s: how long a pipeline with too few workers waits before it is repartitioned, in seconds.
@@ -114,8 +114,8 @@ class StopOnSignal:
 def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run `serve` and return its exit code.
 
-    If the log is JSON, an error that stops the coordinator is written as the log's last line, and nothing in
-    another format is written to the log's stream, or at all if the format was chosen.
+    If the log is JSON, an error that stops the coordinator is written as the log's last line.  The text for
+    `out` is also logged, instead of written, if JSON was chosen or if `out` and `err` are the same file.
     """
     writer = LineWriter(err, settings.log_format)
     log = log_of(writer)
@@ -137,8 +137,8 @@ def serve(settings: Settings, *, out: TextIO | None, log: Log) -> int:
     The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
-        out: the stream for the coordinator's address and the commands with which workers join; None for the
-            log.
+        out: the stream for the coordinator's address and the commands with which workers join; None to log
+            them.
         log: a function that receives the log's events; it must not block.
 
     Raises:

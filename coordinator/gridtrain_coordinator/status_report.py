@@ -52,7 +52,7 @@ class RateMeter:
             self._steps.popleft()
 
     def steps_per_s(self, window_s: float = WINDOW_S) -> float | None:
-        """Return the steps per second, measured since training last resumed but at most over the window.
+        """Return the steps per second over the window, or since training last resumed, if that was later.
 
         Returns None if the rate is not known yet, the run is not training, or it was rolled back.
         """
@@ -87,7 +87,7 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the mean of the losses that members report, weighted by the members' shares (at least 1 each).
+    """Return the mean of the reported losses, weighted by the members' shares; a share of 0 counts as 1.
 
     Returns None if no member reports a finite loss, or if the sum overflows.
     """

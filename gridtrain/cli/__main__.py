@@ -1,4 +1,4 @@
-"""Runs the program `gridtrain` for `python -m gridtrain.cli`."""
+"""Runs the `gridtrain` program for `python -m gridtrain.cli`."""
 
 from gridtrain.cli.main import main
 

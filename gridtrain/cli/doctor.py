@@ -113,7 +113,7 @@ def _show(finding: Finding, plain: bool) -> None:
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
-    """Read the figures that the prediction needs from a status.
+    """Read from a status the figures that the prediction needs.
 
     Raises `ConfigError` if no training worker has reported its share and its compute time, or if what the run
     exchanges is unknown.

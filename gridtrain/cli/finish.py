@@ -1,4 +1,4 @@
-"""`gridtrain finish`: ends a run before its script reaches its last step."""
+"""`gridtrain finish`: ends a run before its script reaches the last step."""
 
 from __future__ import annotations
 

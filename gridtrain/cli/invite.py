@@ -138,8 +138,8 @@ def explanation(
     Args:
         wall_s: the current time, in seconds since the epoch.
         has_bundle: whether the coordinator serves the script, so that the volunteer needs no command.
-        wider: an address of the coordinator that other machines can reach; "" if it listens on this machine
-            only.
+        wider: an address of the coordinator that other machines can reach; "" if the coordinator listens only
+            on this machine.
     """
     from gridtrain.core.group.invitation import comparable_key
 

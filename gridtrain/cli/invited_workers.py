@@ -138,8 +138,8 @@ def await_members(
 
 
 def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
-    """Print a sentence on a terminal; elsewhere print a JSON line as in the logs of worker and
-    coordinator."""
+    """Print a sentence on a terminal; elsewhere print a JSON line as in the logs of workers and
+    the coordinator."""
     if sys.stderr.isatty():
         click.echo(text, err=True)
         return

@@ -112,7 +112,7 @@ def _prepare_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program `gridtrain`.  Always raises `SystemExit`."""
+    """Run the `gridtrain` program.  Always raises `SystemExit`."""
     _prepare_streams()
     hide_invitations()
     try:

@@ -1,4 +1,4 @@
-"""Finds the worker that an operator's command means, by its name or the beginning of its key; removes it.
+"""Finds the worker to which an operator's command refers, by name or the key's first digits; removes it.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 ban WHO      the same, or the complete key of an unknown worker
@@ -121,6 +121,6 @@ def resolve_member(
         )
     raise ConfigError(
         f"{who!r} matches no member; known {kind}members: {candidates or 'none'}",
-        remedy=f"specify a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists "
-        "them",
+        remedy=f"specify a name, or at least the first {MIN_KEY_DIGITS} digits of a key; `gridtrain "
+        "members` lists them",
     )

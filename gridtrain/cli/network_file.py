@@ -29,7 +29,7 @@ MAX_WORKERS = 1_000_000
 
 
 def parse_seconds(text: str, name: str = "") -> float:
-    """Parse a duration into seconds.  Raises `ConfigError` if it is not a number with a unit of time.
+    """Parse a duration into seconds.  Raises `ConfigError` if `text` is not a number with a unit of time.
 
     Args:
         name: the setting that has this duration, for the error message.
@@ -53,7 +53,7 @@ def read_toml(path: Path, page: str) -> dict[str, Any]:
 
 
 def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` if a table has keys other than `known`."""
+    """Raise `ConfigError` if a table has keys that are not in `known`."""
     if unknown := set(entry) - known:
         raise ConfigError(
             f"{where} has unknown keys: {', '.join(sorted(unknown))}",
@@ -144,7 +144,7 @@ def single_site(link: str, latency: str) -> DescribedNetwork:
     """Return one site of equal workers.  Raises `ConfigError` if an argument is invalid.
 
     Args:
-        link: a worker's rate, "RATE", or "DOWN/UP" as providers write it.
+        link: a worker's rate: "RATE", or "DOWN/UP", the order in which providers state the two rates.
         latency: the one-way latency between two workers, such as "10ms".
     """
     down_Bps, up_Bps = _rates(link)

@@ -1,6 +1,6 @@
 """`gridtrain new FOLDER`: creates a run's files from a template, and prints the commands to run next.
 
-The files are in gridtrain/tools/templates: the folder `new` has the files of every run and the script of the
+The files are in gridtrain/tools/templates: the `new` folder has the files of every run and the script of the
 `vision` template; each other template has its own folder.  Existing files are not replaced, and no run is
 created inside another one.
 """
@@ -38,7 +38,7 @@ class Template:
     """What is specific to the runs of one template.
 
     Attributes:
-        about: the line of text for volunteers.
+        about: a one-line description of the run for volunteers.
         requires: the packages that the script needs.
         min_workers: the number of workers that the run needs to start.
         checkpoint_every: the number of steps between two checkpoints of a worker.

@@ -60,7 +60,7 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
 
 
 def default_option(flag: str, default: Any, help: str, **more: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds an option whose default click appends to its help."""
+    """Return a decorator that adds an option; click appends the option's default to the help."""
     return click.option(flag, default=default, show_default=True, help=help, **more)
 
 

@@ -1,4 +1,4 @@
-"""Formats the output of all commands: width and paragraphs."""
+"""Determines the width of all commands' output, and wraps paragraphs."""
 
 from __future__ import annotations
 

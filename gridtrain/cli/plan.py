@@ -45,7 +45,7 @@ ASSUMED_COMPUTE = "Assumed: a step takes {:g} s to compute; specify your model's
 MAX_WORKERS = 8192
 MAX_PARAMETERS = 1e15
 MAX_COMPUTE_S = 1e6
-"""The longest compute time.  With a longer time, or less than a nanosecond, predictions would overflow."""
+"""The longest compute time.  With a longer time, or one under a nanosecond, predictions would overflow."""
 
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}

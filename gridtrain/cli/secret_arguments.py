@@ -12,7 +12,7 @@ _INVITATION = re.compile(rb"(gridtrain\d+:)([\w=-]+)")
 def hide_invitations() -> None:
     """Overwrite the secrets of invitations in this process's command line.
 
-    Until this call they are visible.  Does nothing where there is no /proc.
+    Until this call, they are visible.  Does nothing where there is no /proc.
     """
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

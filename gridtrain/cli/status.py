@@ -179,9 +179,9 @@ def members_table(
 ) -> Table:
     """Return a table with a row for each member.
 
-    It shows whether others can connect to the member, its bytes per second, the times of its latest step
-    (computing, selecting, communicating, waiting), and the time since its last message.  There are columns
-    for violations (see `gridtrain members`) and stages only if there are any.
+    Among other things, a row shows whether others can connect to the member, its bytes per second, the times
+    of its latest step (computing, selecting, communicating, waiting), and the time since its last message.
+    The stage is shown only in a pipeline, and violations (see `gridtrain members`) only if there are any.
 
     Args:
         without: the headings of columns to leave out.
@@ -248,7 +248,7 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def received_states(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line with the size of the state that each member received on joining; [] if there is none."""
+    """Return a line with the size of the state that each member received on joining; [] if none did."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [

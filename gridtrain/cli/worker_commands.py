@@ -21,8 +21,8 @@ NO_RULE = ("off", "run")
 """The rule values that restrict nothing."""
 
 SLOW_UPLOAD = "200kbit"
-"""A lower upload limit causes a warning, because a slice of a dense exchange (`MIN_SLICE_BYTES` of a segment
-of up to 1 MiB, more of a larger segment) would take longer than `Deadlines.patience_floor_s`."""
+"""An upload limit below this causes a warning, because a slice of a dense exchange (`MIN_SLICE_BYTES` of a
+segment of up to 1 MiB, more of a larger segment) would take longer than `Deadlines.patience_floor_s`."""
 
 
 def _options(command: Command) -> Command:
@@ -80,7 +80,7 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
 @worker_commands.command()
 @_options
 def show(worker: str, to_all: bool, as_json: bool | None) -> None:
-    """Show the state, rules and sensor readings of a worker, or of all workers without --worker."""
+    """Show the state, rules and sensor readings of a worker; without --worker, those of all workers."""
     _ask(worker, to_all or not worker, {"ask": "show"}, as_json)
 
 

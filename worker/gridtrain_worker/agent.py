@@ -97,7 +97,7 @@ ACCESS_RETRY_S = 0.5
 MAX_BACKOFF_S, MAX_DOUBLINGS = 30.0, 16
 
 STEADY_S = 60.0
-"""If the script has committed a step and ran for at least this long, earlier failures no longer count."""
+"""If the script committed a step and ran for at least this long, earlier failures no longer count."""
 
 USUALLY_FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
 """Exit codes after which `--restarts` is not suggested: the configuration is wrong, or the worker is refused.
@@ -195,8 +195,8 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    This is the script's exit code, 128 + N if signal N killed the script or if SIGINT, SIGTERM or SIGHUP with
-    the number N stopped this process, or 0 after a dry run.  Must be called in the main thread.
+    The exit code is the script's; 128 + N if signal N killed the script, or if SIGINT, SIGTERM or SIGHUP with
+    the number N stopped this process; or 0 after a dry run.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
@@ -209,7 +209,7 @@ def supervise(
         JoinRefused: the coordinator refuses this worker, or removes it while the script is running.
         ConfigError: the program does not exist, a package or the data set is missing, a key file cannot be
             used, a rule cannot be enforced, or the final model cannot be written.
-        TransportError: this machine cannot listen at the chosen address.
+        TransportError: this machine cannot listen on the chosen address.
         NotAccepted: the run's bundle was not accepted.
         DataError: the data set's file could not be fetched.
         RemoteProtocolError: the coordinator sent an invalid bundle.
@@ -286,7 +286,7 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 
 
 def check_machine(job: Job) -> None:
-    """Check that this machine can write the final model and listen at the chosen address.
+    """Check that this machine can write the final model and listen on the chosen address.
 
     If it cannot, raise the error that the script would raise later, after the invitation has been used and
     torch has been imported.

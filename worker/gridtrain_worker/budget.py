@@ -3,8 +3,8 @@
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
 
 `others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
-The file is rewritten as a whole when it lacks at least `UNWRITTEN_BYTES` bytes, or has lacked some bytes for
-`UNWRITTEN_S` seconds.
+The file is rewritten as a whole when at least `UNWRITTEN_BYTES` bytes have been counted since the last write,
+or the first of them `UNWRITTEN_S` seconds ago.
 `gridtrain.training.pause` computes, in the script, how much of the budget a step reserves.
 """
 
@@ -29,7 +29,7 @@ The file is not written more often, because a write may wait for the disk."""
 
 
 class Budget:
-    """Counts the bytes of each day, in the file `FILE` in a worker's folder.
+    """Counts the bytes of each day, in the file named `FILE` in a worker's folder.
 
     Its methods raise `ConfigError` if the file cannot be read or written, because a budget that cannot be
     enforced must not appear to be enforced.

@@ -62,7 +62,7 @@ class Console:
         put(stream, text)
 
     def flush(self) -> None:
-        """Wait for some seconds until everything is written."""
+        """Wait until everything is written, but at most for a few seconds."""
 
     def end_output(self) -> None:
         """Write the rest of the script's last line; called once the script has ended."""

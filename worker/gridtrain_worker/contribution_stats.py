@@ -45,7 +45,7 @@ class ContributionStats:
         return self._finished.step
 
     def update(self, now_s: float, untrained: str = "") -> None:
-        """Read and show the figures of all starts on this machine, at most once a second.
+        """Read the script's figures and show the totals of all starts on this machine, at most once a second.
 
         Args:
             untrained: what the script is doing instead of training, and why; "" if it is training.
@@ -85,8 +85,8 @@ def add_contributions(before: Contribution, now: Contribution) -> Contribution:
     """Return the sum of the two contributions; step, run and world size are those of `now`.
 
     If the run has been set back meanwhile, the steps of `before` that `now` may have repeated do not count;
-    for their samples, only the mean is known.  If `now` has no steps, only its bytes are added, so that steps
-    repeated later are recognized.
+    their samples are estimated from the mean per step.  If `now` has no steps, only its bytes are added, so
+    that steps repeated later are recognized.
     """
     sent_bytes = before.sent_bytes + now.sent_bytes
     received_bytes = before.received_bytes + now.received_bytes

@@ -50,7 +50,7 @@ Body = dict[str, Any]
 
 
 class WorkerSuspended(ConfigError):
-    """The agent is suspended (Ctrl-Z) and answers nothing until it is continued.
+    """The agent is suspended (Ctrl-Z), and does not answer until it is continued.
 
     Attributes:
         pid: the agent's process id.
@@ -228,7 +228,7 @@ def ask_agent(path: Path, question: Body) -> Body:
     Raises:
         ConfigError: the agent refuses the request.
         WorkerSuspended: the agent is suspended.
-        OSError: no agent is listening at `path`, or it does not answer in time.
+        OSError: no agent is listening on `path`, or the agent does not answer in time.
         StopIteration, ValueError: the agent closes the connection, or does not send JSON.
     """
     target = os.readlink(path) if path.is_symlink() else str(path)
@@ -280,8 +280,8 @@ def find_worker(who: str) -> Path:
     """Return the socket of one worker.
 
     Args:
-        who: the worker's name, RUN/NAME, or at least `MIN_DIGITS` digits of its key; empty for the only
-            worker.
+        who: the worker's name, RUN/NAME, or at least the first `MIN_DIGITS` digits of its key; empty for the
+            only worker.
 
     Raises:
         ConfigError: no worker matches, or several workers match.

@@ -1,4 +1,4 @@
-"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices if it does not obey.
+"""Applies the owner's rules to a script: decides at intervals, sends limits, and notices disobedience.
 
 every `LOOK_S` s: sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
@@ -233,7 +233,7 @@ class PolicyEnforcer:
             return "" if state == "training" else f"{state}: {reason}" if reason else state
 
     def note_script_ended(self) -> None:
-        """Record that the agent is terminating an overdue script; reset when the next script starts."""
+        """Record, until the next script starts, that the agent is terminating an overdue script."""
         self.has_ended_script = True
         what = "stop" if self.is_stopping else "pause"
         self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; terminating it with SIGTERM")
@@ -435,7 +435,7 @@ class PolicyEnforcer:
 
 
 class AgentMeter(FetchMeter):
-    """Counts the bytes of the agent's own fetches and limits them; while the rules forbid training, requests
+    """Counts and limits the bytes that the agent itself fetches; while the rules forbid training, requests
     raise `BudgetSpent`."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:

@@ -3,9 +3,9 @@
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}        worker pause, set
 
-`over` holds the values from the command line of rules that were set again after that start.  If the command
-line gives the same value at the next start, as it does when a service restarts, the rule that was set later
-applies; otherwise, the command line's value applies.
+`over` holds the values from the command line that the owner's later settings replaced.  If the next start has
+the same value on the command line, as when a service restarts, the later setting applies; otherwise, the
+command line's value applies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SavedSettings:
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the saved rules that apply in addition to or instead of the rules `given` at this start."""
+        """Return the saved rules that apply in addition to, or instead of, those `given` at this start."""
         return {
             key: text
             for key, text in self._rules.items()

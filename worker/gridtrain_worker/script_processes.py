@@ -1,12 +1,12 @@
 """Signals all processes of a script, in all of its sessions, and ends or stops them with the agent.
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
-reach.  On Linux all descendants are therefore found in /proc, by the ids of their parents.  While a script
+reach.  On Linux, all descendants are therefore found in /proc, by the ids of their parents.  While a script
 runs, the agent is a subreaper: it adopts the descendants whose parent has ended.  It may also adopt other
 processes, for example if it is the first process of a container; the script's processes are recognized by an
-environment variable.  On other systems only the process group is known.
+environment variable.  On other systems, only the process group is known.
 
-As a program, this file is the agent's watchdog.  It imports nothing that would slow its start or enlarge it.
+As a program, this file is the agent's watchdog.  It imports nothing that is slow to load or uses much memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ScriptProcesses:
             signalled |= new
 
     def are_alive(self) -> bool:
-        """Reap the processes that have ended, except the script; return whether any other remains."""
+        """Return whether any process is running; reap those that have ended, except the script."""
         are_alive = self._signal_group(0) or bool(self._outside_group())
         self._reap()  # after the check, so that a process that ends meanwhile is reaped, too
         return are_alive
@@ -155,8 +155,8 @@ def is_from_script(pid: int, mark: str) -> bool:
     """Return whether a process, or one of its ancestors, was started with an environment variable that begins
     with `mark`, or is a descendant of this process; True if the process has already ended.
 
-    As the first process of a container, this process also adopts what its owner has started there, so its
-    descendants do not count.  Returns False if /proc cannot be used.
+    If this process is the first process of a container, it also adopts what the container's owner has started
+    there, so its descendants do not count.  Returns False if /proc cannot be used.
     """
     process, child = _read_process(pid) if pid else None, 0
     if pid and process is None:

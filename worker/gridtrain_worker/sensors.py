@@ -6,7 +6,7 @@
     temperature  nvidia-ml-py for GPUs, psutil for other components
 
 The sensors are read at most every `EVERY_S` seconds, and only those that a rule needs.  A program that is run
-to read one has `ASK_S` seconds to respond.
+to read a sensor has `ASK_S` seconds to respond.
 Use `gridtrain.testing.FakeSensors` in tests.
 """
 

@@ -69,7 +69,7 @@ class Rules:
     Attributes:
         upload, download: the rate limits as text, such as "20Mbit"; empty for no limit.
         budget_bytes: the limit on the bytes sent and received per day; 0 for no limit.
-        hours: the parts of the day in which training is allowed, local time; empty for any time.
+        hours: the parts of the day in which training is allowed, in local time; empty for any time.
         battery: whether to pause while the computer is running on battery power.
         gpu: whether to pause while another program is using the GPU.
         idle_s: how long the computer must be unused before training is allowed; 0 for no such rule.

@@ -10,11 +10,11 @@ Accusations by a suspected accuser are not counted, and further accusations by i
 other member accuses one of the same members within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all
 its accusations are withdrawn.
 
-A dishonest member can have at most one other member removed, which is restored when the dishonest one is
-identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified in the
-same way.  If only two members are involved, it cannot be determined which is at fault; three accusations are
-then enough to remove the accused.  There is no protection if dishonest members cooperate, or if one accuses
-only one other member.
+A dishonest member can cause the removal of at most one other member, which is restored once the dishonest
+member is identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified
+in the same way.  If only two members are involved, it cannot be determined which is at fault; three
+accusations are then enough to remove the accused.  There is no protection if dishonest members cooperate, or
+if one accuses only one other member.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ViolationLog:
     """The accusations in a run.
 
     Keeps at most `MAX_ACCUSED` accused members (the oldest is dropped), and for each of them at most
-    `VIOLATIONS_BEFORE_REMOVAL` violations from each accuser.
+    `VIOLATIONS_BEFORE_REMOVAL` violations reported by each accuser.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class ViolationLog:
         return True
 
     def review_suspects(self, now_s: float) -> list[PeerId]:
-        """Update the suspected accusers; return those whose accusations were not confirmed in time."""
+        """Update the set of suspected accusers; return those whose accusations were not confirmed in time."""
         alone: dict[PeerId, list[PeerId]] = {}
         for accused, records in self._records.items():
             accusers = {record.accuser for record in records}

@@ -175,7 +175,7 @@ class Authorization:
     def enrol(
         self, invitation_key: m.PeerId, peer: m.PeerId, address_range: str, wall_s: float
     ) -> AccessReply:
-        """Handle `Enrol`: make `peer` a member by the invitation with the key `invitation_key`, or refuse it.
+        """Handle `Enrol`: make `peer` a member through the invitation `invitation_key`, or refuse `peer`.
 
         Enrolling a key that already belongs to a member does not count as a use of the invitation.
 
@@ -519,7 +519,7 @@ class Authorization:
         }
 
     def removed_members(self) -> list[m.PeerId]:
-        """Return the latest removed members, except those that are banned or were admitted again."""
+        """Return the most recently removed members, except those that are banned or were admitted again."""
         return [peer for peer in self._removed if peer not in self._banned][-MAX_LISTED:]
 
     def violation_count(self, peer: m.PeerId) -> int:

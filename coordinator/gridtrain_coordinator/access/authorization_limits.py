@@ -1,4 +1,4 @@
-"""The limits of access control, such as the maximum uses of an invitation, and the refusals sent to workers.
+"""Limits of access control, such as the number of uses of an invitation, and the refusals sent to workers.
 
 The functions keep no state.  `authorization` looks each of them up in this module at every call, so that a
 test can disable a rule and demonstrate the effect.
@@ -70,7 +70,7 @@ def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
 
 
 def clean_reason(reason: str) -> str:
-    """Replace unprintable characters by spaces, and shorten the reason to `MAX_REASON_BYTES` bytes."""
+    """Replace unprintable characters with spaces, and shorten the reason to `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return shorten(plain.strip(), MAX_REASON_BYTES)
 

@@ -8,6 +8,6 @@
 safe.  The HTTP server consists of `startup`, `listen_address`, `guard`, which checks each request, and
 `connection_timeouts`.
 
-This module imports nothing, so that the daemon can run without a dashboard if the extra `coordinator` is not
+This module imports nothing, so that the daemon can run without a dashboard if the `coordinator` extra is not
 installed.
 """

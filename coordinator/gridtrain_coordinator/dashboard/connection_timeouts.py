@@ -51,7 +51,7 @@ class ConnectionTimeouts:
     """Records when each connection last made progress.
 
     Args:
-        streaming_paths: the paths of event streams, whose answers may take any time.
+        streaming_paths: the paths of event streams, whose answers may take any length of time.
     """
 
     def __init__(self, streaming_paths: Collection[str]) -> None:

@@ -212,8 +212,8 @@ class DashboardService:
 
 
 class _ErrorHandler(logging.Handler):
-    """Writes the web server's errors to the coordinator's log: each once per `LOG_EVERY_S`, and how often it
-    occurred in the previous interval."""
+    """Writes the web server's errors to the coordinator's log: each at most once per `LOG_EVERY_S`, with the
+    number of times that it occurred in the previous interval."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.ERROR)

@@ -40,8 +40,8 @@ def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
 def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
     """Return whether a request may carry this Host header.
 
-    IP addresses, localhost and the names in `allowed_hosts` are allowed.  All addresses are allowed: a
-    malicious site can make its own name resolve to this machine, but not an address.
+    IP addresses, localhost and the names in `allowed_hosts` are allowed.  Any IP address is allowed,
+    because with DNS rebinding the header contains the malicious site's host name.
     """
     name = _without_port(host.strip().lower()).rstrip(".")
     if name in ("localhost", *allowed_hosts):
@@ -66,7 +66,7 @@ def bearer(headers: Headers, token: str) -> bool:
 
 
 class Guard:
-    """The outermost layer of the application, which checks hosts and sizes, and adds headers."""
+    """The application's outermost layer, which checks hosts and body sizes, and adds security headers."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
         self._app = app

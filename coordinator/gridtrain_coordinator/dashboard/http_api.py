@@ -60,7 +60,7 @@ class Api:
     """The handlers of all routes.
 
     Args:
-        submit_order: a function that passes a command to the daemon, and returns its future reply.
+        submit_order: a function that passes a command to the daemon, and returns a future of the reply.
         wall: a function that returns wall-clock time in seconds.
     """
 

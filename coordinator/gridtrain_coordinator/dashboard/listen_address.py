@@ -1,10 +1,10 @@
-"""Chooses the dashboard's address, free port and token, with their defaults, and names missing packages.
+"""Chooses the dashboard's address, a free port and the token, and lists missing packages.
 
     ""                  127.0.0.1 and port 7780 or, if it is in use, one of the next 19 ports
     "127.0.0.1:7780"    only this port; ":7780" and "7780" have the same meaning
     "0.0.0.0:7780"      only with `open_to_network`
 
-Imports no packages from the extra, so that it can name the missing ones.
+Imports no packages of the `coordinator` extra, so that it can list those that are missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DashboardAddress:
         host, port: the address and port to listen on; port 0 means any free port.
         is_required: whether the owner specified the address; if so, failing to bind to it is an error.
         allows_network: whether other machines may reach the address.
-        allowed_hosts: host names under which the dashboard may be opened, besides addresses and localhost.
+        allowed_hosts: host names under which the dashboard may be opened, besides IP addresses and localhost.
     """
 
     host: str = HOST
@@ -83,18 +83,18 @@ def is_loopback(host: str) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages of the extra that are not installed."""
+    """Return the packages of the `coordinator` extra that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket that listens at the address.
+    """Return a socket that listens on the address.
 
-    Unless the owner specified the address, the following ports are also tried.
+    If the owner did not specify the address, the next ports are also tried.
 
     Raises:
         AddressTaken: no port is free.
-        TransportError: this machine cannot listen at the address.
+        TransportError: this machine cannot listen on the address.
     """
     is_fixed = address.is_required or not address.port
     ports = range(address.port, address.port + (1 if is_fixed else MAX_PORTS_TRIED))

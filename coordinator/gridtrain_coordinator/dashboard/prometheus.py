@@ -1,4 +1,4 @@
-"""The dashboard's figures as Prometheus metrics (/metrics); counters restart at zero with the coordinator."""
+"""The dashboard's figures as Prometheus metrics (/metrics); each start of the coordinator resets counters."""
 
 from __future__ import annotations
 

@@ -113,11 +113,11 @@ class Backups:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a backup has begun whose end `poll` has not reported yet."""
+        """Whether a backup has begun and `poll` has not reported its end yet."""
         return self._writing is not None
 
     def begin(self, store: JournalStore, now_s: float) -> None:
-        """Copy the journal into memory, and begin to write it to the folder.  `poll` reports the end.
+        """Copy the journal into memory, and begin to write the copy to the folder; `poll` reports the end.
 
         Args:
             now_s: the current time; the next backup is made at least `every_s` later.
@@ -136,9 +136,8 @@ class Backups:
     def poll(self, now_s: float) -> Path | None:
         """Return the folder of a backup that has been finished since the previous call.
 
-        Raises `JournalError` if the backup cannot be written, in which case earlier backups remain unchanged,
-        or if it has not been finished `ANSWER_TIMEOUT_S` after it began, in which case it may still be
-        finished later.
+        Raises `JournalError` if the backup cannot be written (earlier backups then remain unchanged), or is
+        not finished within `ANSWER_TIMEOUT_S` (it may still be finished later).
         """
         if self._writing is None:
             return None
@@ -157,7 +156,7 @@ class Backups:
         return path
 
     def wait(self, now_s: float) -> None:
-        """Wait for the backup that is being written, if any, until `poll` would report it as failed."""
+        """Wait for the backup that is being written, if any, at most until `poll` reports it as failed."""
         if self._writing is not None:
             wait([self._writing], max(self._began_s + ANSWER_TIMEOUT_S - now_s, 0.0))
 

@@ -98,7 +98,7 @@ class DiskFullMode:
     def queue_event(self, event: TransportEvent, real_s: float) -> list[ev.Effect]:
         """Store an event for later; return the effects to carry out now.
 
-        Heartbeats are not queued, because each one supersedes the last; the latest is kept for the status.
+        Heartbeats are not queued, because each supersedes the one before; the latest is kept for the status.
         If the queue is full, a peer that sends a message or connects is disconnected.
         """
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):

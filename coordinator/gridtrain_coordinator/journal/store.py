@@ -7,8 +7,8 @@ file exclusively, because two coordinators with the same journal could reach dif
 rollback journal with synchronous=FULL: once `append_all` has returned, the entries are in the file itself and
 survive SIGKILL and power loss.
 
-Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
-opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
+Each entry has a digest, which covers the entry and the previous digest.  The digests are checked when the
+journal is opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
 
     before   1 term   2 run   3 generation   4 state   5 generation            5's digest: D
     after    0 compacted (D)   1 term   2 run   5 generation                   each digest is computed again
@@ -83,7 +83,7 @@ class StoredEntry:
     """One entry of the journal.
 
     Attributes:
-        id: the number of the entry, from 1; 0 for the entry "compacted".
+        id: the number of the entry, from 1; 0 for the "compacted" entry.
         at: the time at which the entry was written, in UTC as ISO 8601.
     """
 
@@ -140,7 +140,7 @@ class JournalStore:
     def identity(self) -> Identity:
         """Return the coordinator's key pair; create it on the first start with this journal.
 
-        The key pair is in the file `coordinator.key` beside the journal.  Each ":memory:" store has a key
+        The key pair is in `coordinator.key` beside the journal.  Each ":memory:" store has a key
         pair of its own.
 
         Raises:
@@ -206,11 +206,11 @@ class JournalStore:
 
     @contextmanager
     def compaction(self, superseded: Collection[int], body: Mapping[str, Any]) -> Iterator[None]:
-        """Return a context manager that removes entries, and commits this on exit unless an error is raised.
+        """Return a context manager that removes entries, and commits the removal on exit without an error.
 
-        Within the context, `entries` returns what remains.  A first entry "compacted" contains `body`, the
-        number and the digest of the last entry before the compaction, and how many entries were removed;
-        all later digests include it.
+        Within the context, `entries` returns what remains.  The new first entry, "compacted", contains
+        `body`, the number and the digest of the last entry before the compaction, and the number of removed
+        entries; all later digests cover this entry.
 
         Args:
             superseded: the numbers of the entries to remove; not that of the last entry.

@@ -40,7 +40,7 @@ SNAPSHOT_LATE_S = 4.0
 
 
 class CatchUp:
-    """Introduces newcomers and state sources to each other and records the messages sent to them."""
+    """Introduces newcomers and state sources to each other, and records the messages sent to them."""
 
     def __init__(self, run: RunState, addresses: AddressBook) -> None:
         self._run, self._addresses = run, addresses

@@ -57,7 +57,7 @@ class Complaints:
 
         If a generation is forming, it is replaced only if its members do not connect after all.  While the
         members are being frozen, because another link has failed or a step stalls, the next generation has
-        already been requested.  A member that is not connected to the coordinator itself keeps its routes.
+        already been requested.  Routes to members that the coordinator has lost are kept.
         """
         run = self._run
         is_current = run.is_current(message.term, message.generation)
@@ -86,7 +86,7 @@ class Complaints:
         """Handle a broken connection between two members.
 
         If connections break repeatedly, the member that they have in common is dismissed, or the next ring
-        avoids these pairs of members.
+        avoids the pairs of members concerned.
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
@@ -108,12 +108,12 @@ class Complaints:
             return self._departures.dismiss(flapping, reason)
         if not run.view_change.reason and (common := failures.next_to_avoid(now_s, size)) is not None:
             name = run.workers.display_name(common)
-            reason = f"connections of {name} broke repeatedly, so the next topology avoids these pairs"
+            reason = f"connections of {name} broke repeatedly, so the next topology avoids them"
             run.view_change.request(reason, can_wait=True)
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """Handle a round that makes no progress: dismiss members at fault and request another generation."""
+        """Handle a round that makes no progress: dismiss members at fault, and request another generation."""
         run, view = self._run, self._run.view
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
         if not (is_current and run.view_change.is_idle) or worker.peer not in run.members or view is None:
@@ -197,7 +197,7 @@ class StalledStep:
 
     A member may also be suspected because its connection broke: it voted NO, or another member is not
     connected to it.  The accusation then concerns those members whose connections break most
-    (`LinkFailures.suspected_ends`), regardless of the reporter.  If nothing tells the two ends apart, they
+    (`LinkFailures.suspected_ends`), regardless of the reporter.  If the two ends are equally suspect, they
     use another route from the third stall on, and after the sixth the newer end is dismissed.  If the other
     end then loses a connection to another member within `REMEMBERED_S`, it is the suspect.
 

@@ -8,7 +8,7 @@
     refused          no               yes          no      Refused, with the reason
 
 An awaited worker may come back with its state: if no other member has a state, `FreezePhase` waits for it.
-The new process of a pipeline's member may have a checkpoint, so its `Setup` is awaited while members are.
+The new process of a pipeline's member may have a checkpoint, so `FreezePhase` also waits for its `Setup`.
 Other modules decide when to remove a worker, because of a timeout, stall, bad link or command, for example.
 """
 
@@ -34,7 +34,7 @@ MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint, 
 
 @dataclass(slots=True, eq=False)
 class Departures:
-    """Removes workers and requests another generation whenever a removed worker was a member."""
+    """Removes workers, and requests another generation whenever a removed worker was a member."""
 
     _run: RunState
     _planner: GenerationPlanner

@@ -1,4 +1,4 @@
-"""Collects members' reports before the next generation, and waits for absent members (rules 5, 6 and 11).
+"""Collects members' reports for the next generation; awaits absent members (commit rules 5, 6 and 11).
 
 TRAINING --view change requested--> Freeze --all connected members have reported, or time is up--> next view
    |                                  ^                     nobody who reports holds a state --+
@@ -161,7 +161,7 @@ class FreezePhase:
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Record a freeze report; return a violation if it is impossible or not a member's."""
+        """Record a freeze report; return a violation if the report is impossible or not a member's."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []
@@ -292,7 +292,7 @@ class FreezePhase:
 
     @property
     def awaits_stages(self) -> bool:
-        """Whether members of a pipeline are awaited, which may hold stages in memory or on disk."""
+        """Whether members of a pipeline are awaited; they may hold stages in memory or on disk."""
         return self.is_awaiting_members and self._run.partition.is_pipeline
 
     @property

@@ -50,7 +50,7 @@ class MemberLists:
         self._shared_pages = None, (), []
 
     def end_generation(self) -> None:
-        """Determine which members hold the current generation's list.  Call before the next is installed."""
+        """Determine which members hold the current list.  Call before the next generation is installed."""
         run, announced = self._run, self._announced
         ready = run.view_change.ready_histories.keys() - run.departed_members
         is_current = announced.generation == run.generation

@@ -259,7 +259,7 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers are on standby and that members are not; return the notices."""
+        """Record that these workers are on standby, and that no member is; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
@@ -292,7 +292,7 @@ class PipelineRecovery:
         return self._end_incomplete(last, self._end_reason(restart, last))
 
     def describe_pending_end(self, now_s: float) -> str:
-        """Return when and how the run will end after its owner has ordered its end, as text; "" if it is not
+        """Describe when and how the run will end, now that its owner has ended it; "" if the run is not
         waiting for workers."""
         if self._pending_end is None:
             return ""

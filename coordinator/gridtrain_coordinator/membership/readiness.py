@@ -26,7 +26,7 @@ from gridtrain_coordinator.run.run_state import RunState
 MAX_FORMING_S = 900.0
 """The longest time that a generation may take to form, regardless of the progress that its members report.
 
-The time needed to transfer their states over the slowest link is added.
+The time needed to transfer the members' states over the slowest link is added.
 """
 
 STATE_BYTES_PER_PARAMETER, MAX_STATE_BYTES_PER_PARAMETER = 16, 256

@@ -1,4 +1,4 @@
-"""Chooses state sources for newcomers while the group waits, and decides who is at fault if these fail.
+"""Chooses state sources for newcomers while the group waits, and decides who is at fault if a source fails.
 
     dora receives nothing from anna      bert becomes the source
     dora receives nothing from bert      dora is dismissed if both have served others; else clara is tried
@@ -35,7 +35,7 @@ class StateSources:
         self._unreliable: RecentDict[PeerId, int] = RecentDict(MAX_RECORDS)
 
     def record_success(self, source: PeerId, receivers: Collection[PeerId]) -> None:
-        """Record that these members have received the state."""
+        """Record that these members have received the state from the source."""
         for receiver in receivers:
             self._failed.pop(receiver, None)
         if receivers:
@@ -56,13 +56,13 @@ class StateSources:
         return len(proven) >= MAX_PROVEN_FAILURES or len(failed) >= MAX_FAILURES
 
     def untried(self, receiver: PeerId, holders: Iterable[PeerId]) -> list[PeerId]:
-        """Return the holders of the state that have not failed to serve this member."""
+        """Return those holders of the state that have not yet failed to serve this member."""
         return [holder for holder in holders if holder not in self._failed.get(receiver, ())]
 
     def choose(
         self, holders: Iterable[PeerId], receivers: Collection[PeerId], stalled: Collection[PeerId] = ()
     ) -> PeerId | None:
-        """Return the source for these members; None if any holder may serve them.
+        """Return the only source for these members; None if all holders may serve them.
 
         Args:
             holders: members that hold the state, in order of preference.

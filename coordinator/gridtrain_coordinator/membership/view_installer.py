@@ -64,7 +64,7 @@ class InitialState:
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """Discard the initial state.  Call when the run starts over: training has changed the models."""
+        """Discard the initial state.  Call when the run starts over, because training changed the models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()
@@ -92,7 +92,7 @@ class ViewInstaller:
     # -- initial state -----------------------------------------------------------------------------
 
     def install_next(self, reports: Mapping[m.PeerId, m.FreezeReport], now_s: float) -> list[Effect]:
-        """Decide the open step from the reports of members that hold a state, and install a generation."""
+        """Decide the open step's outcome from the reports of state holders, and install a generation."""
         run, outcome = self._run, decide_open_step(self._run, reports)
         if outcome.applied >= 0:
             return self.install(outcome, now_s)
@@ -171,7 +171,7 @@ class ViewInstaller:
         Args:
             placement: the ranks of a pipeline; None for an unpartitioned model.
             source: the only member that may send the state, because the other holders may not really have it;
-                None if any holder may send it.
+                None if all holders may send it.
         """
         run = self._run
         self._member_lists.end_generation()
@@ -264,7 +264,7 @@ class ViewInstaller:
 
 
 def decide_open_step(run: RunState, reports: Mapping[m.PeerId, m.FreezeReport]) -> Outcome:
-    """Decide the open step from the reports of members that hold a state."""
+    """Decide the outcome of the open step from the reports of members that hold a state."""
     shares = [(member.peer, member.share) for member in run.member_list]
     eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
     spec, in_stages = run.defined_setup.ledger, run.partition.is_pipeline

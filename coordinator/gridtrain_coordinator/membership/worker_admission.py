@@ -1,4 +1,4 @@
-"""Admits workers up to a limit, compares setups with the run's definition, and has links measured.
+"""Admits workers up to a limit, compares setups with the run's definition, and starts link measurements.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links

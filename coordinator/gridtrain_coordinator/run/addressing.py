@@ -127,7 +127,7 @@ class AddressBook:
         return all(relay_of(self.route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
     def begin_generation(self, members: Iterable[m.PeerId]) -> None:
-        """Choose the relays for a new generation of these members, and clear the previous one's caches."""
+        """Choose the relays for a new generation of these members, and clear the last generation's caches."""
         self._address_cache.clear()
         self._blocked_pairs.clear()
         self._relays = self.route_table.relay_candidates(members)
@@ -182,8 +182,8 @@ class AddressBook:
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
         """Return messages with the routes between these members and a worker outside the generation.
 
-        They go to the members, to the relays on the routes and, for its routes to these relays only, to the
-        worker itself, which receives its routes to the members separately.
+        The messages go to the members and to the relays on the routes.  The worker itself is sent only its
+        routes to these relays; it receives its routes to the members separately.
         """
         addresses: dict[m.PeerId, dict[m.PeerId, str]] = {}
         for other in others:
@@ -205,8 +205,8 @@ class AddressBook:
         the next view.
 
         Args:
-            broken: members to which `viewer` was connected until recently.  Such a link drops packets in both
-                directions, so that the other member need not try the link as well.
+            broken: members to which `viewer` was connected until recently.  The links to them drop packets in
+                both directions, so that these members need not try the links as well.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}

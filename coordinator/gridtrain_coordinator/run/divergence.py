@@ -1,4 +1,4 @@
-"""Detects members whose models differ from the others', based on digests every N steps (guarantee 1).
+"""Detects members whose models differ from the others', by digests every N steps (guarantee 1, README).
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once it has all digests of a step, or when the next comparison begins and most agree:
@@ -77,8 +77,8 @@ class DigestComparison:
 class DivergenceDetector:
     """Compares the replicas of each stage of the latest generation, and notifies members that differ.
 
-    A diverged member has the same history as the other members, so it would report its state as that of the
-    run.  It is therefore notified again when its connection is restored and before the next generation.
+    A diverged member has the same history as the other members, so it would report its state as the run's
+    state.  It is therefore notified again when its connection is restored and before the next generation.
 
     Attributes:
         divergence_count: how many times a member's state has differed.
@@ -115,7 +115,7 @@ class DivergenceDetector:
         return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
     def without_diverged_state(self, peer: PeerId, report: m.FreezeReport) -> m.FreezeReport:
-        """Return the member's report, marked as not synced if it diverged in this generation."""
+        """Return the member's report, marked as not synced if the member diverged in this generation."""
         notice = self._notices.get(peer)
         if notice is not None and notice.generation == report.generation:
             return replace(report, is_synced=False)
@@ -134,6 +134,6 @@ class DivergenceDetector:
 def minority_ranks(digests: dict[int, bytes]) -> list[int]:
     """Return the ranks outside the largest group of equal digests.
 
-    If several tie, the group with the lowest rank counts as the largest.
+    If several groups tie, the group with the lowest rank counts as the largest.
     """
     return sorted(set(digests) - set(largest_agreeing_group(digests)))

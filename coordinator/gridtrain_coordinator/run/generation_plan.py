@@ -7,8 +7,8 @@ ConnectionLost ------------+                  +--request_if_faster--> `ViewChang
     members train --prepare: the whole search--> Freeze, reports --plan: as prepared--> MembershipView
     a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
 
-In a group of more than `WHOLE_SEARCH_MEMBERS`, each call performs one piece of a search, so that the
-coordinator can handle messages in between.
+In a group of more than `WHOLE_SEARCH_MEMBERS` members, each call of `prepare` or `request_if_faster` performs
+one piece of a search, so that the coordinator can handle messages in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlanBasis:
     Attributes:
         peers: the members, longest-serving first.
         links: the round trips, rates and relays between `peers`.
-        is_direct: whether all of them may exchange directly: there are few enough, any two can connect
+        is_direct: whether all `peers` may exchange directly: they are few enough, any two of them can connect
             without a relay, and no broken link is avoided.
         setup: the run's definition.
         exchange: the exchange that the coordinator has chosen.
@@ -77,7 +77,7 @@ class GenerationPlanner:
 
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
-        entry_shares: the members that select fewer gradient entries than others under the latest plan.
+        entry_shares: the latest plan's shares of the members that select fewer gradient entries than others.
         measured_links, link_failures, worker_speeds: the measurements on which the plans are based.
         reorder_limits: decides which reports about links count.
     """

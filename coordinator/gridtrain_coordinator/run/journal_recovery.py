@@ -133,9 +133,9 @@ def is_same_run(one: RecoveredRun, other: RecoveredRun) -> bool:
 class SupersededEntries:
     """Finds the entries without which `recover_run` returns the same run, while the entries are read.
 
-    These are all generations except the latest and, before it, reports of workers that left, and all phases
-    except the last one that says whether the run has started.  The names of earlier members would be lost
-    with these entries, so `compacted_entry` contains them.
+    These are all generations except the latest and, among the entries before the latest generation, the
+    reports of workers that left and all phases except the last that says whether the run has started.  The
+    names of earlier members would be lost with these entries, so `compacted_entry` contains the names.
 
     Attributes:
         ids: the numbers of these entries.
@@ -148,7 +148,7 @@ class SupersededEntries:
         self._states: list[int] = []  # entries that the next generation supersedes
 
     def add(self, number: int, kind: str, body: Mapping[str, Any]) -> None:
-        """Consider the next entry, which is valid."""
+        """Consider the next entry, which must be valid."""
         if kind == "generation":
             self.ids += [*self._states, *([] if self._generation is None else [self._generation])]
             self._generation, self._states = number, []

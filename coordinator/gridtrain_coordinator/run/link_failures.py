@@ -1,4 +1,4 @@
-"""Decides which member is at fault when connections break repeatedly, and which pairs the next order avoids.
+"""Decides which member is at fault when connections break repeatedly, and which pairs the next ring avoids.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      at least `FAILURES_BEFORE_AVOIDING` in three pairs: at fault
@@ -15,9 +15,10 @@ the majority; in a larger group, a member is at fault only when `MIN_REPORTS` of
 
 A member whose own link is bad reports each of its connections; its reports count like any others.
 
-A step that stalls because of a broken connection is a different question: one failure is enough, but its two
-ends are equally suspect until another connection of one of them fails (`suspected_ends`).  Two members that
-lie in concert can therefore have any third member dismissed, as they can with reports of other stalls.
+A step that stalls because of a broken connection is a different question: one failure is enough, but the two
+ends of the connection are equally suspect until another connection of one of them fails (`suspected_ends`).
+Two members that lie in concert can therefore have any third member dismissed, as they can with reports of
+other stalls.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class LinkFailures:
         return max(sum(n for pair, n in recent.items() if pair[end] == peer) for end in (0, 1))
 
     def suspected_ends(self, peer: PeerId, root: PeerId, members: int, now_s: float) -> frozenset[PeerId]:
-        """Return who may be at fault for this member's failures within `WINDOW_S`; empty if there are none.
+        """Return the members that may be at fault for this one's failures within `WINDOW_S`; empty if none.
 
-        anna - mallory                    anna and mallory: nothing tells them apart
+        anna - mallory                    anna and mallory: either may be at fault
         anna - mallory, bert - mallory    mallory, even if `peer` is anna or bert
 
         Every member is connected to the root, so the root's failures count as only one unless it has lost

@@ -1,4 +1,4 @@
-"""Records the workers that their owners have paused, for the status; their number and age are limited.
+"""Records the workers that their owners have paused, for the status; limits the number and age of records.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
                              +--after a week--> discarded

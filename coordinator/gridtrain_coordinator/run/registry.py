@@ -84,7 +84,7 @@ class Worker:
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """Store the round trips measured by the worker and admit it if its setup is known."""
+        """Store the round trips measured by the worker, and admit the worker if its setup is known."""
         self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
@@ -106,12 +106,12 @@ class Worker:
         self.has_caught_up = True
 
     def roll_back(self, applied: int) -> None:
-        """Drop the steps and checkpoints after step `applied`, after which the run continues."""
+        """Drop the steps and checkpoints after step `applied`; the run continues after that step."""
         self.step = min(self.step, applied + 1)
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
     def clear_initial_state(self) -> None:
-        """Record that the worker no longer holds the initial state it built."""
+        """Record that the worker no longer holds the initial state that it built."""
         if self.setup is not None:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
@@ -223,7 +223,7 @@ class Registry(dict[m.PeerId, Worker]):
             self._silent[worker.peer] = worker.liveness.heartbeats
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
-        """Return the candidates for the generation that follows the one formed by `members`, in one pass."""
+        """Return the candidates for the generation that follows the one formed by `members`."""
         newcomers: list[Worker] = []
         catching_up: list[Worker] = []
         measured_s: list[float] = []
@@ -273,7 +273,7 @@ def batch_limits(workers: Sequence[Worker]) -> list[int]:
 def assign_shares(
     workers: Sequence[Worker], global_batch_size: int | None, sharing: WorkerSpeeds
 ) -> BatchShares:
-    """Return the workers' shares, in their order.
+    """Return the workers' shares, in the order of `workers`.
 
     A share is the worker's own batch size, or the part of the global batch size that suits its speed.
     """

@@ -1,8 +1,8 @@
 """Decides which reports about links count, and how soon one worker's reports may cause another rank order.
 
-    introduced anna (1)      anna: to bert 10 MB/s     counted
+    introduced anna          anna: to bert 10 MB/s     counted
                              anna: to bert  1 MB/s     not counted: already reported since then
-    introduced bert (1)      anna: to bert  1 MB/s     counted: bert's link may have changed
+    introduced bert          anna: to bert  1 MB/s     counted: bert's link may have changed
     new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
 
 Honest workers measure when they are introduced to their peers, so a report is counted once per introduction

@@ -38,7 +38,7 @@ class PeerLocation:
     """The addresses of a worker.
 
     Attributes:
-        claimed_address: the address at which the worker claims to listen.
+        claimed_address: the address on which the worker claims to listen.
         host: the source address of its connection to the coordinator.
         verified_address: the address at which the coordinator reached it; empty if it is behind NAT.
         can_relay: whether it is willing to forward messages between other workers.
@@ -120,7 +120,7 @@ class RouteTable:
     def follows_key_rule(self, viewer: PeerId) -> bool:
         """Return whether `viewer` dials the workers with a verified address and a smaller key, and no others.
 
-        This is the case if every worker can dial `viewer` and none of its routes has failed.
+        True if every worker can dial `viewer` and none of the routes of `viewer` has failed.
         """
         return bool(self.verified_address(viewer)) and viewer not in self._blocked_ends
 

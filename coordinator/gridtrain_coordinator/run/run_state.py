@@ -55,14 +55,14 @@ class RunState:
         skip_alert: decides when the alert about skipped steps is announced.
         paused_workers: workers that have left because their owners paused them.
         highest_step: the number of committed steps, according to generations and members' reports.
-        step_before: `highest_step` before the members' first generation, whose checkpoint may be false.
+        step_before: `highest_step` before the members' first generation, which may have a false checkpoint.
         latest_members: the members of the latest generation that trained or is in the journal, even if they
             no longer hold the model; empty for a new run.
         left_step: the highest step in a checkpoint that a former member keeps; 0 if there is none
             or if another generation has begun since.
         model_lost_s: the time at which it became known that no worker holds the model; -inf if that was
             before this coordinator started.
-        has_committed: whether a step may have been committed; until then the definition may be replaced.
+        has_committed: whether a step may have been committed; if not, the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
@@ -156,7 +156,7 @@ class RunState:
 
     @property
     def skipped_steps(self) -> SkippedSteps:
-        """The skipped steps reported by the connected members, or the last known ones if there are none."""
+        """The skipped steps that the registered members report; without such members, the last known ones."""
         workers = [self.workers[peer] for peer in self.present_members]
         reports = [(worker.step, worker.figures) for worker in workers]
         skipped = SkippedSteps.from_reports(reports) if reports else self._last_skipped
@@ -271,7 +271,7 @@ class RunState:
             self._reason += ", one for each stage of the model" if setup.stages > self._min_workers else ""
 
     def replace_facts(self, facts: m.Facts) -> None:
-        """Replace the facts of a definition; an earlier version may have recorded fewer facts."""
+        """Replace the definition's facts; an earlier version of gridtrain may have recorded fewer."""
         self.definition = replace(self.defined_setup, facts=facts)
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
@@ -309,7 +309,7 @@ class RunState:
         show.  If the journal is too old to name them, the majority of the checkpoints decides.
 
         Args:
-            others: the workers whose checkpoints are compared with it, which include the worker itself.
+            others: the workers whose checkpoints are compared with `worker`'s; `worker` is one of them.
         """
         own = worker.checkpoint_step
         is_known = not self.latest_members or worker.peer in self.latest_members
@@ -367,12 +367,12 @@ class RunState:
         self.highest_step = applied + 1
 
     def ending_entries(self) -> list[JournalEntry]:
-        """Return the journal entry that `end_early` would return."""
+        """Return the journal entries that `end_early` would return."""
         entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
         return [] if self.is_ending else [entry]
 
     def end_early(self) -> list[JournalEntry]:
-        """Record that the owner has ended the run; return the journal entry, if it is new.
+        """Record that the owner has ended the run; return the journal entry, or none if already recorded.
 
         The members finish the run with the next generation, in which they all hold the same state.
         """
@@ -383,8 +383,8 @@ class RunState:
     def record_leave(self, worker: Worker) -> list[JournalEntry]:
         """Record that a worker left on its own, because it may return with its checkpoints.
 
-        Returns the journal entry about its stage checkpoints.  There is none if the worker has none, if the
-        run has members and the worker is not one of them, or if the run is finished.
+        Returns the journal entry about its stage checkpoints.  There is no entry if the worker has no
+        checkpoints, if the run has members but the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
             self.record_report(worker.peer, worker.step)

@@ -1,4 +1,4 @@
-"""Finds the member that delays the others noticeably, or members without progress, which the status names."""
+"""Finds the member that noticeably delays the others, and members without progress, for the status."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def find_slow_member(
     *,
     has_fixed_batches: bool = False,
 ) -> dict[str, str] | None:
-    """Return the peer and the name of the member for which the others wait, and the reason: it is busy for
-    a long time, or it has the slowest link.
+    """Return the key ("peer") and name of the member for which the others wait, and the reason: it is busy
+    for a long time, or it has the slowest link.
 
     Returns None if no member stands out.
 
@@ -74,8 +74,8 @@ def find_slow_member(
 
 
 def describe_idle(members: Sequence[Worker]) -> str:
-    """Return the alert that no member is making progress, according to the heartbeats; "" if one is, or if
-    one has not reported a step yet.
+    """Return the alert that no member is making progress, according to the heartbeats; "" if a member is, or
+    has not reported a step yet.
 
     A single idle member for which the others wait is dismissed instead (`Complaints`).
     """

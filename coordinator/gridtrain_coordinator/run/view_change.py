@@ -78,7 +78,7 @@ class ViewChange:
         self.reports.clear()
 
     def begin_forming(self, deadline_s: float, now_s: float) -> str:
-        """Wait for the members of an installed generation to be ready; return the generation's reason."""
+        """Wait for the members of an installed generation; return the reason for the generation."""
         self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
         self.unrouted_reason = ""
         self.is_started = False
@@ -101,7 +101,7 @@ class ViewChange:
         """Request another generation; the first reason is kept.
 
         Args:
-            can_wait: see the attribute, which is true only if it is true for every request.
+            can_wait: see the attribute, which is true only if this argument is true in every request.
         """
         self.can_wait = can_wait and (self.can_wait or not self.reason)
         self.reason = self.reason or reason

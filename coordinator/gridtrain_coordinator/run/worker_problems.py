@@ -18,9 +18,9 @@ from gridtrain.quantities import ALERT_SKIPS, SKIP_REASON, describe_skipped, for
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
-"""The shortest time between two events about steps that one worker made the group skip; also for steps
-that the group took without it, except for the event that it takes part again, and for calls to `grid.mean`
-that no other worker made."""
+"""The shortest time between two events of one kind about a worker: steps that it made the group skip, steps
+that the group took without it, or calls to `grid.mean` that no other worker made.  The event about the
+worker's return may come sooner."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
@@ -53,8 +53,8 @@ class SkippedSteps:
         samples: the number of samples in all steps.
         in_a_row: the number of consecutive skipped steps, up to the latest step.
         step: the number of steps that the reports cover.
-        causes: the names of the members whose gradients caused the skipped steps in a row; empty if all
-            members did, or if it is not known.
+        causes: the names of the members whose gradients caused these consecutive skipped steps; empty if
+            all members' gradients did, or if the cause is not known.
     """
 
     skipped_samples: int = 0
@@ -67,9 +67,9 @@ class SkippedSteps:
     def from_reports(cls, reports: Sequence[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
         """Combine the members' reports, which consist of their steps and figures.
 
-        Each number is the median, or the higher of the two middle values.  It therefore stays within what the
-        others report even if fewer than half of the members report wrong numbers, or do not know the steps
-        before they joined.
+        Each number is the median, or the higher of the two middle values.  It therefore stays in the range
+        that the others report even if fewer than half of the members report wrong numbers, or do not know the
+        steps before they joined.
         """
         if not reports:
             return cls()
@@ -147,7 +147,7 @@ class SkipAlert:
 class StepCounter:
     """A counter of steps in a worker's heartbeats, and when it last grew.
 
-    The first value is what the worker had counted before this coordinator knew it, and is not announced.
+    The first value is the worker's count before this coordinator knew the worker, and is not announced.
 
     Attributes:
         total: the latest value.
@@ -251,8 +251,8 @@ class WorkerProblems:
 
         Args:
             name: the worker's name.
-            step: the number of steps that it has committed.
-            figures: the metrics.
+            step: the number of steps that the worker has committed.
+            figures: the heartbeat's metrics, by name.
         """
         skipped = self._skips.update(_count(figures, m.OWN_SKIPPED_STEPS), step, now_s)
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)

@@ -1,4 +1,4 @@
-"""Assigns layers and ranks to workers in a pipeline's next generation, and decides when to repartition it.
+"""Assigns layers and ranks to workers in a pipeline's next generation, and decides when to repartition.
 
     at least as many workers as stages --> the defined partition, or another if a worker's memory is too small
     fewer workers -----------------------> wait `recut_s` for one to come back, then repartition
@@ -43,7 +43,7 @@ PlacementResult = tuple[RankPlacement, tuple[int, ...]]
 
 
 class RepartitionCache:
-    """Caches the latest partitions, because a paused run looks for one after each message.
+    """Caches the latest partitions, because a paused run searches for a partition after each message.
 
     All methods except `is_worthwhile` raise `ConfigError` if no partition fits into the workers' memory.
     """
