@@ -16,7 +16,7 @@ _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 def parse_coordinator_address(text: str, default_port: int = DEFAULT_PORT) -> str:
     """Return `text` as "tcp://host:port".
 
-    In `text`, "tcp://" is optional, and so is the port.
+    "tcp://" and the port are optional in `text`; `default_port` replaces a missing port.
 
     Raises:
         ConfigError: `text` is not an address.

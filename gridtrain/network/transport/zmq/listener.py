@@ -1,4 +1,4 @@
-"""Manages incoming connections: the ROUTER socket, each connection's descriptor, and closing connections.
+"""Manages incoming connections: the ROUTER socket, and the descriptors and the closing of connections.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection
@@ -161,7 +161,8 @@ class Listener:
         return pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]
 
     def silence(self, connection: Connection) -> None:
-        """Drop the messages that arrive after `hang_up`; close a pending member's connection soon after."""
+        """Drop the messages that arrive from now on.  A pending member's connection is closed after
+        `CLOSE_DELAY_S`."""
         connection.state = "silent"
         if connection.is_pending:
             self._closing.append((time.monotonic() + CLOSE_DELAY_S, connection))

@@ -1,4 +1,4 @@
-"""Opens ZeroMQ sockets with all limits and timeouts, and reads and writes single messages of bounded size.
+"""Opens ZeroMQ sockets with limits and timeouts set, and reads and writes single messages of bounded size.
 
     ROUTER  all incoming connections; a message begins with a routing id that libzmq generates for each
             connection (clients cannot choose it, because they could choose the id of another client)
@@ -58,7 +58,7 @@ step stalls for the third time, because the coordinator then dismisses a member.
 ZERO_COPY_RECV = 10
 """The number of a context option that has no name in pyzmq.  The option is off: if it is on, a short
 encrypted message that has not been read keeps the buffer in which it arrived, so that 37 bytes on the wire
-take 2.5 kB of memory and more instead of 0.2 kB.  In both cases, the part of a long message that exceeds this
+take 2.5 kB of memory or more instead of 0.2 kB.  In both cases, the part of a long message that exceeds this
 buffer of 8 kB is read directly into the message."""
 
 _KEEPALIVE_PROBES = 3
@@ -218,7 +218,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Start connecting to an address that `is_numeric`.
+    """Start connecting to an address for which `is_numeric` is true.
 
     Raises:
         TransportError: the address is invalid, or has a host name; libzmq would resolve a name in the thread
