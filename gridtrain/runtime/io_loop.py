@@ -192,7 +192,7 @@ class IoLoop:
             )
 
     def request_average(self, step: int, index: int, value: float) -> None:
-        """Contribute a value to the mean with this step and index, without waiting for it.
+        """Contribute a value to the mean with this step and index, without waiting for the mean.
 
         `await_average` returns this mean; means that arrived earlier are dropped.
         """

@@ -52,7 +52,7 @@ def closed_at_exit(
     """Decorate a generator function, so that its unfinished generators are closed when the script exits.
 
     Otherwise, a generator in a global variable may be closed only after the interpreter has cleared modules
-    that it still needs, such as those that define the exceptions in its `except` clauses.
+    that the generator still needs, such as those that define the exceptions in its `except` clauses.
     """
 
     @functools.wraps(make)

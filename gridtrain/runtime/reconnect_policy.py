@@ -109,11 +109,11 @@ class ReconnectPolicy:
     def handle_pause(self, reason: str, now_s: float) -> None:
         """Log once why the run is paused, or that it is no longer paused.
 
+        A worker that was left out does not log that the run is paused.
+
         Args:
             reason: why the run is paused; empty if it is not paused.
             now_s: the current time.
-
-        A worker that was left out does not log that the run is paused.
 
         Raises:
             RunPaused: the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).

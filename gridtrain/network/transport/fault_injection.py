@@ -138,7 +138,8 @@ class Faults:
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a stall: the training thread sleeps for `seconds` at the step's batch; the I/O thread runs on."""
+        """Plan a stall: the training thread sleeps for `seconds` at the step's batch; the I/O thread
+        continues."""
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:

@@ -175,7 +175,7 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 
 
 def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest fp16 values, with ties to even, of float32 values below 2**16 in magnitude.
+    """Round float32 values below 2**16 in magnitude to fp16, with ties to even; return the results' bits.
 
     numpy converts values one by one.  If no value is below fp16's normal range, which is the usual case,
     shifts produce the same result faster: 13 bits are rounded off, and the exponent's bias changes from 127

@@ -1,4 +1,4 @@
-"""The buckets of the flat gradient (`Overlap`): their bounds, and their buffers as one update of the round.
+"""The buckets of the flat gradient (`Overlap`): their bounds, and a buffer that joins their updates into one.
 
 Each bucket has its own channel and collective.
 
@@ -30,7 +30,8 @@ from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
-"""The positions at which the buckets of a vector begin, in ascending order from 0, followed by its length."""
+"""The positions at which the buckets of a vector begin, in ascending order from 0, followed by the vector's
+length."""
 
 
 class BucketedBuffer:

@@ -54,7 +54,7 @@ class SparseDirectBuffer(ButterflyBuffer):
         owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
 
     The rotations are scattered, so that the owners have nearly the same number of large values even if such
-    values are in a few columns of a matrix.
+    values are concentrated in a few columns of a matrix.
 
         own entries  --by owner--> a part for each owner
         one part from each rank, with the elements that this rank owns

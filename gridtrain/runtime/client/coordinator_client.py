@@ -1,4 +1,4 @@
-"""Sends requests to a coordinator (status, enrolment, commands) and reports why it does not answer.
+"""Sends requests (status, enrolment, commands) to a coordinator, and reports why it does not answer.
 
 A client is not a member of the run.
 
@@ -200,7 +200,7 @@ def name_error(address: str) -> CoordinatorUnreachable | None:
 
 
 def tcp_error(address: str) -> OSError | None:
-    """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it.
+    """Return why no TCP connection can be opened; None if a connection was opened.
 
     If a host has several addresses, the error of an address to which there is a route is preferred.
     """

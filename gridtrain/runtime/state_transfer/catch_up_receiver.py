@@ -67,7 +67,7 @@ class CatchUpReceiver:
 
     Attributes:
         failure: the reason why the catch-up has failed; empty if it has not failed.
-        latest_step: the latest step that the update source has reported; -1 if none.
+        latest_step: the latest step that the update source has reported; -1 if there is none.
         position: the step and the history of the trainer's model; None until a snapshot is loaded.
     """
 

@@ -1,4 +1,4 @@
-"""Snapshots of the state for catch-up, whose blocks a receiver requests from several members at once.
+"""Snapshots of the state for catch-up: a receiver requests their blocks from several members at once.
 
     sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
              bert   table T1 --+-> later step, then that of the source added first; anna and bert share the
