@@ -22,10 +22,11 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 # -- exchanges: how gradients are shared -----------------------------------------------------------
 
 WAITS = ("all", "auto")
-"""The values of `wait`: "all" always waits for workers whose training loops have stalled, "auto" does not."""
+"""The values of `wait`: "all" waits for workers whose training loops have stalled; "auto" lets steps commit
+without them."""
 
 BASES = ("exact", "any")
-"""The values of `base`: "exact" requires the same frozen parameters on all workers, "any" does not."""
+"""The values of `base`: "exact" requires the same frozen parameters on all workers; "any" does not."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
 """The encodings of the values in a sparse exchange; "int2" is allowed only if values are rounded once, in
@@ -70,8 +71,8 @@ class _Sparse:
         density: rho, the share of elements sent: k = max(1, round(rho * n)) of n elements.  With 0.01,
             small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
         momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
-            sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
-            has less effect at a higher density.  0 disables both.
+            sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so
+            momentum has less effect at a higher density.  0 disables both.
         values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
             added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order of
@@ -150,7 +151,7 @@ class _Sparse:
 
 @dataclass(frozen=True, slots=True)
 class TopK(_Sparse):
-    """All-gather of the k largest elements of every worker; their sum has up to P*k entries."""
+    """All-gather of the k largest elements of every worker; their sum has up to k entries for each worker."""
 
     topology: ClassVar[str] = "all-gather"
 
@@ -160,10 +161,10 @@ class GTopK(_Sparse):
     """Global top-k: merges the entries of all workers, and keeps about k of them (after arXiv 1901.04359).
 
     Attributes:
-        topology: "butterfly", with pairwise merges, in which each member sends O(k log P) entries; "direct",
+        topology: "butterfly", in which P members merge pairwise and each sends O(k log P) entries; "direct",
             in which each member merges a part of the indices for all members, and sends O(k) entries;
             "tree", as in the paper; or "star", in which all members send to rank 0, which merges once.  With
-            "auto" the coordinator chooses between butterfly and direct.
+            "auto", the coordinator chooses between butterfly and direct.
     """
 
     topology: str = "auto"
@@ -361,8 +362,8 @@ class LocalSteps:
     Attributes:
         every: the number of optimizer steps between two exchanges, which must be the same on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)` the
-            coordinator chooses it, for turns of `every` steps.
+        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)`, the
+            coordinator chooses the exchange, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
@@ -523,9 +524,9 @@ class JoinConfig:
         handover_mib: the maximum size in MiB of the residual that a worker sends when it leaves; "0" sends
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
-            state directory.  None: the same folder, but nothing is saved when the worker leaves.
-        donate_limit: the upload limit for sending the state to newcomers while this worker trains; "": the
-            lower of `DEFAULT_DONATE_LIMIT` and `DEFAULT_DONATE_SHARE` of `upload_limit`.
+            state directory.  None uses the same folder, but nothing is saved when the worker leaves.
+        donate_limit: the upload limit for sending the state to newcomers while this worker trains; "" uses
+            the lower of `DEFAULT_DONATE_LIMIT` and `DEFAULT_DONATE_SHARE` of `upload_limit`.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""
