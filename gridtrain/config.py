@@ -315,7 +315,7 @@ class Overlap:
 
     Use the same settings on all workers.  A bucket should have at least alpha / (rho e beta) elements, where
     alpha is the latency of a message, rho the density, e the bytes per entry and beta the seconds per byte.
-    For rho = 0.001 that is about 14 million elements at 1 Gbit/s (alpha 0.4 ms) and 6 million at 10 Mbit/s
+    For rho = 0.001, that is about 14 million elements at 1 Gbit/s (alpha 0.4 ms) and 6 million at 10 Mbit/s
     (17 ms); for a dense exchange, where rho e is 4 bytes, it is 12,000 and 5,000 elements.
 
     Attributes:

@@ -32,8 +32,8 @@ def parse_coordinator_address(text: str, default_port: int = DEFAULT_PORT) -> st
 
 
 def check_reachable(option: str, address: str) -> None:
-    """Raise `ConfigError` if other machines cannot connect to `address`, "tcp://host:port", because its host
-    stands for all interfaces of this machine."""
+    """Raise `ConfigError` if the host in `address` ("tcp://host:port") stands for all interfaces of this
+    machine, so that other machines cannot connect to `address`."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     with suppress(ValueError):
         if ip_address(host).is_unspecified:

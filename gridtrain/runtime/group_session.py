@@ -760,7 +760,7 @@ class GroupSession:
 
     def has_ended_by(self, error: BaseException | None) -> bool:
         """Return whether this error ended the I/O loop because the coordinator does not answer, uses another
-        version or has paused the run.  The model then has the state after the last step."""
+        protocol version, or has paused the run.  The model then has the state after the last step."""
         is_version = isinstance(error, JoinRefused) and error.code == VERSION
         is_away = isinstance(error, CoordinatorUnreachable | RunPaused)
         return error is self._loop.mailbox.error and (is_version or is_away)

@@ -127,7 +127,7 @@ def describe_end(error: BaseException | None) -> str:
 def uncaught_error() -> BaseException | None:
     """Return the error that ended this process's script, for use when the process exits.
 
-    Returns None if no error ended the script, if it called `sys.exit`, or in an interactive shell.
+    Returns None if no error ended the script, if the script called `sys.exit`, or in an interactive shell.
     """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 

@@ -233,7 +233,7 @@ class TrainerTasks:
     def run(self, task: WorkerTask, snapshot: WorkerSnapshot, *, is_pipeline: bool) -> None:
         """Perform a task.
 
-        During the task this worker reports itself as busy, because a task may take a long time.
+        During the task, this worker reports itself as busy, because a task may take a long time.
 
         Args:
             task: a task that `next_task` has returned.

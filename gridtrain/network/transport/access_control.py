@@ -35,8 +35,8 @@ def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bo
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
     """Return a name for one connection of a pending member.
 
-    A name is needed because several connections may share an invitation's key.  It has the form of a public
-    key, but is not one.
+    A name is needed because several connections may share an invitation's key.  The name has the form of a
+    public key, but is not one.
     """
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()
 

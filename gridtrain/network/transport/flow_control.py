@@ -13,8 +13,8 @@ sent while the window has room for it, or while at most a quarter of the window 
 a receiver that grants credit at every quarter never stalls a sender, and a message larger than the window can
 be sent.
 
-At `PeerUp` each side resets its counts to 0 and sends Credit(0); the side that receives it also resets its
-counts.  The two sides reset their counts at different times, because a connection may be re-established on
+At `PeerUp`, each side resets its counts to 0 and sends Credit(0); a side that receives Credit(0) also resets
+its counts.  The two sides reset their counts at different times, because a connection may be re-established on
 only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
 only, so a sender may temporarily have twice as many unacknowledged bytes as the rule permits.  A receiver
 tolerates this amount and no more.

@@ -134,7 +134,7 @@ def make_private_folder(folder: Path) -> None:
 def claim_identity(
     folder: Path, *, fresh: bool, first: Collection[str] = ()
 ) -> Iterator[tuple[Identity, Path] | None]:
-    """Lock the first identity in the folder that is not locked; yield the identity and its file.
+    """Lock the first unlocked identity in the folder; yield the identity and its file.
 
     A restarted worker is therefore the same peer as before, and two workers on one machine are different
     peers.  A second call in the same process yields the next identity.

@@ -92,7 +92,7 @@ class MemoryHub:
     # -- faults, from any thread ---------------------------------------------------------------
 
     def kill(self, peer: PeerId) -> None:
-        """Stop an endpoint as if by SIGKILL: its peers get `PeerDown`, its methods raise `EndpointKilled`."""
+        """Stop an endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
         with self.lock:
             self.kill_locked(peer)
 

@@ -130,7 +130,7 @@ class CoordinatorClient:
 
         Raises:
             CoordinatorUnreachable: no reply arrived within `timeout_s`.
-            JoinRefused: the coordinator refuses the request (the error has its code and reason), does not
+            JoinRefused: the coordinator refuses the request (the error has the code and reason), does not
                 know this key (code "denied"), or uses another version of the protocol (code "version").
             RemoteProtocolError: the program at the address is not a coordinator.
         """

@@ -136,7 +136,7 @@ class OperatorClient:
 
         Raises:
             CoordinatorUnreachable: no reply arrived within `timeout_s`.
-            JoinRefused: the coordinator refuses the command (the error has its code and reason), or does not
+            JoinRefused: the coordinator refuses the command (the error has the code and reason), or does not
                 know this key (code "denied").
             RemoteProtocolError: the program at the address is not a coordinator.
         """

@@ -168,7 +168,7 @@ class Listener:
             self._closing.append((time.monotonic() + CLOSE_DELAY_S, connection))
 
     def revive(self, peer: PeerId) -> Connection | None:
-        """Resume using a connection of this peer that `silence` left open; return it or None."""
+        """Resume using a connection of this peer that `silence` left open; return it, or None."""
         lost = [connection for connection, _ in self._lost]
         for connection in self._connections_of(peer):
             is_admitted = access_control.is_still_admitted(self._policy, peer, is_pending=False)

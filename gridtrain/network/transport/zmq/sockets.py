@@ -281,7 +281,7 @@ def is_numeric(address: str) -> bool:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether `read` would return a message; faster than a call to `read` that finds none."""
+    """Return whether `read` would return a message; faster than a call to `read` that finds no message."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & READ)
 
 
