@@ -1,4 +1,4 @@
-"""Parses and formats sizes, durations, counts ("500MB", "10ms", "7d", "2 workers") and status fields."""
+"""Parses and formats sizes, durations and counts ("500MB", "7d", "2 workers"); formats event fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses addresses (host, port) from the configuration and the command line without resolving host names."""
+"""Parses addresses (host, port) in the configuration and on the command line; resolves no host names."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ a receiver that grants credit at every quarter never stalls a sender, and a mess
 be sent.
 
 At `PeerUp`, each side resets its counts to 0 and sends Credit(0); a side that receives Credit(0) also resets
-its counts.  The two sides reset their counts at different times, because a connection may be re-established on
-only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
+its counts.  The two sides reset their counts at different times, because a connection may be re-established
+on only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
 only, so a sender may temporarily have twice as many unacknowledged bytes as the rule permits.  A receiver
 tolerates this amount and no more.
 """

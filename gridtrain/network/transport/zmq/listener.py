@@ -1,4 +1,4 @@
-"""Manages incoming connections: the ROUTER socket, and the descriptors and the closing of connections.
+"""Manages incoming connections: opens the ROUTER socket, tracks descriptors, and closes connections.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection

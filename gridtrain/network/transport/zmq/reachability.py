@@ -1,4 +1,4 @@
-"""Checks whether a peer can be dialled back at its addresses, with connections that end after the handshake.
+"""Checks, with connections that end after the handshake, whether a peer can be dialled at its addresses.
 
     reach(peer, addresses) --> one attempt per address, at the same time, up to `MAX_ATTEMPTS`
                                   handshake finished --------> ReachResult(peer, address)
