@@ -67,7 +67,7 @@ class ReconnectPolicy:
             if not self._has_told_interval:
                 self._has_told_interval = True
                 log.warning(
-                    "this worker rejoins in %.0f s, because the group has repeatedly waited for it too long",
+                    "this worker rejoins in %.0f s, because the group has repeatedly waited too long for it",
                     self._next_rejoin_s - now_s,
                 )
             return False
@@ -124,7 +124,7 @@ class ReconnectPolicy:
             raise CoordinatorUnreachable(
                 "the group continued without this worker, whose training loop made no progress in time, "
                 f"and the coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
-                remedy="ask the run's owner whether it has finished, or start this worker again",
+                remedy="ask the run's owner whether the run has finished, or start this worker again",
             )
         if not reason or self._is_left_out:
             if self._pause_reason:

@@ -82,7 +82,7 @@ class Identity:
             raise ConfigError(
                 f"the key file {path} does not contain a key",
                 remedy="restore the file from a backup, or delete a worker's file and ask for a new "
-                "invitation; without the coordinator's key workers do not recognize the run",
+                "invitation; without the coordinator's key, workers do not recognize the run",
             ) from None
 
     @classmethod

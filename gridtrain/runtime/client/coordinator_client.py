@@ -56,7 +56,7 @@ MAX_NUMBER = 1e18
 DENIED = "denied"
 """Refusal code for a key that the coordinator does not admit, or no longer admits."""
 CONNECT_S = 1.0
-"""Time limit for checking whether a program listens at an address that has not answered."""
+"""Time limit for checking whether a program listens on an address that has not answered."""
 _NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -260,7 +260,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     A handshake is refused without a reason, so the error can only list the possible causes.
     """
     return CoordinatorUnreachable(
-        f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
+        f"a program listens on {address}, but it did not answer within {timeout_s:g} s; it may be a "
         "coordinator with another key or some other program, or the connection may be very slow",
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",

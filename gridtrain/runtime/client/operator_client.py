@@ -243,7 +243,7 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
 
 
 def _find_listener(file: EndpointFile) -> str | None:
-    """Return the first of the coordinator's addresses at which a program listens; None if there is none."""
+    """Return the first of the coordinator's addresses on which a program listens; None if there is none."""
     return next((address for address in file.local_addresses if tcp_error(address) is None), None)
 
 

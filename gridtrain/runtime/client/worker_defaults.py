@@ -1,4 +1,4 @@
-"""A worker's default name, such as "keen-otter-4f2a", its folders, and the address at which it listens.
+"""A worker's default name, such as "keen-otter-4f2a", its folders, and the address on which it listens.
 
 Host names and user names are never used, because they are personal data.
 """

@@ -393,7 +393,7 @@ def _check_address(address: str) -> None:
 
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
     """Enable IPv6 for the next use of the socket if the address is an IPv6 address; otherwise disable it,
-    because a socket with IPv6 listens at IPv4 addresses in their IPv6 form."""
+    because a socket with IPv6 listens on IPv4 addresses in their IPv6 form."""
     socket.setsockopt(zmq.IPV6, int(":" in _host(address)))
 
 
@@ -420,16 +420,16 @@ def _dial_error(address: str, error: zmq.ZMQError) -> TransportError:
 def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
     if error.errno == errno.EADDRINUSE:
         return AddressTaken(
-            f"cannot listen at {address}: the port is taken",
+            f"cannot listen on {address}: the port is taken",
             remedy="stop the program that uses the port, choose another port, or use port 0 for any free "
             "port",
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EAGAIN):
         return TransportError(
-            f"cannot listen at {address}: no interface of this machine has that address",
-            remedy='listen at "tcp://0.0.0.0:PORT" for all interfaces',
+            f"cannot listen on {address}: no interface of this machine has that address",
+            remedy='listen on "tcp://0.0.0.0:PORT" for all interfaces',
         )
     return TransportError(
-        f"cannot listen at {address!r}: {error.strerror}",
+        f"cannot listen on {address!r}: {error.strerror}",
         remedy='use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port',
     )

@@ -55,7 +55,7 @@ class TcpConnection:
     Args:
         fd: the descriptor.
         remote: the address of the other end.
-        ports: the ports at which we listen, if the connection was accepted; None if we dialled.
+        ports: the ports on which we listen, if the connection was accepted; None if we dialled.
     """
 
     def __init__(self, fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> None:
