@@ -231,8 +231,8 @@ class Auto:
 
     @staticmethod
     def density_of(parameters: int) -> float:
-        """Return the density for a model with this many parameters.  It is interpolated, linearly in the
-        logarithms, between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
+        """Return the density for a model with this many parameters, interpolated linearly in the
+        logarithms between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
         not learn with 0.001) and 0.001 for 25.6 million (ResNet-50 in arXiv 1901.04359).  Smaller and larger
         models get the nearer of the two densities."""
         (small, dense), (large, thin) = _LEARNS
@@ -352,7 +352,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """Local training: each worker takes `every` optimizer steps alone, then exchanges the change of its
+    """Local training: each worker takes `every` optimizer steps alone, then exchanges the change in its
     parameters.
 
     This is DiLoCo (arXiv 2311.08105) or, with a sparse exchange, SparseLoCo (arXiv 2508.15706).  Use it with
@@ -362,11 +362,11 @@ class LocalSteps:
     Attributes:
         every: the number of optimizer steps between two exchanges, which must be the same on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)`, the
+        exchange: how the changes in the parameters are shared; its momentum must be 0.  With `Auto(...)`, the
             coordinator chooses the exchange, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
-        overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
+        overlap: the number of further local steps, from 1 to `every`, that are computed while the change in
             the parameters is exchanged.  They start from (1 + 1 / P) / 2 of the worker's own change, where
             P is the number of workers; after them, the group's change replaces that share (Streaming
             DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False

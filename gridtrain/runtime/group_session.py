@@ -369,7 +369,7 @@ class GroupSession:
 
         Args:
             may_copy: a function that returns whether the function that captures the state omits this
-                turn's changes.  It is called only if a copy is due.
+                turn's changes.  `may_copy` is called only if a copy is due.
 
         If the I/O loop has ended, `begin` raises its error, unless the run has ended, too.
         """

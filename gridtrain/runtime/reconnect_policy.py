@@ -17,7 +17,7 @@ DENIED_TIMEOUT_S = 60.0
 
 REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
 """Minimum time between two rejoins of a worker whose training loop keeps stalling, because the other members
-wait for it each time.  It doubles with each rejoin, up to the maximum."""
+wait for it each time.  The time doubles with each rejoin, up to the maximum."""
 
 REJOIN_TIMEOUT_S = 120.0
 """Time after which a worker that rejoins gives up if the coordinator does not answer."""

@@ -123,7 +123,7 @@ class Identity:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder, accessible only to its owner, if it does not exist; likewise its parents."""
+    """Create the folder and its parents, unless they exist, with access only for their owner."""
     for parent in reversed(folder.parents):
         if not parent.exists():
             parent.mkdir(exist_ok=True, mode=0o700)

@@ -53,7 +53,7 @@ class UploadLimiter:
     subject to the cap, and their bytes delay later bulk messages, so that the cap holds for both together.
 
     Args:
-        rate_Bps: the cap in bytes per second; None for no cap.  It may be changed from any thread;
+        rate_Bps: the cap in bytes per second; None for no cap.  The cap may be changed from any thread;
             `apply_rate` applies the change.
     """
 

@@ -105,9 +105,9 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     """Divide the vector into buckets of whole parameters; return the bounds of the buckets.
 
     The buckets are filled from the end of the vector, where the backward pass begins, so the bucket of the
-    first layers holds the elements that are left over.  It should be small, because the gradients of the
-    first layers are computed last, and their exchange cannot overlap with computation.  A large parameter,
-    such as an embedding, does not join the first bucket to be sent.
+    first layers holds the elements that are left over.  This bucket should be small, because the gradients
+    of the first layers are computed last, and their exchange cannot overlap with computation.  A large
+    parameter, such as an embedding, does not join the first bucket to be sent.
 
     Args:
         sizes: the number of elements in each parameter, in the vector's order.
