@@ -124,7 +124,10 @@ class BlobSender:
                 del self._queues[peer]
 
     def clear(self) -> None:
-        """Drop all requests and states, once the generation has started and its members hold the state."""
+        """Drop all requests and states.
+
+        Call this method when the generation has started: its members then hold the state.
+        """
         self._captured = (0, [], b"")
         self._waiting.clear()
         self._queues.clear()
