@@ -22,10 +22,11 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 # -- exchanges: how gradients are shared -----------------------------------------------------------
 
 WAITS = ("all", "auto")
-"""The values of `wait`: "all" always waits for workers whose training loops have stalled, "auto" does not."""
+"""The values of `wait`: "all" waits for workers whose training loops have stalled; "auto" lets steps commit
+without them."""
 
 BASES = ("exact", "any")
-"""The values of `base`: "exact" requires the same frozen parameters on all workers, "any" does not."""
+"""The values of `base`: "exact" requires the same frozen parameters on all workers; "any" does not."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
 """The encodings of the values in a sparse exchange; "int2" is allowed only if values are rounded once, in
@@ -70,8 +71,8 @@ class _Sparse:
         density: rho, the share of elements sent: k = max(1, round(rho * n)) of n elements.  With 0.01,
             small models can lose accuracy; `Auto.density_of` proposes a density for a number of parameters.
         momentum: the factor of DGC momentum correction and momentum factor masking (arXiv 1712.01887,
-            sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so that it
-            has less effect at a higher density.  0 disables both.
+            sections 3.2 and 3.3): the momentum of an element is set to 0 when the element is sent, so
+            momentum has less effect at a higher density.  0 disables both.
         values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
             added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order of
@@ -150,7 +151,7 @@ class _Sparse:
 
 @dataclass(frozen=True, slots=True)
 class TopK(_Sparse):
-    """All-gather of the k largest elements of every worker; their sum has up to P*k entries."""
+    """All-gather of the k largest elements of every worker; their sum has up to k entries for each worker."""
 
     topology: ClassVar[str] = "all-gather"
 
@@ -160,10 +161,10 @@ class GTopK(_Sparse):
     """Global top-k: merges the entries of all workers, and keeps about k of them (after arXiv 1901.04359).
 
     Attributes:
-        topology: "butterfly", with pairwise merges, in which each member sends O(k log P) entries; "direct",
+        topology: "butterfly", in which P members merge pairwise and each sends O(k log P) entries; "direct",
             in which each member merges a part of the indices for all members, and sends O(k) entries;
             "tree", as in the paper; or "star", in which all members send to rank 0, which merges once.  With
-            "auto" the coordinator chooses between butterfly and direct.
+            "auto", the coordinator chooses between butterfly and direct.
     """
 
     topology: str = "auto"
@@ -230,8 +231,8 @@ class Auto:
 
     @staticmethod
     def density_of(parameters: int) -> float:
-        """Return the density for a model with this many parameters.  It is interpolated, linearly in the
-        logarithms, between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
+        """Return the density for a model with this many parameters, interpolated linearly in the
+        logarithms between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
         not learn with 0.001) and 0.001 for 25.6 million (ResNet-50 in arXiv 1901.04359).  Smaller and larger
         models get the nearer of the two densities."""
         (small, dense), (large, thin) = _LEARNS
@@ -314,7 +315,7 @@ class Overlap:
 
     Use the same settings on all workers.  A bucket should have at least alpha / (rho e beta) elements, where
     alpha is the latency of a message, rho the density, e the bytes per entry and beta the seconds per byte.
-    For rho = 0.001 that is about 14 million elements at 1 Gbit/s (alpha 0.4 ms) and 6 million at 10 Mbit/s
+    For rho = 0.001, that is about 14 million elements at 1 Gbit/s (alpha 0.4 ms) and 6 million at 10 Mbit/s
     (17 ms); for a dense exchange, where rho e is 4 bytes, it is 12,000 and 5,000 elements.
 
     Attributes:
@@ -351,7 +352,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """Local training: each worker takes `every` optimizer steps alone, then exchanges the change of its
+    """Local training: each worker takes `every` optimizer steps alone, then exchanges the change in its
     parameters.
 
     This is DiLoCo (arXiv 2311.08105) or, with a sparse exchange, SparseLoCo (arXiv 2508.15706).  Use it with
@@ -361,11 +362,11 @@ class LocalSteps:
     Attributes:
         every: the number of optimizer steps between two exchanges, which must be the same on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)` the
-            coordinator chooses it, for turns of `every` steps.
+        exchange: how the changes in the parameters are shared; its momentum must be 0.  With `Auto(...)`, the
+            coordinator chooses the exchange, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
-        overlap: the number of further local steps, from 1 to `every`, that are computed while the change of
+        overlap: the number of further local steps, from 1 to `every`, that are computed while the change in
             the parameters is exchanged.  They start from (1 + 1 / P) / 2 of the worker's own change, where
             P is the number of workers; after them, the group's change replaces that share (Streaming
             DiLoCo, arXiv 2501.18512; eager updates, arXiv 2502.12996).  True stands for `every`; False
@@ -523,9 +524,9 @@ class JoinConfig:
         handover_mib: the maximum size in MiB of the residual that a worker sends when it leaves; "0" sends
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
-            state directory.  None: the same folder, but nothing is saved when the worker leaves.
-        donate_limit: the upload limit for sending the state to newcomers while this worker trains; "": the
-            lower of `DEFAULT_DONATE_LIMIT` and `DEFAULT_DONATE_SHARE` of `upload_limit`.
+            state directory.  None uses the same folder, but nothing is saved when the worker leaves.
+        donate_limit: the upload limit for sending the state to newcomers while this worker trains; "" uses
+            the lower of `DEFAULT_DONATE_LIMIT` and `DEFAULT_DONATE_SHARE` of `upload_limit`.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its steps, samples and bytes to the agent; ""

@@ -84,7 +84,7 @@ class TransportError(GridtrainError):
 
 
 class AddressTaken(TransportError):
-    """Another program is already listening at the address."""
+    """Another program is already listening on the address."""
 
 
 class CoordinatorUnreachable(GridtrainError):

@@ -1,4 +1,4 @@
-"""Parses and formats sizes, durations, counts ("500MB", "10ms", "7d", "2 workers") and status fields."""
+"""Parses and formats sizes, durations and counts ("500MB", "7d", "2 workers"); formats event fields."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def format_age(seconds_s: float) -> str:
 def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") -> str:
     """Describe how many of a run's samples were in skipped steps.
 
-    Returns "" if no samples were, or if less than 1 % were and `last` is 0.
+    Returns "" if no samples were skipped, or if less than 1 % were skipped and `last` is 0.
 
     Args:
         last: the number of consecutive skipped steps at the end; 0 if they should not be mentioned.

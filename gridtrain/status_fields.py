@@ -1,4 +1,4 @@
-"""Reads the fields of a run's status, which comes from workers over the network, with any content."""
+"""Reads the fields of a run's status, which comes from workers over the network and may contain anything."""
 
 from __future__ import annotations
 

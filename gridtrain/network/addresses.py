@@ -1,4 +1,4 @@
-"""Parses addresses (host, port) from the configuration and the command line without resolving host names."""
+"""Parses addresses (host, port) in the configuration and on the command line; resolves no host names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 def parse_coordinator_address(text: str, default_port: int = DEFAULT_PORT) -> str:
     """Return `text` as "tcp://host:port".
 
-    In `text`, "tcp://" is optional, and so is the port.
+    "tcp://" and the port are optional in `text`; `default_port` replaces a missing port.
 
     Raises:
         ConfigError: `text` is not an address.
@@ -32,8 +32,8 @@ def parse_coordinator_address(text: str, default_port: int = DEFAULT_PORT) -> st
 
 
 def check_reachable(option: str, address: str) -> None:
-    """Raise `ConfigError` if other machines cannot connect to `address`, "tcp://host:port", because its host
-    stands for all interfaces of this machine."""
+    """Raise `ConfigError` if the host in `address` ("tcp://host:port") stands for all interfaces of this
+    machine, so that other machines cannot connect to `address`."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     with suppress(ValueError):
         if ip_address(host).is_unspecified:

@@ -1,4 +1,4 @@
-"""Buffers of a pipeline's round: the activations sent and received, and the summaries that stages vote on.
+"""Buffers of a pipeline's round: the activations sent and received, and the summaries of the stages.
 
 ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
 ActivationReceiveBuffer  ActivationReceiver  the received pieces, joined when all have arrived

@@ -63,7 +63,7 @@ class GroupConnection:
         self.loop.mailbox.submit(command)
 
     def limit_upload(self, upload_Bps: float | None) -> None:
-        """Adapt the rate at which the state is sent to a new upload limit.  Thread-safe."""
+        """Apply a new upload limit to the rate at which the state is sent.  Thread-safe."""
         limit = "" if upload_Bps is None else f"{upload_Bps:.0f}B"
         self.config = replace(self.config, upload_limit=limit)
         self._limit_state()
@@ -185,7 +185,7 @@ class GroupConnection:
         """Transfer this worker's residual to another worker.
 
         Returns whether another worker has accepted the residual (None if this is unknown), and a text that
-        names that worker or says why none has.
+        names that worker or says why none has accepted it.
         """
         until_s = time.monotonic() + timeout_s
         if self.wait(lambda here: here.phase is ev.MemberPhase.RUNNING, timeout_s) is None:

@@ -369,7 +369,7 @@ class GroupSession:
 
         Args:
             may_copy: a function that returns whether the function that captures the state omits this
-                turn's changes.  It is called only if a copy is due.
+                turn's changes.  `may_copy` is called only if a copy is due.
 
         If the I/O loop has ended, `begin` raises its error, unless the run has ended, too.
         """
@@ -432,8 +432,8 @@ class GroupSession:
         """Wait until a generation runs and the next attempt can start; return the plan of the attempt.
 
         Returns None if no attempt with this turn's batch can start, because the group has continued without
-        it, the run has ended, or this worker has to leave the group.  While this method waits, this worker's
-        state may be captured for a newcomer.
+        the batch, the run has ended, or this worker has to leave the group.  While this method waits,
+        this worker's state may be captured for a newcomer.
 
         If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
@@ -558,8 +558,8 @@ class GroupSession:
         return self._compute_rate.uncounted_s(time.monotonic()) >= self.config.deadlines.beat_s
 
     def finish_computing(self, share: float = 1.0) -> None:
-        """Report this turn's compute figures.  Call when the gradient of the turn's samples is complete, or
-        earlier with the fraction of the samples that have been computed, 0 < share <= 1.
+        """Report this turn's compute figures.  Call this method when the gradient of the turn's samples is
+        complete, or earlier with the fraction of the samples that have been computed, 0 < share <= 1.
 
         Later calls in the same turn, and calls between `pause_computing` and `resume_computing`, have no
         effect.  `await_submitted` and, without stages, `begin` also call this method.  A pipeline calls it
@@ -760,15 +760,15 @@ class GroupSession:
 
     def has_ended_by(self, error: BaseException | None) -> bool:
         """Return whether this error ended the I/O loop because the coordinator does not answer, uses another
-        version or has paused the run.  The model then has the state after the last step."""
+        protocol version, or has paused the run.  The model then has the state after the last step."""
         is_version = isinstance(error, JoinRefused) and error.code == VERSION
         is_away = isinstance(error, CoordinatorUnreachable | RunPaused)
         return error is self._loop.mailbox.error and (is_version or is_away)
 
     @property
     def why_waiting(self) -> str:
-        """Why this worker is not training, or why no worker is according to the coordinator; "" if nothing is
-        known to prevent it.  Thread-safe."""
+        """Why this worker is not training, or why, according to the coordinator, no worker is; "" if nothing
+        is known to prevent it.  Thread-safe."""
         if reason := self._loop.waiting_reason:
             return reason
         snapshot = self._loop.mailbox.snapshot

@@ -1,4 +1,4 @@
-"""Composes a worker's heartbeat from its progress, its metrics and its trainer's waiting state.
+"""Composes a worker's heartbeat from its progress, its figures, and whether its trainer is waiting.
 
     trainer: add_figures, is_busy ---+
     bytes moved ---------------------+--> ev.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)

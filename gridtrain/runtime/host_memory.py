@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return the number of bytes that a new process can use on this host and in its container (cgroup v2); 0
-    if unknown.
+    """Return the number of bytes of memory that a new process on this host, or in this container (cgroup v2),
+    can use; 0 if unknown.
 
     Args:
         system: the folder that contains proc/ and sys/.

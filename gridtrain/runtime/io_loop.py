@@ -192,7 +192,7 @@ class IoLoop:
             )
 
     def request_average(self, step: int, index: int, value: float) -> None:
-        """Contribute a value to the mean with this step and index, without waiting for it.
+        """Contribute a value to the mean with this step and index, without waiting for the mean.
 
         `await_average` returns this mean; means that arrived earlier are dropped.
         """
@@ -413,7 +413,7 @@ class IoLoop:
             except TransportError as error:
                 log.warning("other workers cannot connect to this machine's new address: %s", error)
                 return
-            log.info("this machine's address has changed; now listening at %s", self._addresses[interface])
+            log.info("this machine's address has changed; now listening on %s", self._addresses[interface])
         self._handle(ev.AddressChanged(self._config.advertise or self._addresses[interface]))
 
     def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:

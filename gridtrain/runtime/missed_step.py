@@ -12,7 +12,7 @@ from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 
 @dataclass(frozen=True, slots=True)
 class MissedStep:
-    """The effect of the step on the model and on this worker's residual.
+    """The effect of a missed step on the model and on this worker's residual.
 
     Attributes:
         settings: the optimizer settings with which the other members apply the step.

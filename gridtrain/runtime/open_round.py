@@ -117,7 +117,7 @@ class PipelineRound:
         return self.end()
 
     def fail(self, reason: str) -> None:
-        """Vote NO for `reason`, unless the round is over or this worker has voted.
+        """Vote NO and report `reason`, unless the round is over or this worker has already voted.
 
         Returns immediately; `end` waits for the outcome.
         """
@@ -125,9 +125,10 @@ class PipelineRound:
             self._mailbox.submit(ev.AddCollectives(self._round.id, {}, failure=reason))
 
     def report_peer(self, rank: int, reason: str) -> None:
-        """Report a violation by the member with this rank that only the trainer can detect.
+        """Report a violation that only the trainer can detect, by the member with this rank.
 
-        The member is disconnected, and the round fails.  Has no effect if the round's generation has ended.
+        The member is disconnected, and the round fails.  If the round's generation has ended, the
+        call has no effect.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):

@@ -52,7 +52,7 @@ def closed_at_exit(
     """Decorate a generator function, so that its unfinished generators are closed when the script exits.
 
     Otherwise, a generator in a global variable may be closed only after the interpreter has cleared modules
-    that it still needs, such as those that define the exceptions in its `except` clauses.
+    that the generator still needs, such as those that define the exceptions in its `except` clauses.
     """
 
     @functools.wraps(make)
@@ -127,7 +127,7 @@ def describe_end(error: BaseException | None) -> str:
 def uncaught_error() -> BaseException | None:
     """Return the error that ended this process's script, for use when the process exits.
 
-    Returns None if no error ended the script, if it called `sys.exit`, or in an interactive shell.
+    Returns None if no error ended the script, if the script called `sys.exit`, or in an interactive shell.
     """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 

@@ -17,7 +17,7 @@ DENIED_TIMEOUT_S = 60.0
 
 REJOIN_INTERVAL_S, MAX_REJOIN_INTERVAL_S = 30.0, 600.0
 """Minimum time between two rejoins of a worker whose training loop keeps stalling, because the other members
-wait for it each time.  It doubles with each rejoin, up to the maximum."""
+wait for it each time.  The time doubles with each rejoin, up to the maximum."""
 
 REJOIN_TIMEOUT_S = 120.0
 """Time after which a worker that rejoins gives up if the coordinator does not answer."""
@@ -67,7 +67,7 @@ class ReconnectPolicy:
             if not self._has_told_interval:
                 self._has_told_interval = True
                 log.warning(
-                    "this worker rejoins in %.0f s, because the group has repeatedly waited for it too long",
+                    "this worker rejoins in %.0f s, because the group has repeatedly waited too long for it",
                     self._next_rejoin_s - now_s,
                 )
             return False
@@ -109,11 +109,11 @@ class ReconnectPolicy:
     def handle_pause(self, reason: str, now_s: float) -> None:
         """Log once why the run is paused, or that it is no longer paused.
 
+        A worker that was left out does not log that the run is paused.
+
         Args:
             reason: why the run is paused; empty if it is not paused.
             now_s: the current time.
-
-        A worker that was left out does not log that the run is paused.
 
         Raises:
             RunPaused: the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
@@ -124,7 +124,7 @@ class ReconnectPolicy:
             raise CoordinatorUnreachable(
                 "the group continued without this worker, whose training loop made no progress in time, "
                 f"and the coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
-                remedy="ask the run's owner whether it has finished, or start this worker again",
+                remedy="ask the run's owner whether the run has finished, or start this worker again",
             )
         if not reason or self._is_left_out:
             if self._pause_reason:

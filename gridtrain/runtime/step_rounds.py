@@ -1,7 +1,7 @@
 """The buffers, vote digests and outcomes of this worker's rounds, and the steps that its trainer has missed.
 
-The core decides which payload is sent to which peer, and whether a round commits.  This module executes its
-effects.
+The core decides which payload is sent to which peer, and whether a round commits.  This module executes the
+core's effects.
 
     training thread                                            I/O thread
       begin_bucket .. submit     --- SubmitRound ------->        core --> payload_to_send, apply_payload
@@ -46,7 +46,8 @@ REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 """The reason for the failure of an attempt whose buffers were used in an earlier attempt that failed."""
 
 MAX_MISSED_BYTES = 1 << 30
-"""If the updates that are kept for an absent trainer exceed this size in bytes, the group waits for it."""
+"""If the updates that are kept for an absent trainer exceed this size in bytes, the group waits for the
+trainer."""
 
 MakeEmpty = Callable[[StepPlan, RoundBuffers], RoundBuffers | None]
 """Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
@@ -220,9 +221,11 @@ class StepRounds:
     ) -> list[ev.SubmitRound | ev.StayPresent | ev.RoundFailed]:
         """Make an empty contribution to a round from which the trainer is absent.
 
-        Called in the I/O thread.  Returns the events for the core: only `StayPresent` if the trainer has
-        begun to submit, if it has missed more than `MAX_MISSED_BYTES`, or if no empty contribution can be
-        made; otherwise, no events if an earlier round is still open on this worker.
+        This method is called in the I/O thread.
+
+        Returns the events for the core: only `StayPresent` if the trainer has begun to submit, if its missed
+        updates exceed `MAX_MISSED_BYTES`, or if no empty contribution can be made; otherwise, no events if an
+        earlier round is still open on this worker.
 
         Args:
             plan: the plan of the step, with 0 samples.
@@ -291,7 +294,7 @@ class StepRounds:
         return vote_digest(mine.settings, flags, digests)
 
     def mark_failed(self) -> None:
-        """Mark the open round as failed.  Call when a payload was rejected.
+        """Mark the open round as failed.  Call this method when a payload was rejected.
 
         Without this mark, this worker would send sums that lack the rejected payload.
         """

@@ -147,7 +147,7 @@ class TrainerTasks:
     def attach_absence(
         self, make_empty: MakeEmpty, apply_missed: ApplyMissed, drop_missed: ApplyMissed
     ) -> None:
-        """Set the functions that let steps commit without the trainer, and let the trainer apply them later.
+        """Set the functions that let steps commit without the trainer, and apply these steps later.
 
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
@@ -182,7 +182,7 @@ class TrainerTasks:
         self._loop.mailbox.submit(ev.StageCheckpointsChanged(states))
 
     def disable_replay(self, reason: str) -> None:
-        """Stop other workers from catching up from this worker by replaying updates.
+        """Prevent other workers from catching up by replaying updates from this worker.
 
         Call this method if the updates alone do not determine the effect of a step.
         """
@@ -233,7 +233,7 @@ class TrainerTasks:
     def run(self, task: WorkerTask, snapshot: WorkerSnapshot, *, is_pipeline: bool) -> None:
         """Perform a task.
 
-        During the task this worker reports itself as busy, because a task may take a long time.
+        During the task, this worker reports itself as busy, because a task may take a long time.
 
         Args:
             task: a task that `next_task` has returned.

@@ -1,4 +1,4 @@
-"""Preset sensor readings (battery, GPU, idle time, temperature) for tests and to try out a volunteer's rules.
+"""Preset sensor readings (battery, GPU, idle time, temperature) for tests and trials of a volunteer's rules.
 
 If `--sensors` (or `GRIDTRAIN_SENSORS`) names a file, `gridtrain worker` reads this file instead of the
 machine's sensors.

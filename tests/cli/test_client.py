@@ -158,7 +158,7 @@ def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> 
         with (
             CoordinatorClient(address, COORDINATOR, ME) as client,
             pytest.raises(
-                CoordinatorUnreachable, match=r"a program listens at .* another key.* new invitation"
+                CoordinatorUnreachable, match=r"a program listens on .* another key.* new invitation"
             ),
         ):
             client.status(0.05)

@@ -184,7 +184,7 @@ def test_an_altered_invitation_is_refused(gridtrain: RunCommand, change: str) ->
 
 def test_an_unencrypted_coordinator_listens_on_loopback_only(gridtrain: RunCommand) -> None:
     line = one_sentence(gridtrain("coordinator", "--unencrypted", "--listen", "tcp://0.0.0.0:0"), code=1)
-    assert "cannot listen at 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
+    assert "cannot listen on 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
 
 
 @pytest.mark.parametrize("name", ["coordinator.key", "operator.key"])

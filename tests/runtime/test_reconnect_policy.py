@@ -35,7 +35,7 @@ def test_a_worker_that_stalls_again_rejoins_after_a_growing_interval(
         now_s += interval_s
     assert (
         caplog.messages
-        == ["this worker rejoins in 0 s, because the group has repeatedly waited for it too long"] * 2
+        == ["this worker rejoins in 0 s, because the group has repeatedly waited too long for it"] * 2
     )
 
 

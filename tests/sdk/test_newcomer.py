@@ -167,7 +167,7 @@ def test_a_thread_that_joins_while_it_holds_a_grid_of_the_run_is_warned(
 def test_an_invitation_of_another_coordinator_is_refused(start_coordinator: StartCoordinator) -> None:
     """Its key does not answer at that address: no program there can impersonate it."""
     foreign = replace(start_coordinator().invitation(), coordinator=Identity.generate().public)
-    with pytest.raises(CoordinatorUnreachable, match=f"a program listens at {foreign.address}, but"):
+    with pytest.raises(CoordinatorUnreachable, match=f"a program listens on {foreign.address}, but"):
         present_invitation(foreign, Identity.generate().public, 1.0)
 
 
@@ -297,7 +297,7 @@ def test_another_program_at_the_address_is_reported() -> None:
             "taken",
             "the port is taken -> stop the program that uses the port, choose another port, or use port 0",
         ),
-        ("tcp://192.0.2.1:0", "no interface of this machine has that address -> listen at"),
+        ("tcp://192.0.2.1:0", "no interface of this machine has that address -> listen on"),
         ("7701", '-> use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port'),
     ],
 )
@@ -308,7 +308,7 @@ def test_an_unusable_listen_address_is_reported(
     with socket.create_server(("127.0.0.1", 0)) as server:
         text = start_coordinator().invitation().text()
         place = f"tcp://127.0.0.1:{server.getsockname()[1]}" if listen == "taken" else listen
-        with pytest.raises(TransportError, match=f"^cannot listen at .*{expected}"):
+        with pytest.raises(TransportError, match=f"^cannot listen on .*{expected}"):
             gridtrain.join(text, listen=place)
         gridtrain.join(text, listen="tcp://127.0.0.1:0").close()
 

@@ -313,7 +313,7 @@ def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"listen": "tcp://203.0.113.9:7000"}, "cannot listen at tcp://203.0.113.9:7000: no interface of"),
+        ({"listen": "tcp://203.0.113.9:7000"}, "cannot listen on tcp://203.0.113.9:7000: no interface of"),
         ({"export_dir": "s3://bucket/model"}, "export_dir is 's3://bucket/model'; it must be a folder"),
         ({"export_dir": "/proc/model"}, "the final model cannot be written to /proc/model: "),
     ],

@@ -18,12 +18,12 @@ from gridtrain.core.messages import PeerId
 from gridtrain.network.transport.interface import AccessPolicy, ConnectionRole
 
 MAX_PENDING_MEMBERS = 64
-"""The maximum number of simultaneous connections of pending members.  When another connection is made, the
-oldest connection is closed, because a pending member sends only one message."""
+"""The maximum number of simultaneous connections of pending members.  Beyond it, the oldest connections are
+closed, because a pending member sends only one message."""
 
 
 def is_admitted(policy: AccessPolicy, key: PeerId) -> bool:
-    """Return whether the policy allows any connection with this key."""
+    """Return whether the policy admits this key, in whatever role."""
     return policy(key) is not ConnectionRole.STRANGER
 
 
@@ -35,8 +35,8 @@ def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bo
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
     """Return a name for one connection of a pending member.
 
-    A name is needed because several connections may share an invitation's key.  It has the form of a public
-    key, but is not one.
+    A name is needed because several connections may share an invitation's key.  The name has the form of a
+    public key, but is not one.
     """
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()
 
@@ -45,8 +45,8 @@ class PeerAllowlist:
     """A worker's `AccessPolicy`: admits the coordinator, and the peers that the worker's core knows (members
     of its generation, workers that the coordinator has announced, and state sources or newcomers).
 
-    The I/O loop replaces the set of admitted keys when its core requests it; the transport calls the policy
-    in the same thread.
+    The I/O loop replaces the set of admitted keys when the core requests this; it does so in the thread in
+    which the transport calls the policy.
 
     Args:
         coordinator: the coordinator's key, which is admitted from the beginning.

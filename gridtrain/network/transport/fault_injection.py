@@ -138,7 +138,8 @@ class Faults:
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a stall: the training loop stops for `seconds` at its batch; the I/O thread continues."""
+        """Plan a stall: the training thread sleeps for `seconds` at the step's batch; the I/O thread
+        continues."""
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
@@ -157,7 +158,7 @@ class Faults:
             return [planned for planned in self._planned if planned not in struck]
 
     def text(self) -> str:
-        """Return the plan as text, for GRIDTRAIN_FAULTS or for the file that it names as "@FILE"."""
+        """Return the plan as text, for GRIDTRAIN_FAULTS or for a file that this variable names ("@FILE")."""
         with self._lock:
             return json.dumps([asdict(planned) for planned in self._planned])
 

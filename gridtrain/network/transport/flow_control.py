@@ -1,4 +1,4 @@
-"""Flow control by credit: limits the bytes sent to a peer that it has not processed yet (the window).
+"""Flow control by credit: limits the sent bytes that a peer has not processed yet (the window).
 
 Bulk (`send_queue.BULK_MESSAGES`) waits for credit.  Control messages never wait, so Credit, which is one of
 them, always arrives.
@@ -9,13 +9,13 @@ them, always arrives.
                         +------ Credit(total) <========= a quarter of the window <--- return_credit
 
 Both sides count the bytes of a message's frames, excluding the overhead of the transport.  A message may be
-sent while the window has room for it, or while at most a quarter of the window is unacknowledged.  Therefore
+sent while the window has room for it, or while at most a quarter of the window is unacknowledged.  Therefore,
 a receiver that grants credit at every quarter never stalls a sender, and a message larger than the window can
 be sent.
 
-At `PeerUp` each side resets its counts to 0 and sends Credit(0); the side that receives it also resets its
-counts.  The two sides reset their counts at different times, because a connection may be re-established on
-only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
+At `PeerUp`, each side resets its counts to 0 and sends Credit(0); a side that receives Credit(0) also resets
+its counts.  The two sides reset their counts at different times, because a connection may be re-established
+on only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
 only, so a sender may temporarily have twice as many unacknowledged bytes as the rule permits.  A receiver
 tolerates this amount and no more.
 """
@@ -178,7 +178,7 @@ class FlowControlTransport(WrappingTransport):
     # -- for the loop --------------------------------------------------------------------------
 
     def return_credit(self, held_bytes: Callable[[PeerId], int]) -> None:
-        """Mark all bulk that `poll` has returned as processed, except for `held_bytes(peer)` of each peer.
+        """Mark as processed all bulk that `poll` has returned, except `held_bytes(peer)` bytes per peer.
 
         Call this method after handling the events of `poll`.
         """

@@ -82,7 +82,7 @@ class Identity:
             raise ConfigError(
                 f"the key file {path} does not contain a key",
                 remedy="restore the file from a backup, or delete a worker's file and ask for a new "
-                "invitation; without the coordinator's key workers do not recognize the run",
+                "invitation; without the coordinator's key, workers do not recognize the run",
             ) from None
 
     @classmethod
@@ -123,7 +123,7 @@ class Identity:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder, accessible only to its owner, if it does not exist; likewise its parents."""
+    """Create the folder and its parents, unless they exist, with access only for their owner."""
     for parent in reversed(folder.parents):
         if not parent.exists():
             parent.mkdir(exist_ok=True, mode=0o700)
@@ -134,7 +134,7 @@ def make_private_folder(folder: Path) -> None:
 def claim_identity(
     folder: Path, *, fresh: bool, first: Collection[str] = ()
 ) -> Iterator[tuple[Identity, Path] | None]:
-    """Lock the first identity in the folder that is not locked; yield the identity and its file.
+    """Lock the first unlocked identity in the folder; yield the identity and its file.
 
     A restarted worker is therefore the same peer as before, and two workers on one machine are different
     peers.  A second call in the same process yields the next identity.

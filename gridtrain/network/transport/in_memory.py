@@ -92,7 +92,7 @@ class MemoryHub:
     # -- faults, from any thread ---------------------------------------------------------------
 
     def kill(self, peer: PeerId) -> None:
-        """Stop an endpoint as if by SIGKILL: its peers get `PeerDown`, its methods raise `EndpointKilled`."""
+        """Stop an endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
         with self.lock:
             self.kill_locked(peer)
 
@@ -128,7 +128,7 @@ class MemoryHub:
     def reachable_locked(
         self, dialler: MemoryTransport, peer: PeerId, address: str
     ) -> MemoryTransport | None:
-        """Return the endpoint that can be dialled at this address, or None, without checking access."""
+        """Return the endpoint that can be dialled at this address, or None.  Access is not checked."""
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler or peer in self._hidden:
             return None
@@ -371,7 +371,7 @@ class MemoryTransport:
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
         """Drop the connection and the messages queued for it.
 
-        `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has closed it.
+        `PeerDown` is posted unless `reason` is None, which means that this endpoint has hung up.
         """
         peer, now_s = link.other_end(self).me, time.monotonic()
         if self._connections.get(peer) is not link:

@@ -124,8 +124,8 @@ class TrafficCounters:
     Attributes:
         relayed_sent_bytes, relayed_received_bytes: the bytes, without framing, of the messages that this peer
             itself exchanged through a relay, by the type of the message inside; packets that this peer
-            forwards for others are not counted.  A piece that does not yet complete a message also counts as
-            `RELAYED_PIECE`.
+            forwards for others are not counted.  In addition, received pieces that do not yet
+            complete a message are counted as `RELAYED_PIECE`.
     """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)

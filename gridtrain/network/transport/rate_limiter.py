@@ -53,7 +53,7 @@ class UploadLimiter:
     subject to the cap, and their bytes delay later bulk messages, so that the cap holds for both together.
 
     Args:
-        rate_Bps: the cap in bytes per second; None for no cap.  It may be changed from any thread;
+        rate_Bps: the cap in bytes per second; None for no cap.  The cap may be changed from any thread;
             `apply_rate` applies the change.
     """
 
@@ -64,9 +64,9 @@ class UploadLimiter:
         """The time from which the next control message may be sent."""
 
     def apply_rate(self, release_s: float, now_s: float) -> float:
-        """Apply a change of `rate_Bps` to the bytes that have not yet left the virtual link.
+        """Apply a change in `rate_Bps` to the bytes that have not yet left the virtual link.
 
-        Returns when the message that leaves the link at `release_s` leaves it now.
+        Returns the new release time of a message that would have left the link at `release_s`.
         """
         before_Bps, after_Bps = self._applied_Bps, self.rate_Bps
         if after_Bps == before_Bps:

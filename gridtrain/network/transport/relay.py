@@ -1,4 +1,4 @@
-"""Connects two peers that cannot dial each other (NAT) through a relay: opens, restores and closes sessions.
+"""Connects, through a relay, peers that cannot dial each other (NAT): opens, restores and closes sessions.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?

@@ -1,4 +1,4 @@
-"""The base class of transports layered over another one: flow control, relayed connections and faults."""
+"""The base class of transports layered over another transport: flow control, relayed connections, faults."""
 
 from __future__ import annotations
 

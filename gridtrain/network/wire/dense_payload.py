@@ -20,7 +20,7 @@ from gridtrain.network.wire.value_encoding import (
 
 
 def slice_bytes(elements: int, kind: ValueKind) -> int:
-    """Return the size of a payload in bytes."""
+    """Return the size in bytes of the payload of a slice with this number of elements."""
     return section_bytes(elements, elements, kind)
 
 

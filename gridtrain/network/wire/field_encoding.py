@@ -151,7 +151,7 @@ class RecordField(FieldType):
 
 
 class RepeatedRecordField(RecordField):
-    """A record of integers that is often the same in consecutive messages; caches the last conversion."""
+    """A record of integers that is often the same in consecutive messages; the last conversion is cached."""
 
     def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
         super().__init__(cls, field_types)

@@ -62,7 +62,7 @@ class LevelCode:
 
     @property
     def mask(self) -> int:
-        """The bits of a level's number in a code."""
+        """The mask of the bits of a code that hold the level's number."""
         return len(self.levels) - 1
 
 

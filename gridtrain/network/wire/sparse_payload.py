@@ -1,4 +1,4 @@
-"""The bytes of a sparse exchange (TopK, GTopK): K entries (index and value) of a flat vector of n elements.
+"""The bytes of a sparse exchange's payload: K entries (index and value) of a flat vector of n elements.
 
 n, the kind of values and the largest K are fixed for a generation; they are never taken from a peer's
 payload.
@@ -34,7 +34,7 @@ MAX_N = 2**32
 
 @dataclass(frozen=True, slots=True)
 class SparseVector:
-    """Decoded entries.
+    """The entries of a sparse vector.
 
     Attributes:
         indices: (K,) int64, strictly increasing.

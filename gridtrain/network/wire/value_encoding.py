@@ -74,10 +74,10 @@ ROUNDING_FACTORS = {
     ValueKind.INT4: 1.0 + 2.0**-20,
     ValueKind.INT2: 1.0 + 2.0**-20,
 }
-"""Upper bound on the factor by which one rounding may increase the largest magnitude.  A rounding changes a
-value by at most half a step, which is 2**-11 (fp16), 2**-8 (bf16) or 0.5 / 64 (int8) of the value; the bound
-is twice as large, so that it also covers the additions before the rounding.  int4 and int2 never increase the
-largest magnitude."""
+"""For each kind, an upper bound on the factor by which one rounding may increase the largest magnitude.  A
+rounding changes a value by at most half a step, which is 2**-11 (fp16), 2**-8 (bf16) or 0.5 / 64 (int8) of
+the value; the bound is twice as large, so that it also covers the additions before the rounding.  int4 and
+int2 never increase the largest magnitude."""
 
 
 def section_bytes(k: int, n: int, kind: ValueKind) -> int:
@@ -175,7 +175,7 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 
 
 def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest fp16 values, with ties to even, for float32 magnitudes below 2**16.
+    """Round float32 values below 2**16 in magnitude to fp16, with ties to even; return the results' bits.
 
     numpy converts values one by one.  If no value is below fp16's normal range, which is the usual case,
     shifts produce the same result faster: 13 bits are rounded off, and the exponent's bias changes from 127

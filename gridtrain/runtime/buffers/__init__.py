@@ -1,4 +1,4 @@
-"""Collective buffers: the data of one collective in one attempt, as numpy arrays.
+"""Collective buffers: each holds the data of one collective as numpy arrays.
 
 The core decides where each payload is added, stored or merged, and which payload is sent.  A buffer executes
 these decisions, and checks each payload before using it.

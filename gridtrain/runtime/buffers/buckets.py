@@ -1,4 +1,4 @@
-"""The buckets of the flat gradient (`Overlap`): their bounds, and their buffers as one update of the round.
+"""The buckets of the flat gradient (`Overlap`): their bounds, and a buffer that joins their updates into one.
 
 Each bucket has its own channel and collective.
 
@@ -30,7 +30,8 @@ from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
-"""The positions at which the buckets of a vector begin, in ascending order from 0, followed by its length."""
+"""The positions at which the buckets of a vector begin, in ascending order from 0, followed by the vector's
+length."""
 
 
 class BucketedBuffer:
@@ -104,9 +105,9 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     """Divide the vector into buckets of whole parameters; return the bounds of the buckets.
 
     The buckets are filled from the end of the vector, where the backward pass begins, so the bucket of the
-    first layers holds the elements that are left over.  It should be small, because the gradients of the
-    first layers are computed last, and their exchange cannot overlap with computation.  A large parameter,
-    such as an embedding, does not join the first bucket to be sent.
+    first layers holds the elements that are left over.  This bucket should be small, because the gradients
+    of the first layers are computed last, and their exchange cannot overlap with computation.  A large
+    parameter, such as an embedding, does not join the first bucket to be sent.
 
     Args:
         sizes: the number of elements in each parameter, in the vector's order.

@@ -85,7 +85,7 @@ class CollectiveBuffer(PayloadBuffer, Protocol):
         Args:
             rank: this member's rank.
             world_size: the number of members.
-            flags: this member's flags (`core.group.round_flags`); if any is set, its contribution is empty.
+            flags: this member's flags (`core.group.round_flags`); if any is set, the contribution is empty.
         """
 
     def compute_digest(self) -> bytes:
@@ -114,8 +114,8 @@ class DenseRingBuffer:
     Args:
         contribution_N: this member's contribution.
         world_size: the number of members.
-        slice_bytes: the maximum length of a slice in bytes; None for the number of slices that all members
-            derive from the vector's length and the world size.
+        slice_bytes: the maximum length of a slice in bytes; None to derive the number of slices from
+            the vector's length and the world size, as all members do.
     """
 
     is_sparse = False

@@ -48,13 +48,13 @@ class DirectBuffer(DenseRingBuffer):
 class SparseDirectBuffer(ButterflyBuffer):
     """The entries of a sparse vector; each rank sums the entries of one part of the vector.
 
-    Each rank owns one of the P indices j * P .. j * P + P - 1, which is element j of the rank's part:
+    In a group of P ranks, each rank owns one of the indices j * P .. j * P + P - 1 as element j of its part:
 
         P = 4      indices 0 .. 3     4 .. 7      8 .. 11      12 .. 15
         owners             0 1 2 3    3 0 1 2     2 3 0 1      2 3 0 1        rotated by `_rotation(j)`
 
     The rotations are scattered, so that the owners have nearly the same number of large values even if such
-    values are in a few columns of a matrix.
+    values are concentrated in a few columns of a matrix.
 
         own entries  --by owner--> a part for each owner
         one part from each rank, with the elements that this rank owns

@@ -95,7 +95,7 @@ class AgentLink:
             received so far.
         why_waiting: a thread-safe function that returns why no worker is training; "" if the run is training.
 
-    Raises `OSError` if no agent listens at `path`.
+    Raises `OSError` if no agent listens on `path`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class AgentLink:
                 try:
                     self._socket = self._connect()
                 except OSError:
-                    log.debug("the agent is not listening at %s", self._path)
+                    log.debug("the agent is not listening on %s", self._path)
 
     def _listen(self, first: threading.Event) -> None:
         """Read directives until the connection breaks."""

@@ -1,4 +1,4 @@
-"""Sends requests to a coordinator (status, enrolment, commands) and reports why it does not answer.
+"""Sends requests (status, enrolment, commands) to a coordinator, and reports why it does not answer.
 
 A client is not a member of the run.
 
@@ -56,7 +56,7 @@ MAX_NUMBER = 1e18
 DENIED = "denied"
 """Refusal code for a key that the coordinator does not admit, or no longer admits."""
 CONNECT_S = 1.0
-"""Time limit for checking whether a program listens at an address that has not answered."""
+"""Time limit for checking whether a program listens on an address that has not answered."""
 _NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -130,7 +130,7 @@ class CoordinatorClient:
 
         Raises:
             CoordinatorUnreachable: no reply arrived within `timeout_s`.
-            JoinRefused: the coordinator refuses the request (the error has its code and reason), does not
+            JoinRefused: the coordinator refuses the request (the error has the code and reason), does not
                 know this key (code "denied"), or uses another version of the protocol (code "version").
             RemoteProtocolError: the program at the address is not a coordinator.
         """
@@ -200,7 +200,7 @@ def name_error(address: str) -> CoordinatorUnreachable | None:
 
 
 def tcp_error(address: str) -> OSError | None:
-    """Return why no TCP connection can be opened; None if a program listens, and no firewall blocks it.
+    """Return why no TCP connection can be opened; None if a connection was opened.
 
     If a host has several addresses, the error of an address to which there is a route is preferred.
     """
@@ -260,7 +260,7 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     A handshake is refused without a reason, so the error can only list the possible causes.
     """
     return CoordinatorUnreachable(
-        f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
+        f"a program listens on {address}, but it did not answer within {timeout_s:g} s; it may be a "
         "coordinator with another key or some other program, or the connection may be very slow",
         remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",

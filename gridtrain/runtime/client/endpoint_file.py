@@ -53,8 +53,8 @@ class EndpointFile:
 
     @property
     def local_addresses(self) -> list[str]:
-        """The addresses that a program on this machine tries: if the machine's own has changed since the file
-        was written, a coordinator that listens on all interfaces is still at the loopback address."""
+        """The addresses that a program on this machine tries.  If the machine's address has changed since the
+        file was written, a coordinator that listens on all interfaces still answers at 127.0.0.1."""
         port = self.here.rpartition(":")[2]
         return list(dict.fromkeys((self.here, f"tcp://127.0.0.1:{port}", self.address)))
 

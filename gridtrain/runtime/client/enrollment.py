@@ -100,7 +100,7 @@ def enroll(
     unencrypted: bool = False,
     tell: Callable[[str], None] = log.warning,
 ) -> Iterator[Enrollment]:
-    """Return a context manager that holds an identity which the coordinator admits.
+    """Return a context manager that holds an identity that the coordinator admits.
 
     The identity is one of this machine's identities.  No other process uses it until the context ends.
 
@@ -115,7 +115,7 @@ def enroll(
         JoinRefused: the invitation is not valid, this identity was removed or banned, or the coordinator
             refuses the request for another reason.
         RemoteProtocolError: the program at the address is not a coordinator.
-        ConfigError: the run is encrypted although it must not be or vice versa, or the key files cannot be
+        ConfigError: the run is encrypted although it must not be, or vice versa; or the key files cannot be
             used.
     """
     if invitation.encrypted == unencrypted:
@@ -296,7 +296,7 @@ class Answer:
 
     Attributes:
         is_finished: whether the run has finished; None if the coordinator did not say.
-        refusal: the code of its refusal, `DENIED` if this worker's key is not admitted; "" if there is none.
+        refusal: the code of the refusal, `DENIED` if this worker's key is not admitted; "" if there is none.
         is_away: whether there was no answer.
     """
 

@@ -88,7 +88,7 @@ class InvitationStore:
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
         """Store `invitation` as unused if the worker started with it can join using `key` alone.
 
-        This is assumed if `key` was admitted with another invitation, and no key was admitted with this one.
+        This is assumed if `key` was admitted with another invitation, and no key with `invitation`.
         The caller holds `lock`, so that other processes see the unused invitation before they need an
         invitation.
         """

@@ -136,7 +136,7 @@ class OperatorClient:
 
         Raises:
             CoordinatorUnreachable: no reply arrived within `timeout_s`.
-            JoinRefused: the coordinator refuses the command (the error has its code and reason), or does not
+            JoinRefused: the coordinator refuses the command (the error has the code and reason), or does not
                 know this key (code "denied").
             RemoteProtocolError: the program at the address is not a coordinator.
         """
@@ -243,7 +243,7 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
 
 
 def _find_listener(file: EndpointFile) -> str | None:
-    """Return the first of the coordinator's addresses at which a program listens; None if there is none."""
+    """Return the first of the coordinator's addresses on which a program listens; None if there is none."""
     return next((address for address in file.local_addresses if tcp_error(address) is None), None)
 
 

@@ -1,4 +1,4 @@
-"""A worker's default name, such as "keen-otter-4f2a", its folders, and the address at which it listens.
+"""A worker's default name, such as "keen-otter-4f2a", its folders, and the address on which it listens.
 
 Host names and user names are never used, because they are personal data.
 """
@@ -98,7 +98,7 @@ def default_listen_address(coordinator: str) -> str:
     """Return the address of the network interface that leads to the coordinator, with port 0 (any free port).
 
     The interface is the loopback interface if the coordinator is on this machine, or if its host cannot be
-    resolved or has no route.  No packet is sent to the coordinator to determine the interface.
+    resolved, or if there is no route to it.  No packet is sent to the coordinator to determine the interface.
     """
     target = urlsplit(coordinator)
     return interface_address(target.hostname or _LOOPBACK) or f"tcp://{_LOOPBACK}:0"
@@ -106,7 +106,7 @@ def default_listen_address(coordinator: str) -> str:
 
 def interface_address(host: str) -> str:
     """Return the address of the network interface that leads to `host`, with port 0 (any free port); "" if
-    the host cannot be resolved or has no route.  No packet is sent."""
+    the host cannot be resolved, or if there is no route to it.  No packet is sent."""
     address = names.resolve(host)
     if not address:
         return ""

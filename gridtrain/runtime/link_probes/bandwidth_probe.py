@@ -1,8 +1,8 @@
 """Measures the bandwidth to peers with short bursts; limits the number of bursts and the lifetime of a rate.
 
 A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
-one after the other, so that the bursts do not share the worker's link.  It then requests a burst from the
-peer, because peers that were admitted before this worker have not measured their links to it.
+one after the other, so that the bursts do not share the worker's link.  After its own burst, it requests one
+from that peer, because peers that were admitted before this worker have not measured their links to it.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver
                                <------ BurstReceived
@@ -21,8 +21,9 @@ this time, an upper bound, is then reported.  A requested burst that arrives lat
 A new connection sends little in its first round trips (TCP's slow start), so the first half of its burst is
 too slow.  The sender therefore repeats a burst that took only a few round trips, on the connection that is
 now faster; the burst of a slow link, for which this matters little, is not repeated.  A receiver whose loop
-was busy reads many buffered messages at once and measures a rate that is much too high.  Therefore the second
-half does not count if it is far faster than the whole, and the coordinator uses the lower of the ends' rates.
+was busy reads many buffered messages at once and measures a rate that is much too high.  The second half
+therefore does not count if it is far faster than the whole, and the coordinator uses the lower of the rates
+measured at the two ends.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class BandwidthProbe:
     """Sends one burst at a time and measures the bursts that arrive from peers.
 
     Args:
-        rng: the generator that selects the peers to measure if there are more than `MAX_TARGETS`, and
-            produces the random bytes of a burst, which peers must not be able to predict.
+        rng: the random number generator that selects the peers to measure if there are more than
+            `MAX_TARGETS`, and produces the random bytes of a burst, which peers must not be able to predict.
     """
 
     def __init__(self, rng: Random) -> None:

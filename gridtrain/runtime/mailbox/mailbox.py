@@ -167,7 +167,7 @@ class Mailbox:
             self.notify_trainer()
 
     def notify_trainer(self) -> None:
-        """Wake the trainer unless the condition it waits for is false.  The caller holds `condition`."""
+        """Wake the trainer unless it waits for a condition that is false.  The caller holds `condition`."""
         if self._wait_condition is None or self._wait_condition(self.snapshot):
             self.condition.notify_all()
 

@@ -47,8 +47,11 @@ class StepPlan:
 
 
 def is_comparison_due(step: int, every: int) -> bool:
-    """Whether replicas are compared after `step` in any case: after every `every` steps and, for short runs,
-    also after steps 1, 2, 4, 8, ... below `every`.  Replicas are never compared if `every` is 0."""
+    """Return whether a regular comparison of replicas is due after `step`, which is counted from 0.
+
+    It is due after each multiple of `every` steps and, for short runs, after 1, 2, 4, 8, ... steps below
+    `every`.  If `every` is 0, it is never due.
+    """
     taken = step + 1
     return every > 0 and (taken % every == 0 or (taken < every and taken & (taken - 1) == 0))
 

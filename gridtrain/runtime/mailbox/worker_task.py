@@ -1,6 +1,6 @@
-"""The tasks that the training thread performs for the group while it waits, such as loading a state.
+"""The tasks that a waiting training thread performs for the group, such as loading a state.
 
-Tasks are immutable values, so two equal tasks are the same task.  For each snapshot the I/O thread
+Tasks are immutable values, so two equal tasks are the same task.  For each snapshot, the I/O thread
 recomputes which tasks are due, in the order of priority that `snapshot_builder` defines.  The tasks are not
 queued, so no outdated task can be performed.  Three effects of the core (`DiscardCheckpoints`,
 `SaveCheckpoint`, `LoadCheckpoints`) are also tasks.

@@ -1,4 +1,4 @@
-"""Transfers state between workers: whole states, during a wait or catch-up; checkpoints; and residuals.
+"""Transfers state between workers: whole states (while members wait or train), checkpoints and residuals.
 
 - `block_buffer`: divides a state into blocks, and stores received blocks in memory.
 - `blobs`, `state_sender`, `state_receiver`, `state_forwarder`: transfer the state to members of a forming

@@ -2,8 +2,8 @@
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 
-`gridtrain.core.member.incoming_state` decides which worker sends the state to which worker.  This module does
-not interpret the content of a blob.
+`gridtrain.core.member.incoming_state` decides which worker sends the state to which worker.  A blob is one
+part of a state; this module does not interpret it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class BlobSender:
                 del self._queues[peer]
 
     def clear(self) -> None:
-        """Drop all requests and states.  Call when the generation has started: its members hold the state."""
+        """Drop all requests and states.
+
+        Call this method when the generation has started: its members then hold the state.
+        """
         self._captured = (0, [], b"")
         self._waiting.clear()
         self._queues.clear()
@@ -200,7 +203,7 @@ class BlobReceiver:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all received blocks.  Call before another state is requested."""
+        """Drop all received blocks.  Call this method before another state is requested."""
         self._id = (0, 0)
         self._table = b""
         self._buffer: BlockBuffer | None = None

@@ -1,7 +1,7 @@
 """Decides what a newcomer requests, loads and replays until it has caught up, and shows a progress bar.
 
 This module decides which data are requested from which source, what the trainer has to do next, and when the
-worker has caught up or cannot catch up.  It does not open sockets or access the model.
+worker has caught up or cannot catch up.  The module neither opens sockets nor accesses the model.
 
     source_up(peer)                                members keep training       S, T, A: numbers of steps
       |  blocks of a snapshot, from several sources    |
@@ -67,7 +67,7 @@ class CatchUpReceiver:
 
     Attributes:
         failure: the reason why the catch-up has failed; empty if it has not failed.
-        latest_step: the latest step that the update source has reported; -1 if none.
+        latest_step: the latest step that the update source has reported; -1 if there is none.
         position: the step and the history of the trainer's model; None until a snapshot is loaded.
     """
 

@@ -64,7 +64,7 @@ class CatchUpSession:
         return work
 
     def fail_work(self, reason: str) -> None:
-        """End the catch-up.  Call when received data cannot be loaded or replayed.
+        """End the catch-up.  Call this method when received data cannot be loaded or replayed.
 
         This worker then receives the whole state.
         """

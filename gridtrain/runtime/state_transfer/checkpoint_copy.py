@@ -53,7 +53,7 @@ class CheckpointDisk(Protocol):
         """Return the paths of a checkpoint's files, in the order of `FILES`."""
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
-        """Return whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
+        """Return whether a checkpoint can be read; if it cannot, no longer report it to the group.
 
         This method is called in a separate thread.
         """

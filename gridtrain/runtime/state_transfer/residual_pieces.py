@@ -44,7 +44,7 @@ class ResidualSelection:
 
 
 def select_entries(residual_N: FloatArray, budget_bytes: int, world_size: int) -> ResidualSelection:
-    """Select the entries with the largest magnitudes that fit into the budget.
+    """Select the entries with the largest magnitudes, as many as fit into the budget.
 
     Of entries with equal magnitudes, those with the lowest indices are selected first.
     Entries with a magnitude above `largest_summable` are not selected.

@@ -37,7 +37,7 @@ class StateForwarder:
             self._next[peer] = (term, generation, blocks_received)
 
     def stop(self) -> None:
-        """Stop forwarding.  Call when the state has proved invalid.
+        """Stop forwarding.  Call this method when the state has proved invalid.
 
         The next member has to request the state from the state source.
         """
@@ -45,7 +45,7 @@ class StateForwarder:
         self._request_count = MAX_STATE_REQUESTS
 
     def clear(self) -> None:
-        """Drop all requests and blocks.  Call when the generation has started."""
+        """Drop all requests and blocks.  Call this method when the generation has started."""
         self._next.clear()
         self._request_count = 0
         self._receiver.stop_forwarding()

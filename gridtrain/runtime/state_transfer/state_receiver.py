@@ -46,7 +46,7 @@ class StateReceiver:
     def reject_state(self, generation: int, reason: str) -> None:
         """Report that the state source has sent an invalid state for this generation, and why it is invalid.
 
-        Has no effect if the generation has ended.
+        The call has no effect if the generation has ended.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation == generation and snapshot.state_source is not None:
@@ -83,8 +83,8 @@ class StateReceiver:
     def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> bool:
         """Store a block; return whether the rest of the state must be requested now.
 
-        It must if the source of the state was lost, and the block has completed the first blob from
-        the new source: the remaining blocks are requested only then.
+        After the loss of a state source, the rest is requested from the new source only when this block has
+        completed the new source's first blob.
 
         Raises `RemoteProtocolError` if the block does not match the other blocks.
 

@@ -85,7 +85,10 @@ class StateSender:
                 del self._checkpoint_senders[checkpoint]
 
     def clear(self) -> None:
-        """Drop all requests and states.  Call when the generation has started: its members hold the state."""
+        """Drop all requests and states.
+
+        Call this method when the generation has started: its members then hold the state.
+        """
         self._state_sender.clear()
         self._checkpoint_senders.clear()
 

@@ -1,4 +1,4 @@
-"""Snapshots of the state for catch-up, whose blocks a receiver requests from several members at once.
+"""Snapshots of the state for catch-up: a receiver requests their blocks from several members at once.
 
     sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
              bert   table T1 --+-> later step, then that of the source added first; anna and bert share the
@@ -51,8 +51,8 @@ have sent their tables, the second value otherwise."""
 
 BLOCK_TIMEOUT_S, SLOWEST_FACTOR = 10.0, 8.0
 """A source is too slow if it has sent no block for at least `BLOCK_TIMEOUT_S`, and for at least
-`SLOWEST_FACTOR` times the mean time that the fastest source needs for a block.  Its blocks are then requested
-from the other sources."""
+`SLOWEST_FACTOR` times the mean time that the fastest source needs for a block.  The blocks of a slow
+source are then requested from the other sources."""
 
 MAX_QUEUED = 64
 SHARED = 0

@@ -1,4 +1,4 @@
-"""A log of the latest committed updates for newcomers, limited in number and size, and an update's encoding.
+"""A bounded log of the latest committed updates, kept for newcomers, and the encoding of an update.
 
     member:    committed round --> UpdateLog (at most MAX_UPDATES updates) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step

@@ -191,7 +191,7 @@ def test_nobody_is_let_in_by_default():
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "192.0.2.1", "localhost.example.org", "[::]"])
 def test_without_encryption_a_transport_stays_on_its_machine(plain_net, host):
     anna = plain_net.add("anna")
-    with pytest.raises(TransportError, match=r"cannot listen at .* without encryption, .* -> enable encr"):
+    with pytest.raises(TransportError, match=r"cannot listen on .* without encryption, .* -> enable encr"):
         anna.transport.listen(f"tcp://{host}:0")
     with pytest.raises(TransportError, match=r"cannot dial .* without encryption"):
         anna.transport.dial(b"b" * 32, f"tcp://{host}:7000")

@@ -12,7 +12,7 @@ the kernel starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RF
 after each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
 queue.  If cubic itself fills the queue, many packets are lost at once (every other second with several
 connections on one link), but the window is then large.  On a link that loses a share p of its packets, the
-window stays at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are
+window stays at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore, losses are
 considered only while the window is small, and the monitor counts the quarter-second intervals in which such a
 loss occurred.
 """
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SHORT_LINK_RTT_S = 0.015
-"""The largest round trip for which cubic is chosen.  If such a link loses packets, cubic is slow for about 2
-s, until the losses are detected."""
+"""The largest round trip for which cubic is chosen.  If a link with such a round trip loses packets,
+cubic is slow for about 2 s, until the losses are detected."""
 
 LOOKS, BAD_LOOKS = 20, 6
 MIN_SEGMENTS = 200
@@ -124,7 +124,8 @@ def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:
 def slow_restart(settings: Path = _SETTINGS) -> str:
     """Return the name of the kernel's default congestion control if a pause resets its window.
 
-    Returns "" if it does not, if this is unknown, and for bbr, which keeps its estimate of the link.
+    Returns "" if a pause does not reset the window, if this is unknown, and for bbr, which keeps its
+    estimate of the link.
     """
     with contextlib.suppress(OSError):
         control = (settings / "tcp_congestion_control").read_text().strip()

@@ -25,8 +25,8 @@ from gridtrain.network.transport.zmq.name_lookup import DIAL_WAIT_S, names
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 HELLO_TIMEOUT_S = 10.0
-"""The time limit, in seconds, for connecting, handshake and Hello; then the attempt is abandoned and
-repeated."""
+"""The time limit, in seconds, for the connection, the handshake and Hello; after it, the attempt is abandoned
+and repeated."""
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0

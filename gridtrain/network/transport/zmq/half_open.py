@@ -32,8 +32,8 @@ CLOSES_PER_S = 200.0
 """The rate at which connections are closed while `MAX_HALF_OPEN` or `MAX_OF_ONE_RANGE` is exceeded."""
 
 MAX_TOTAL = 4096
-"""The number of half-open connections beyond which connections are closed without a rate limit.  If
-half the number of descriptors that this process may open is less, it applies instead."""
+"""The number of half-open connections beyond which connections are closed without a rate limit, or
+half the number of descriptors that this process may open if that is less."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
@@ -113,7 +113,7 @@ class HalfOpenConnections:
     def take_surplus(self, now_s: float) -> list[int]:
         """Remove and return surplus connections, each the oldest of the range with the most connections.
 
-        Their number depends on the limits and on the rate at which connections are closed.
+        Their number depends on the limits and on the rate at which connections may be closed.
         """
         allowed = int(min((now_s - self._last_close_s) * CLOSES_PER_S, CLOSES_PER_S))
         taken: list[int] = []

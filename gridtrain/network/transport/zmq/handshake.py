@@ -8,7 +8,7 @@
                   |                 |                    |             generated name
                   +--- no: RemoteProtocolError           +-----------> None for a stranger
 
-Without a ZAP handler libzmq admits every key.  Therefore the handler is bound before the transport listens,
+Without a ZAP handler, libzmq admits every key.  Therefore, the handler is bound before the transport listens,
 in the same context, and ZAP_ENFORCE_DOMAIN makes libzmq refuse all keys if there is no handler.
 """
 
@@ -105,7 +105,7 @@ def read_hello(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> H
 
 
 def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
-    """Raise `RemoteProtocolError` if Hello names our own key, or not the key that the connection has proven.
+    """Raise `RemoteProtocolError` if Hello names our own key, or a key that the connection has not proven.
 
     Without encryption, a connection proves no key, and only our own key is refused.
     """

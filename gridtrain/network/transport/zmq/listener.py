@@ -1,4 +1,4 @@
-"""Manages incoming connections: the ROUTER socket, each connection's descriptor, and closing connections.
+"""Manages incoming connections: opens the ROUTER socket, tracks descriptors, and closes connections.
 
               ZapHandler <--handshake--+
     peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection
@@ -161,13 +161,14 @@ class Listener:
         return pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]
 
     def silence(self, connection: Connection) -> None:
-        """Drop the messages that arrive after `hang_up`; close a pending member's connection soon after."""
+        """Drop the messages that arrive from now on.  A pending member's connection is closed after
+        `CLOSE_DELAY_S`."""
         connection.state = "silent"
         if connection.is_pending:
             self._closing.append((time.monotonic() + CLOSE_DELAY_S, connection))
 
     def revive(self, peer: PeerId) -> Connection | None:
-        """Resume using a connection of this peer that `silence` left open; return it or None."""
+        """Resume using a connection of this peer that `silence` left open; return it, or None."""
         lost = [connection for connection, _ in self._lost]
         for connection in self._connections_of(peer):
             is_admitted = access_control.is_still_admitted(self._policy, peer, is_pending=False)

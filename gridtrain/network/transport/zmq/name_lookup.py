@@ -131,7 +131,7 @@ class NameLookup:
 
 
 names = NameLookup()
-"""The lookups of this process.  The results are kept when a transport is closed, as in a pause."""
+"""The lookups of this process.  The results are kept when a transport is closed, for example for a pause."""
 
 
 def numeric_host(host: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks whether a peer can be dialled back at its addresses, with connections that end after the handshake.
+"""Checks, with connections that end after the handshake, whether a peer can be dialled at its addresses.
 
     reach(peer, addresses) --> one attempt per address, at the same time, up to `MAX_ATTEMPTS`
                                   handshake finished --------> ReachResult(peer, address)
@@ -26,8 +26,8 @@ MAX_ATTEMPTS = 64
 """The maximum number of simultaneous attempts.  Further attempts wait; their time limits keep running."""
 
 PROBE_SOFTWARE = "gridtrain reach"
-"""The value of `software` in a Hello that only requests the peer's key and opens no connection.  It is used
-only without encryption."""
+"""The value of `software` in a Hello that only requests the peer's key and opens no connection.  The value is
+used only without encryption."""
 
 
 @dataclass(slots=True, eq=False)

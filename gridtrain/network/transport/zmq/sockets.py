@@ -1,4 +1,4 @@
-"""Opens ZeroMQ sockets with all limits and timeouts, and reads and writes single messages of bounded size.
+"""Opens ZeroMQ sockets with limits and timeouts set, and reads and writes single messages of bounded size.
 
     ROUTER  all incoming connections; a message begins with a routing id that libzmq generates for each
             connection (clients cannot choose it, because they could choose the id of another client)
@@ -58,7 +58,7 @@ step stalls for the third time, because the coordinator then dismisses a member.
 ZERO_COPY_RECV = 10
 """The number of a context option that has no name in pyzmq.  The option is off: if it is on, a short
 encrypted message that has not been read keeps the buffer in which it arrived, so that 37 bytes on the wire
-take 2.5 kB of memory and more instead of 0.2 kB.  In both cases, the part of a long message that exceeds this
+take 2.5 kB of memory or more instead of 0.2 kB.  In both cases, the part of a long message that exceeds this
 buffer of 8 kB is read directly into the message."""
 
 _KEEPALIVE_PROBES = 3
@@ -218,7 +218,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Start connecting to an address that `is_numeric`.
+    """Start connecting to an address for which `is_numeric` is true.
 
     Raises:
         TransportError: the address is invalid, or has a host name; libzmq would resolve a name in the thread
@@ -281,7 +281,7 @@ def is_numeric(address: str) -> bool:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether `read` would return a message; faster than a call to `read` that finds none."""
+    """Return whether `read` would return a message; faster than a call to `read` that finds no message."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & READ)
 
 
@@ -393,7 +393,7 @@ def _check_address(address: str) -> None:
 
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
     """Enable IPv6 for the next use of the socket if the address is an IPv6 address; otherwise disable it,
-    because a socket with IPv6 listens at IPv4 addresses in their IPv6 form."""
+    because a socket with IPv6 listens on IPv4 addresses in their IPv6 form."""
     socket.setsockopt(zmq.IPV6, int(":" in _host(address)))
 
 
@@ -420,16 +420,16 @@ def _dial_error(address: str, error: zmq.ZMQError) -> TransportError:
 def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
     if error.errno == errno.EADDRINUSE:
         return AddressTaken(
-            f"cannot listen at {address}: the port is taken",
+            f"cannot listen on {address}: the port is taken",
             remedy="stop the program that uses the port, choose another port, or use port 0 for any free "
             "port",
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EAGAIN):
         return TransportError(
-            f"cannot listen at {address}: no interface of this machine has that address",
-            remedy='listen at "tcp://0.0.0.0:PORT" for all interfaces',
+            f"cannot listen on {address}: no interface of this machine has that address",
+            remedy='listen on "tcp://0.0.0.0:PORT" for all interfaces',
         )
     return TransportError(
-        f"cannot listen at {address!r}: {error.strerror}",
+        f"cannot listen on {address!r}: {error.strerror}",
         remedy='use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port',
     )

@@ -1,7 +1,7 @@
 """Sets options of libzmq's TCP connections, shuts connections down, and raises the limit on open files.
 
 A connection is identified by its file descriptor.  libzmq owns the descriptors and closes them in its own
-thread, and their numbers are reused.  Therefore each access uses a duplicate of the descriptor, after
+thread, and their numbers are reused.  Therefore, each access uses a duplicate of the descriptor, after
 checking that both ends of the connection are as expected.  The duplicate has a reserved number, so that
 connections can be closed even when no descriptor is free.  This module neither reads nor writes data.
 Options that the system does not support are skipped.
@@ -55,7 +55,7 @@ class TcpConnection:
     Args:
         fd: the descriptor.
         remote: the address of the other end.
-        ports: the ports at which we listen, if the connection was accepted; None if we dialled.
+        ports: the ports on which we listen, if the connection was accepted; None if we dialled.
     """
 
     def __init__(self, fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> None:

@@ -139,7 +139,7 @@ class ZeroMQTransport:
     # -- Transport -----------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        self._require_encryption("listen at", address)
+        self._require_encryption("listen on", address)
         bound = self._listener.listen(address)
         host, _, port = bound.removeprefix("tcp://").rpartition(":")
         return f"tcp://{self._advertise_host}:{port}" if host in _WILDCARDS else bound
