@@ -206,11 +206,22 @@ class Listener:
             if drained or now_s >= since_s + DRAIN_S:
                 if self._connections.get(connection.routing_id) is connection:
                     del self._connections[connection.routing_id]
+                self._shut_replaced(connection.key)
                 taken.append(connection)
             else:
                 waiting.append((connection, since_s))
         self._lost = waiting
         return taken
+
+    def _shut_replaced(self, key: PeerId) -> None:
+        """Shut a replaced connection if the one that replaced it is lost, so that the peer connects again.
+
+        If the Hello of a stale connection was delayed, it has replaced the one that the peer uses.
+        """
+        others = self._connections_of(key)
+        if all(one.state == "replaced" for one in others):
+            for one in others:
+                self.shut(one)
 
     def due_s(self) -> float:
         """Return the earliest time at which `close_overdue` must be called; infinity if no call is needed."""

@@ -163,6 +163,19 @@ def test_one_key_keeps_two_connections_open_at_most(zeromq_net, mallory, mallory
     assert not any(monitor.poll(0) for monitor in monitors[3:])
 
 
+def test_a_connection_that_was_replaced_ends_with_the_one_that_replaced_it(zeromq_net, mallory, mallory_key):
+    """The Hello of a stale connection was delayed; the peer uses the other one, and must connect again."""
+    bert = zeromq_net.add("bert")
+    good, stale = mallory(bert), mallory(bert)
+    monitor = good.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    for count, dealer in enumerate((good, stale), 1):
+        dealer.send_multipart(greeting(mallory_key))
+        zeromq_net.until(lambda count=count: len(bert.of(PeerUp)) == count, bert)
+    stale.close(linger=0)
+    zeromq_net.until(lambda: monitor.poll(0), bert)
+    assert bert.story() == ["up mallory", "down mallory", "up mallory", "down mallory"]
+
+
 def new_hello(endpoint) -> list[bytes]:
     return codec.encode(Hello(endpoint.key, PROTOCOL_VERSION, "gridtrain test"))
 
