@@ -130,8 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo(f"gridtrain: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if error.errno not in DISK_FULL or os.environ.get("GRIDTRAIN_DEBUG"):
             raise
-        click.echo(f"gridtrain: the output cannot be written: {error.strerror} -> free disk space", err=True)
+        what = error.filename or "the output"
+        click.echo(f"gridtrain: {what} cannot be written: {error.strerror} -> free disk space", err=True)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)

@@ -319,12 +319,16 @@ def test_a_leaving_worker_transfers_its_residual(kind: str) -> None:
     assert passed_on, "the second one receives the residual of the first one at least once"
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
-def test_an_update_equal_to_that_of_an_aborted_round_does_not_commit_that_round(seed: int) -> None:
+@pytest.mark.parametrize("loses_disk", [False, True])
+@pytest.mark.parametrize("seed", [*range(1, 7), 9, 11, 16])
+def test_an_update_equal_to_that_of_an_aborted_round_does_not_commit_that_round(
+    seed: int, loses_disk: bool
+) -> None:
     """The root is frozen in step 0; the other worker and a newcomer repeat it without the root's samples.
 
     None of their values is among the 5 entries of the update, so both updates are equal, and the root returns
-    prepared.  Its new residual contains the samples, but they are assigned to other workers.
+    prepared.  Its new residual contains the samples, but they are assigned to other workers.  If the
+    coordinator loses its disk, it no longer knows in which generation the step was committed.
     """
 
     def gradient(position: int) -> np.ndarray:
@@ -336,18 +340,25 @@ def test_an_update_equal_to_that_of_an_aborted_round_does_not_commit_that_round(
     def compute_s(peer: m.PeerId) -> float:
         core = world.workers[peer].core
         if core.generation != 1 or core.step:
-            return 0.3 if core.step else 0.0
+            return (3.6 if loses_disk else 0.3) if core.step else 0.0
         return 0.05 if core.rank_assignment is not None and core.rank_assignment.rank == 0 else 0.3
 
     def freeze_root() -> None:
         for worker in workers:
             at = worker.core.rank_assignment
             if at is not None and at.rank == 0 and worker.core.next_round is None and worker.has_computed:
-                worker.freeze(4.0)
+                worker.freeze(6.0 if loses_disk else 4.0)
+                world.back_up()
                 world.slow_next_restore = True
                 world.join()
                 return
         world.at(world.now_s + 0.001, freeze_root)
+
+    def lose_disk() -> None:
+        if any(round_id.step == 0 for _, round_id, _ in world.log.commits):
+            world.crash_coordinator(0.02, lose_disk=True)
+        else:
+            world.at(world.now_s + 0.002, lose_disk)
 
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     setup = m.Setup((("kind", "star"),), m.LedgerSpec(12, 1, epochs=1), 3, None)
@@ -356,6 +367,8 @@ def test_an_update_equal_to_that_of_an_aborted_round_does_not_commit_that_round(
     world.compute_s = compute_s  # type: ignore[method-assign]
     workers = [world.join(), world.join()]
     freeze_root()
+    if loses_disk:
+        lose_disk()
     world.run(60.0)
     assert world.finished and len(world.alive) == 3
     rounds = {round_id for _, round_id, _ in world.log.commits}

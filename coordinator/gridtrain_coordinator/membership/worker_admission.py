@@ -179,7 +179,8 @@ class WorkerAdmission:
             return full
         own = setup.checkpoint
         if own is not None and (
-            own.ledger.step != own.applied + 1 or not data_ledger.is_balanced(own.ledger)
+            own.ledger.step != own.applied + 1
+            or not data_ledger.is_sound_when_released(reference.ledger, own.ledger)
         ):
             reason = f"the ledger in the checkpoint of step {own.applied + 1} is inconsistent"
             return m.Refused("checkpoint", reason, "move this worker's checkpoints to another folder")

@@ -184,11 +184,8 @@ def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> b
     Args:
         definition: the run's definition; if it is None, every checkpoint is considered impossible.
     """
-    if definition is None or not data_ledger.is_balanced(checkpoint.ledger):
-        return True
-    ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
-    return (
-        not data_ledger.is_sound(definition.ledger, ledger, ())
+    return definition is None or (
+        not data_ledger.is_sound_when_released(definition.ledger, checkpoint.ledger)
         or checkpoint.ledger.step != checkpoint.applied + 1
         or checkpoint.layers.stop > defined_cuts(definition)[-1]
     )

@@ -396,6 +396,11 @@ def _count_held(state: LedgerState) -> int:
     return held + sum(count_samples(batch.spans) for batch in (*state.late, *state.pending))
 
 
+def is_sound_when_released(spec: LedgerSpec, state: LedgerState) -> bool:
+    """Return whether the ledger of a checkpoint is sound after `release_holders`."""
+    return is_balanced(state) and is_sound(spec, release_holders(spec, state), ())
+
+
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
     """Return whether a correct member of this generation can hold `state`.
 

@@ -110,7 +110,12 @@ class ReplicaState:
         self.history = extend_history(self.history, digest)
 
     def apply_verdict(
-        self, view: m.MembershipView | m.StandbyNotice, prepared: m.RoundId | None, digest: bytes = b""
+        self,
+        view: m.MembershipView | m.StandbyNotice,
+        prepared: m.RoundId | None,
+        digest: bytes = b"",
+        *,
+        is_joining: bool = False,
     ) -> bool:
         """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
 
@@ -119,13 +124,14 @@ class ReplicaState:
         Args:
             prepared: the round of the prepared update; None if there is none.
             digest: the digest of that update.
+            is_joining: whether `view` lists this worker as one that does not hold the state.
 
         Returns:
             Whether the prepared update was applied.
         """
         if prepared is not None and view.applied == self.applied + 1:
             history = extend_history(self.history, digest)
-            if history == view.history and not _was_repeated(prepared, view):
+            if history == view.history and not _may_be_repeated(prepared, view, is_joining):
                 self.applied, self.history, self.is_modified = view.applied, history, True
                 return True
         self.is_synced = self.is_synced and (view.applied, view.history) == self.position
@@ -181,11 +187,11 @@ class ReplicaState:
         )
 
 
-def _was_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice) -> bool:
-    """Return whether the step of the prepared round was committed in another generation.
+def _may_be_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice, is_joining: bool) -> bool:
+    """Return whether the step of the prepared round may have been committed in another generation.
 
     The updates of both generations can be equal, for example if they contain none of this worker's values.
     Even then, its new residual must not be kept, because its samples were assigned to other members.
     """
     decided = view.decided_round if isinstance(view, m.MembershipView) else None
-    return decided is not None and decided.generation != prepared.generation
+    return is_joining if decided is None else decided.generation != prepared.generation

@@ -159,9 +159,13 @@ def test_an_exchange_that_the_coordinator_does_not_know_is_logged_and_not_planne
 
 
 UNBALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
+OVERLAPPING = m.CheckpointInfo(
+    4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=16, requeued=(m.Span(0, 2), m.Span(1, 3)))
+)
 REFUSED_FIRST = {
     "batch-size": replace(SETUP, facts=(("model", "mine"),), batch_size=0),
     "checkpoint": replace(SETUP, facts=(("model", "mine"),), checkpoint=UNBALANCED),
+    "overlapping": replace(SETUP, facts=(("model", "mine"),), checkpoint=OVERLAPPING),
     "stage": replace(SETUP, facts=(("model", "mine"),), stages=2, stage_checkpoints=(UNBALANCED,)),
     "ledger": replace(SETUP, facts=(("model", "mine"),), ledger=m.LedgerSpec(0, 0, epochs=1)),
 }
@@ -249,9 +253,10 @@ def test_a_checkpoint_of_a_stage_defines_the_base_too() -> None:
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"checkpoint": UNBALANCED}, "is inconsistent"),
+        ({"checkpoint": OVERLAPPING}, "is inconsistent"),
         ({"checkpoint": None}, "base is 1 MB, digest 02 here and missing in the run"),
     ],
-    ids=["batch size", "inconsistent checkpoint", "no checkpoint"],
+    ids=["batch size", "unbalanced checkpoint", "overlapping spans", "no checkpoint"],
 )
 def test_a_refused_worker_does_not_define_the_base(wrong: dict[str, Any], reason_part: str) -> None:
     run = OldRun()

@@ -699,14 +699,17 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     assert worker.core.is_synced, "its state is intact until catch-up overwrites it"
     committed = extend_history(EMPTY_HISTORY, b"d" * 32)
     members = [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, True)]
-    effects = worker.install(3, members, applied=0, history=committed)
+    effects = worker.install(3, members, applied=0, history=committed, decided=round_id)
     assert any(isinstance(e, ev.ResolveRound) and e.committed for e in effects) is prepared
     assert worker.core.is_synced is prepared
 
 
-@pytest.mark.parametrize("committed_in", [1, 2, None])
-def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_was_repeated(
-    committed_in: int | None,
+@pytest.mark.parametrize(
+    ("committed_in", "joining", "is_ours"),
+    [(1, True, True), (2, True, False), (None, True, False), (1, False, True), (None, False, True)],
+)
+def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_may_be_repeated(
+    committed_in: int | None, joining: bool, is_ours: bool
 ) -> None:
     """The others have committed an equal update without it: its residual would count their samples again."""
     worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
@@ -718,10 +721,9 @@ def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_was_r
     worker.hear(ev.DigestComputed(b"d" * 32))
     decided = m.RoundId(1, committed_in, 0, 0) if committed_in is not None else None
     history = extend_history(EMPTY_HISTORY, b"d" * 32)
-    back = [members[0], replace(members[1], joining=True)]
+    back = [members[0], replace(members[1], joining=joining)]
     effects = worker.install(3, back, applied=0, history=history, decided=decided)
     (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
-    is_ours = committed_in != 2
     assert (resolved.round, resolved.committed) == (open_round, is_ours)
     requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
     assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)

@@ -101,7 +101,7 @@ class NameLookup:
         return f"the host name {host!r} cannot be resolved ({why})" if why else ""
 
     def _look_up(self, host: str) -> None:
-        self._record(host, *_query(host))
+        self._record(host, *_query(host, self.address(host)))
 
     def _record(self, host: str, address: str, error: str) -> None:
         with self._changed:
@@ -145,11 +145,12 @@ def numeric_host(host: str) -> str:
     return host
 
 
-def _query(host: str) -> tuple[str, str]:
+def _query(host: str, known: str) -> tuple[str, str]:
     """Return a name's first IPv4 address, or else its first IPv6 address, and ""; or "" and an error message.
 
     The IPv6 address is requested only if there is no IPv4 address, because some name servers never answer
-    such requests.  A failure for IPv4 can mean that the name has only IPv6 addresses.
+    such requests.  A failure for IPv4 can mean that the name has only IPv6 addresses, unless the address from
+    an earlier lookup, `known`, is an IPv4 address.
     """
     problem = ""
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -157,4 +158,6 @@ def _query(host: str) -> tuple[str, str]:
             return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0]), ""
         except (OSError, UnicodeError) as error:
             problem = problem or getattr(error, "strerror", None) or str(error)
+            if getattr(error, "errno", None) == socket.EAI_AGAIN and "." in known:
+                break
     return "", problem

@@ -167,6 +167,14 @@ def test_a_failure_for_ipv4_does_not_hide_an_ipv6_address(server: NameServer) ->
     assert NameLookup().resolve("six.invalid") == "2001:db8::9"
 
 
+def test_a_failure_for_ipv4_replaces_no_ipv4_address(server: NameServer) -> None:
+    names, server.addresses["both.invalid"] = NameLookup(), ["192.0.2.7", "2001:db8::9"]
+    assert names.resolve("both.invalid") == "192.0.2.7"
+    server.failing = {socket.AF_INET}
+    assert names.resolve("both.invalid") == "192.0.2.7"
+    assert "Temporary failure" in names.problem("tcp://both.invalid:7700")
+
+
 def test_a_lookup_that_cannot_begin_has_failed(monkeypatch: pytest.MonkeyPatch, server: NameServer) -> None:
     def refuse(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
