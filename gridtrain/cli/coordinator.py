@@ -15,7 +15,7 @@ from gridtrain.cli.option_flags import ALSO_IN_ENVIRONMENT, add_options, resolve
 def coordinator(**given: Any) -> None:
     """Coordinate a run: admit workers, assign ranks, keep the journal.
 
-    Prints how to invite workers, then logs each event.  Receives no gradients and needs no torch.
+    Prints how to invite workers, then logs each event.  Receives no gradients and does not need PyTorch.
     """
     from gridtrain_coordinator.serving import serve_and_log_errors
     from gridtrain_coordinator.settings import settings_from

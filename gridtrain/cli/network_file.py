@@ -171,8 +171,8 @@ def read_network(path: Path) -> DescribedNetwork:
         for b in names[:i]:
             if frozenset((a, b)) not in between:
                 raise ConfigError(
-                    f'{path}: no link is specified between "{b}" and "{a}"',
-                    remedy=f'add [[between]] with sites = ["{b}", "{a}"], a latency and, if needed, a link',
+                    f'{path}: no [[between]] table specifies the sites "{b}" and "{a}"',
+                    remedy=f'add one with sites = ["{b}", "{a}"], latency and, if its rate is limited, link',
                 )
     return DescribedNetwork(sites, between)
 

@@ -91,7 +91,7 @@ class TrainerTasks:
         loop: the current I/O loop; after a pause, `connect` sets the new loop.
 
     Attributes:
-        applied: the last step that the trainer's model contains; -1 if there is none.  The group's last step
+        applied: the last step reflected in the trainer's model; -1 if there is none.  The group's last step
             (`WorkerSnapshot.applied`) may be later, until the trainer has loaded or applied later steps.
     """
 

@@ -15,7 +15,7 @@ class RequestRate:
     """The times of requests within the last `window_s` seconds.
 
     Args:
-        max_keys: the maximum number of keys; the key with the least recent request is dropped first.
+        max_keys: the maximum number of keys, such as peers; the least recently used key is dropped first.
     """
 
     def __init__(self, window_s: float, max_keys: int) -> None:

@@ -3,10 +3,10 @@
     all reports received --> every stage is held in memory or on disk -----> the next generation
                              every stage of an earlier step is on disk ----> rollback, the next generation
                              neither --------------------------------------> PAUSED until a worker joins;
-                                      a run that is ended: FINISHED without a model after `regather_s`
+                                      if the owner ended it: FINISHED without a model after `regather_s`
     a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`);
-                                      a run that is ended: as above
-    fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the connected workers, if it fits
+                                      if the owner ended it: as above
+    fewer workers than stages: PAUSED for `recut_s`, then repartitioned across the workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
 The step is chosen by `stages.whole_state`; the partition and the ranks by `stages.placement`.

@@ -74,10 +74,10 @@ def find_slow_member(
 
 
 def describe_idle(members: Sequence[Worker]) -> str:
-    """Return the alert that no member is making progress, according to the heartbeats; "" if a member is, or
-    has not reported a step yet.
+    """Return the alert that no member is making progress, according to the heartbeats; "" if a
+    member is making progress or has not reported a step yet.
 
-    A single idle member for which the others wait is dismissed instead (`Complaints`).
+    A single idle member that the others are waiting for is dismissed instead (`Complaints`).
     """
     if not members or not all("computing_s" in worker.figures for worker in members):
         return ""

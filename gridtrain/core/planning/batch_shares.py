@@ -144,7 +144,7 @@ class WorkerSpeeds:
 
         Args:
             names: the name of each worker, for the text of the reason.
-            most: the largest share of each worker; 0 means no limit.
+            most: the maximum share of each worker; 0 means no limit.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         self._limited.update(p for p in peers if measured and p in self._bounds)
@@ -209,7 +209,7 @@ def own_shares(names: Sequence[str], sizes: Sequence[int], reason: str) -> Batch
         names: the name of each worker, for the text of the reason.
         sizes: the batch size of each worker; if their number is even, the median is the lower of the two
             middle sizes.
-        reason: the reason for the shares that are not limited.
+        reason: why these sizes are used; the limited shares, if any, are appended.
     """
     most = int(MAX_MEDIAN_RATIO * median_low(sizes))
     limited = [
@@ -227,14 +227,14 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 
 
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return integer shares with the sum `total` that minimize the longest compute time (share / speed).
+    """Return integer shares that sum to `total` and minimize the longest compute time (share / speed).
 
     Every worker gets at least 1 sample if there are enough samples.  If two workers would finish the next
     sample at the same time, the one with the lower index gets it.
 
     Args:
         speeds: samples per second of each worker, all > 0 and finite.
-        most: the largest share of each worker; 0 means no limit.  If the sum of these limits is less than
+        most: the maximum share of each worker; 0 means no limit.  If the sum of these limits is less than
             `total`, all limits are scaled up by the same factor.
     """
     limits = _share_limits(total, most)

@@ -271,7 +271,7 @@ def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
 
 
 def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
-    """Return the number of slices to simulate for a dense kind, at least 1.
+    """Return the number of slices to simulate for a dense exchange, at least 1.
 
     With more than one slice, the simulation has at most `max_messages` messages.
     """

@@ -1,8 +1,8 @@
 """One worker of `gridtrain bench`: a real run that only exchanges synthetic gradients, to time the exchange.
 
 This module defines where each measurement begins and ends.  Admission, generations, rounds, votes and
-transport are the same as in every run; only the model's work is left out: forward and backward passes, and
-applying the update.  The members wait for each other at the barrier's places "ready" and "done".
+transport are the same as in every run; only the model's work is left out: the forward and backward
+passes and the update.  The members wait for each other at three points: "ready", "done" and "settled".
 
     prepare_s          before "ready": select the entries to send, and encode them
     start_s .. end_s   from "ready" to "done": the collective, votes and decision; cpu_s is its CPU time

@@ -398,8 +398,8 @@ def load_state(
 def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Restore the original dtypes after `load_state_dict`, which casts tensors to their parameters' dtype.
 
-    NAdam and ASGD keep float32 numbers for all parameters, and other optimizers keep float32 moments for
-    bfloat16 parameters.
+    NAdam and ASGD keep float32 scalars for parameters of any dtype, and some other optimizers may keep
+    float32 moments for bfloat16 parameters.
     """
     _keep_dtypes(optimizer.state_dict().get("state"), state)
 

@@ -6,15 +6,15 @@
 
 A pause is a quarter of a second in which this side sends almost nothing.
 
-bbr stops sending for 0.2 s every 10 s to measure the round trip again, and underestimates a link on which
-payloads have short gaps between them.  With cubic, a pause resets the window: after about 0.25 s without data
-the kernel starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so a sparse payload
-after each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
-queue.  If cubic itself fills the queue, many packets are lost at once (every other second with several
-connections on one link), but the window is then large.  On a link that loses a share p of its packets, the
-window stays at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore, losses are
-considered only while the window is small, and the monitor counts the quarter-second intervals in which such a
-loss occurred.
+bbr stops sending for 0.2 s every 10 s to measure the round trip again, and underestimates the rate of a link
+on which short gaps separate the payloads.  With cubic, a pause resets the window: after about 0.25 s without
+data the kernel starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so a sparse
+payload after each computation takes several round trips.  In addition, cubic interprets each lost packet as a
+sign of a full queue.  If cubic itself fills the queue, many packets are lost at once (every other second with
+several connections on one link), but the window is then large.  On a link that loses a share p of its
+packets, the window stays at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore,
+losses are considered only while the window is small, and the monitor counts the quarter-second intervals in
+which such a loss occurred.
 """
 
 from __future__ import annotations
