@@ -497,8 +497,8 @@ class IoLoop:
                 digest = self.step_rounds.compute_vote_digest(flags)
                 if digest is not None:
                     return self._core.handle(ev.DigestComputed(digest), time.monotonic())
-            case ev.ResolveRound(round_id, committed, flags, reason):
-                self.step_rounds.resolve(round_id, committed, flags, reason)
+            case ev.ResolveRound():
+                self.step_rounds.resolve(effect)
             case ev.DeliverMean(step, index):
                 with self.mailbox.condition:
                     self._averages[step, index] = effect

@@ -314,11 +314,12 @@ class StepRounds:
             dense = [buffer for buffer in buffers if isinstance(buffer, DenseRingBuffer)]
         self.has_hash_work = any(buffer.hash_ahead() for buffer in dense)
 
-    def resolve(self, round_id: m.RoundId, committed: bool, flags: int, reason: str) -> None:
+    def resolve(self, effect: ev.ResolveRound) -> None:
         """End the round.  The trainer receives the outcome with the next snapshot (`publish_ended`)."""
+        round_id, committed, flags = effect.round, effect.committed, effect.flags
         if not committed:
             where = round_id.step + 1, round_id.attempt + 1
-            log.info("step %d attempt %d did not commit: %s", *where, reason)
+            log.info("step %d attempt %d did not commit: %s", *where, effect.reason)
         with self._mailbox.condition:  # the trainer may be adding a bucket
             ended = self._current_if(round_id)
             if ended is not None and ended.is_absent:
@@ -329,8 +330,8 @@ class StepRounds:
                 self._record_update(ended, flags)
                 ended.buffers, ended.voted_buffers = {}, ()  # else `last_submitted` would keep them
             else:
-                ended.failure_reason = reason
-            self._ended.append((ended, RoundOutcome(committed, is_skipped(flags))))
+                ended.failure_reason = effect.reason
+            self._ended.append((ended, RoundOutcome(committed, is_skipped(flags), effect.is_unknown)))
 
     @property
     def has_ended(self) -> bool:

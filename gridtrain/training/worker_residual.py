@@ -4,6 +4,7 @@ The same object serves a whole model and a stage of a pipeline.
 
     mark_sent(attempt) --> the round is committed      --> commit       stores the attempt's new residual
                            it is aborted or skipped    --> mark_ended   leaves the residual unchanged
+                           its outcome is unknown      --> mark_ended   clears the residual, as lost
           |
           +-- if training is interrupted here, `take` waits for the end of the round before it returns the
               residual; after an interrupted `commit`, there is no residual until `clear` or a later commit
@@ -11,6 +12,7 @@ The same object serves a whole model and a stage of a pipeline.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -22,6 +24,8 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.step_plan import RoundOutcome
 from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger
+
+log = logging.getLogger("gridtrain")
 
 
 class WorkerResidual:
@@ -35,6 +39,7 @@ class WorkerResidual:
         self._exchanger, self._n = exchanger, n
         self._attempt: ExchangeAttempt | None = None
         self._is_committing = False
+        self._lost_magnitude = 0.0
 
     @property
     def size(self) -> int:
@@ -49,20 +54,33 @@ class WorkerResidual:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures to report: the sum of the magnitudes by which decay has reduced the residual; {} if
-        this sum is 0."""
+        """The figures to report, unless they are 0: the sums of the magnitudes by which decay has reduced the
+        residual, and that were lost with rounds of unknown outcome."""
         feedback = self._exchanger.feedback
         dropped = 0.0 if feedback is None else feedback.decayed_magnitude
-        return {"decayed_mass": dropped} if dropped else {}
+        figures = {"decayed_mass": dropped, "lost_mass": self._lost_magnitude}
+        return {name: value for name, value in figures.items() if value}
 
     def mark_sent(self, attempt: ExchangeAttempt) -> None:
         """Record that `attempt` is about to be sent.  From now on, its round can be committed even if this
         worker is interrupted."""
         self._attempt = attempt
 
-    def mark_ended(self) -> None:
-        """Record that the round was aborted or skipped, which leaves the residual unchanged."""
+    def mark_ended(self, outcome: RoundOutcome) -> None:
+        """Record that the round was aborted or skipped, which leaves the residual unchanged.
+
+        If the others may have committed the round, the residual is cleared, because what was sent of it would
+        count twice.
+        """
         self._attempt = None
+        if outcome.is_unknown and (magnitude := self.magnitude):
+            self._lost_magnitude += magnitude
+            self._exchanger.clear_residual()
+            log.warning(
+                "the residual, of magnitude %.3g, is lost, because the outcome of this worker's last round "
+                "is unknown",
+                magnitude,
+            )
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """Apply `attempt` to the residual and return the update.
@@ -91,7 +109,7 @@ class WorkerResidual:
             return np.zeros(self.size, np.float32) if self.size else None
         if self._attempt is not None:
             outcome = resolve()
-            if outcome is None:
+            if outcome is None or outcome.is_unknown:
                 return None
             if outcome.is_committed and not outcome.is_skipped:
                 self.commit(self._attempt)

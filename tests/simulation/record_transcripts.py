@@ -248,6 +248,7 @@ class Transcript:
 
 
 ADDED = {
+    (ev.ResolveRound, "is_unknown"),
     (m.LedgerSpec, "delay"),
     (m.LedgerSpec, "shards"),
     (m.LedgerState, "pending"),
@@ -358,6 +359,10 @@ class VectorTrainer:
     def restore(self, state: Any) -> None:
         for trainer, part in zip(self._of.values(), np.split(state, len(self._of)), strict=True):
             trainer.restore(part)
+
+    def clear_residual(self) -> None:
+        for trainer in self._of.values():
+            trainer.clear_residual()
 
     def take_residual(self) -> Any:
         return b"".join(trainer.take_residual() for trainer in self._of.values())

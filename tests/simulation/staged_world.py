@@ -225,6 +225,9 @@ class StageTrainer:
     def restore(self, state: Any) -> None:
         self.layers, self.state = state
 
+    def clear_residual(self) -> None:
+        pass
+
     def take_residual(self) -> Any:
         return b""
 

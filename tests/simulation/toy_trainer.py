@@ -167,5 +167,8 @@ class ToyTrainer:
     def take_residual(self) -> Any:
         return self.residual.tobytes()
 
+    def clear_residual(self) -> None:
+        self.residual = np.zeros_like(self.residual)
+
     def add_residual(self, residual: Any) -> None:
         self.residual = self.residual + np.frombuffer(residual, np.float32)

@@ -62,6 +62,9 @@ class SimTrainer(Protocol):
 
     def add_residual(self, residual: Any) -> None:
         """Add the residual that another worker has transferred."""
+
+    def clear_residual(self) -> None:
+        """Clear the residual, because the outcome of this worker's last round is unknown."""
         ...
 
 
@@ -316,8 +319,10 @@ class SimWorker:
                 digest = b"" if is_skipped(flags) else self._buffers[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
                 return self._run_core(ev.DigestComputed(digest + bytes([flags, flipped])))
-            case ev.ResolveRound(round_id, committed, flags, _):
+            case ev.ResolveRound(round_id, committed, flags, _, is_unknown):
                 self._resolve(round_id, committed, is_skipped(flags))
+                if is_unknown:
+                    self.trainer.clear_residual()
             case ev.Dial(peer, address):
                 world.dial(self.peer, peer, address)
             case ev.Disconnect(peer):

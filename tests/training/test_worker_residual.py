@@ -51,8 +51,9 @@ def a_round() -> tuple[Exchanger, ExchangeAttempt]:
         (outcome(committed=False), np.zeros(4)),
         (outcome(committed=True, skip=True), np.zeros(4)),
         (None, None),
+        (RoundOutcome(False, False, is_unknown=True), None),
     ],
-    ids=["committed", "aborted", "skipped", "unknown"],
+    ids=["committed", "aborted", "skipped", "no answer", "unknown"],
 )
 def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
     sparse, attempt = a_round()
@@ -60,6 +61,20 @@ def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left
     residual.mark_sent(attempt)
     taken_N = residual.take(lambda: settled)
     assert taken_N is None if left_N is None else np.array_equal(taken_N, left_N)
+
+
+def test_a_round_that_may_have_been_committed_clears_the_residual(caplog: pytest.LogCaptureFixture) -> None:
+    """What was sent of it would count twice; it is reported as lost."""
+    sparse, attempt = a_round()
+    residual = WorkerResidual(sparse, 4)
+    assert residual.add(INHERITED, 1)
+    residual.mark_sent(attempt)
+    residual.mark_ended(outcome(committed=False))
+    assert residual.magnitude == 2.5 and residual.figures == {}
+    residual.mark_sent(attempt)
+    residual.mark_ended(RoundOutcome(False, False, is_unknown=True))
+    assert residual.magnitude == 0.0 and residual.figures == {"lost_mass": 2.5}
+    assert "of magnitude 2.5, is lost" in caplog.text
 
 
 def test_a_partly_applied_residual_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

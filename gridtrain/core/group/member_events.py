@@ -345,12 +345,18 @@ class ComputeDigest(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ResolveRound(MemberEffect):
-    """Notify the trainer that its round has ended, so that it applies the update or submits a new attempt."""
+    """Notify the trainer that its round has ended, so that it applies the update or submits a new attempt.
+
+    Attributes:
+        is_unknown: whether the others may have committed the round without this worker, which then receives
+            the group's state.
+    """
 
     round: m.RoundId
     committed: bool
     flags: int
     reason: str
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)

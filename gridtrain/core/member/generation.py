@@ -415,14 +415,14 @@ class Generation:
         if is_applied and prepared is not None:
             resolved = ResolveRound(prepared, True, flags, view.reason)
             return [resolved, *self._means.cancel()]
-        return self.abandon(view.reason)
+        return self.abandon(view.reason, is_unknown=_may_be_committed(prepared, view))
 
-    def abandon(self, reason: str) -> list[MemberEffect]:
-        """End the open round without applying its update."""
+    def abandon(self, reason: str, *, is_unknown: bool = False) -> list[MemberEffect]:
+        """End the open round without applying its update; `is_unknown` is as in ResolveRound."""
         cancelled, attempt = self._means.cancel(), self.attempts.open_attempt
         if attempt is None:
             return cancelled
-        return [ResolveRound(attempt.round_id, False, 0, reason), *cancelled]
+        return [ResolveRound(attempt.round_id, False, 0, reason, is_unknown), *cancelled]
 
     def close(self, first_step: int) -> None:
         """Discard the open attempt after the run's last step; the trainer then learns that the run is over.
@@ -719,3 +719,14 @@ class Generation:
 def late_submission(event: SubmitRound) -> ResolveRound:
     """Return the answer to a submission for a round that can no longer begin."""
     return ResolveRound(event.round, False, 0, "the round can no longer begin")
+
+
+def _may_be_committed(prepared: m.RoundId | None, view: m.MembershipView | m.StandbyNotice) -> bool:
+    """Return whether the others may have committed the prepared round, although this member has not.
+
+    It was not committed if its step was not, or was committed in another generation.
+    """
+    if prepared is None or view.applied < prepared.step:
+        return False
+    decided = view.decided_round if isinstance(view, m.MembershipView) else None
+    return view.applied > prepared.step or decided is None or decided.generation == prepared.generation

@@ -64,10 +64,12 @@ class RoundOutcome:
         is_committed: whether the round has committed.  If not, the model and the residual stay unchanged, and
             the next attempt uses the same gradient.
         is_skipped: whether the update is empty because a member's gradient was not finite.
+        is_unknown: whether the round may have been committed by the others, although not by this worker.
     """
 
     is_committed: bool
     is_skipped: bool
+    is_unknown: bool = False
 
 
 NOT_COMMITTED = RoundOutcome(is_committed=False, is_skipped=False)

@@ -704,6 +704,24 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     assert worker.core.is_synced is prepared
 
 
+@pytest.mark.parametrize(("applied", "is_unknown"), [(-1, False), (0, True), (1, True)])
+def test_the_outcome_of_a_prepared_round_is_unknown_if_its_step_is_committed(
+    applied: int, is_unknown: bool
+) -> None:
+    """The member was cut off between its YES and the decision, and the others have other updates."""
+    worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
+    worker.hear(ev.PeerConnected(A))
+    worker.install(1, members)
+    worker.say(m.StartGeneration(1, 1))
+    worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
+    worker.hear(ev.DigestComputed(b"d" * 32))
+    back = [members[0], replace(members[1], joining=True)]
+    history = b"h" * 32 if applied >= 0 else None
+    effects = worker.install(3, back, applied=applied, history=history, decided=m.RoundId(1, 1, applied, 0))
+    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
+    assert (resolved.committed, resolved.is_unknown) == (False, is_unknown)
+
+
 @pytest.mark.parametrize(
     ("committed_in", "joining", "is_ours"),
     [(1, True, True), (2, True, False), (None, True, False), (1, False, True), (None, False, True)],
@@ -725,6 +743,7 @@ def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_may_b
     effects = worker.install(3, back, applied=0, history=history, decided=decided)
     (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
     assert (resolved.round, resolved.committed) == (open_round, is_ours)
+    assert resolved.is_unknown == (not is_ours and committed_in is None)
     requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
     assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)
 
