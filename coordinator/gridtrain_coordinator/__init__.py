@@ -6,5 +6,5 @@ run/ stages/ membership/    pure: the record of the run, stages of a pipeline, t
 access/      pure: which keys may connect, violations, bans; access_handler connects it to the loop
 journal/     SQLite store, keys, backups, disk-full mode
 dashboard/   the web page that shows the run
-status_report, log, message_batch, diagnostics (for `gridtrain doctor`), bundle_server
+status_report, log, message_batch, doctor_checks (for `gridtrain doctor`), bundle_server
 """

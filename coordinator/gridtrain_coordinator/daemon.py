@@ -48,7 +48,7 @@ from gridtrain.network.transport.interface import (
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access_handler import AccessHandler, Order
 from gridtrain_coordinator.bundle_server import BundleServer
-from gridtrain_coordinator.diagnostics import Checkups
+from gridtrain_coordinator.doctor_checks import Checkups
 from gridtrain_coordinator.journal.backups import Backups
 from gridtrain_coordinator.journal.disk_full_mode import DEFERRED, RETRY_S, DiskFullMode, refusal
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore

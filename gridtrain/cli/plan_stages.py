@@ -54,7 +54,7 @@ _OPTIONS = (
     brief_option(
         "--schedule", "1f1b", "1f1b or fill-drain.", metavar="KIND", type=click.Choice(["1f1b", "fill-drain"])
     ),
-    click.option("--memory", metavar="LIST", help='Memory of each device: "8GB", or one value per stage.'),
+    click.option("--memory", metavar="LIST", help='Memory per device: "8GB", or a value per stage.'),
     click.option("--speeds", metavar="LIST", help='Speeds of the devices, such as "1,2,1,1".'),
     click.option(
         "--optimizer",

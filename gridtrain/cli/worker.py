@@ -72,7 +72,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
       gridtrain worker show                         also: pause, resume, stop
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
     """
-    from gridtrain.cli import bundle_prompt
+    from gridtrain.cli import consent_prompt
     from gridtrain_worker.agent import supervise
     from gridtrain_worker.console import JsonConsole, console_for
 
@@ -82,11 +82,11 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
         raise _no_invitation()  # otherwise the command's first word would count as the invitation
     job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
-        partial(bundle_prompt.ask_consent, chosen, job)
+        partial(consent_prompt.ask_consent, chosen, job)
         if sys.stdin.isatty() and sys.stderr.isatty()
         else None
     )
-    show = partial(bundle_prompt.show_offer, chosen)
+    show = partial(consent_prompt.show_offer, chosen)
     try:
         sys.exit(supervise(job, console.say, console=console, ask=ask, show=show))
     except GridtrainError as error:

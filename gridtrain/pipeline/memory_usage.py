@@ -23,6 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+USABLE_MEMORY_SHARE = 0.9
+"""The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
+the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:

@@ -18,6 +18,7 @@ from gridtrain.core.messages import MAX_LAYERS, LayerCosts, StagedModel
 from gridtrain.core.planning.worker_memory import worker_memory
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError
+from gridtrain.pipeline.memory_usage import USABLE_MEMORY_SHARE
 from gridtrain.pipeline.model_partition import optimizer_state_copies
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.profiler import Profile
@@ -31,10 +32,6 @@ state."""
 
 MIN_DIVIDED_SAMPLES = 4
 """The number of micro-batches per stage that is assumed for the costs if `micro_batches` is "auto"."""
-
-USABLE_MEMORY_SHARE = 0.9
-"""The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
-the rest."""
 
 
 def describe_staged_model(

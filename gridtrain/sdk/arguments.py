@@ -12,7 +12,6 @@ from torch import nn
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError, describe_type
-from gridtrain.quantities import format_count
 from gridtrain.runtime.client.worker_defaults import run_folder_name, state_directory
 from gridtrain.training.data import readers
 from gridtrain.training.data.fetch_meter import MAX_READERS
@@ -45,19 +44,6 @@ def check_kinds(optimizer: object, model: object) -> None:
             f"grid.optimizer was given {describe_type(optimizer)} and {describe_type(model)}; it needs a "
             "torch.optim.Optimizer and a torch.nn.Module",
             remedy="call grid.optimizer(optimizer, model, ...)",
-        )
-
-
-def warn_of_sync_norms(model: nn.Module) -> None:
-    """Warn about `SyncBatchNorm` layers, which synchronize only within a process group of
-    torch.distributed."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if names and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        log.warning(
-            "the model has %s, such as %r; without a process group of torch, it normalizes each worker's "
-            "batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm; average_buffers_every= averages "
-            "running statistics",
-            *(format_count(len(names), "SyncBatchNorm"), names[0]),
         )
 
 

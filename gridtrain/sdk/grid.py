@@ -68,7 +68,6 @@ from gridtrain.sdk.arguments import (
     to_intervals,
     to_ints,
     unsupported_scaler_error,
-    warn_of_sync_norms,
 )
 from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.reported_figures import ReportedFigures
@@ -84,7 +83,7 @@ from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
-from gridtrain.training.model_check import TokenCheck, check_values, spread_samples
+from gridtrain.training.model_check import TokenCheck, check_values, spread_samples, warn_of_sync_norms
 from gridtrain.training.model_state import ModelState, WholeModelState, device_of
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer

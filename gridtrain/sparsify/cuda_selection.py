@@ -35,6 +35,7 @@ from gridtrain.sparsify.tensor_selection import (
 )
 from gridtrain.sparsify.threshold_hint import ThresholdHint, check_k
 
+HISTOGRAM_SHIFT, HISTOGRAM_BINS = 20, 2048  # counts magnitudes by their leading 11 bits
 _BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
 _LAUNCH = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}  # of all kernels
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
@@ -114,13 +115,13 @@ class CudaSelection:
         keys of the elements that reach it."""
         kernels = self._kernels
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
-        counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
+        counts = torch.zeros(HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
         kernels.histogram[(min(blocks, self._programs or _programs(acc_N.device)),)](
-            acc_N, counts, n, SHIFT=kernels.HISTOGRAM_SHIFT, BINS=kernels.HISTOGRAM_BINS, **_LAUNCH
+            acc_N, counts, n, SHIFT=HISTOGRAM_SHIFT, BINS=HISTOGRAM_BINS, **_LAUNCH
         )
         # The highest bin for which this bin and all higher bins together have at least k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
-        bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
+        bits = (HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=1).view(1))
         kernels.compact[(blocks,)](acc_N, threshold, keys_C, count, n, keys_C.numel(), **_LAUNCH)
 

@@ -20,9 +20,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HISTOGRAM_SHIFT = 20
-HISTOGRAM_BINS = 2048
-
 
 @triton.jit
 def _append_keys(acc, offsets, inside, threshold, keys_C, count, capacity):

@@ -1,6 +1,7 @@
 """Checks a model for NaN, and its batches for labels, tokens and lengths that the model cannot process.
 
 check_values(model)          when a worker joins: NaN in a parameter, or infinity in a trained one
+warn_of_sync_norms(model)    in `grid.optimizer`: SyncBatchNorm, which needs torch.distributed
 TokenCheck(model).check(b)   in each batch: labels outside the vocabulary, more tokens than positions
                              in the first batch: no token to predict
                              in the forward pass of a batch: token ids outside the vocabulary
@@ -32,6 +33,19 @@ MAX_LOOKED_AT = 64
 _MAX_OFFSET = 2
 """The maximum number of rows that a table of positions may have in addition to one per position; OPT's has
 two."""
+
+
+def warn_of_sync_norms(model: nn.Module) -> None:
+    """Warn about `SyncBatchNorm` layers, which synchronize only within a process group of
+    torch.distributed."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        log.warning(
+            "the model has %s, such as %r; without a process group of torch, it normalizes each worker's "
+            "batch separately -> use BatchNorm1d, 2d or 3d, or GroupNorm; average_buffers_every= averages "
+            "running statistics",
+            *(format_count(len(names), "SyncBatchNorm"), names[0]),
+        )
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator, _recover, recover_membership
-from gridtrain_coordinator.diagnostics import Checkups
+from gridtrain_coordinator.doctor_checks import Checkups
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.run.events import (
     DialBack,

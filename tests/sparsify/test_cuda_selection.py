@@ -219,7 +219,7 @@ def test_the_kernels_compile_and_never_fuse_a_product_with_a_sum(capability):
     types |= {"threshold": "*i32", "count": "*i32", "counts_B": "*i32"}
     for weighted, empty, has_u in ((True, False, True), (False, True, False), (True, False, False)):
         constants = {"WEIGHTED": weighted, "EMPTY": empty, "HAS_U": has_u}
-        constants |= {"SHIFT": triton_kernels.HISTOGRAM_SHIFT, "BINS": triton_kernels.HISTOGRAM_BINS}
+        constants |= {"SHIFT": device_module.HISTOGRAM_SHIFT, "BINS": device_module.HISTOGRAM_BINS}
         constants["BLOCK"] = 2048
         for kernel in (triton_kernels.accumulate, triton_kernels.histogram, triton_kernels.compact):
             mine = {name: constants[name] for name in kernel.arg_names if name in constants}

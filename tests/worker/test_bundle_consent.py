@@ -18,7 +18,7 @@ from faulty_http_server import Server
 from live_coordinator import LiveCoordinator
 
 from gridtrain import extras
-from gridtrain.cli import bundle_prompt
+from gridtrain.cli import consent_prompt
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, DataError, NotAccepted, RemoteProtocolError
 from gridtrain.extras import require_packages
@@ -342,8 +342,8 @@ def shown(offer: BundleOffer, job: Job) -> tuple[str, object]:
     rules = tuple("=".join(pair) for pair in job.controls)
     given = {"cache_limit": "5GB", "set": rules, "upload_limit": job.settings.get("upload_limit")}
     settings = resolve("worker", given, {}, RunFile())
-    facts = bundle_prompt.offer_facts(settings, job, offer)
-    return "\n".join(bundle_prompt.offer_lines(settings, job, offer)), facts["data_set"]
+    facts = consent_prompt.offer_facts(settings, job, offer)
+    return "\n".join(consent_prompt.offer_lines(settings, job, offer)), facts["data_set"]
 
 
 def test_an_offer_shows_the_names_of_its_files_and_the_rules_that_apply(
@@ -396,13 +396,13 @@ def test_an_offer_is_broken_between_words_and_keeps_its_columns(
         "The owner asks this machine to run a script.",
         "",
         "  digest       sha256:" + "ab" * 40,  # too long for 80 columns, and copied as a whole
-        *bundle_prompt._labelled("sends", bundle_prompt.DISCLOSED_DATA),
+        *consent_prompt._labelled("sends", consent_prompt.DISCLOSED_DATA),
     ]
-    fitted = list(bundle_prompt.fit_lines(lines))
+    fitted = list(consent_prompt.fit_lines(lines))
     assert fitted[:3] == lines[:3]
     assert max(map(len, fitted[3:])) <= columns
     assert [line[:15].strip() for line in fitted[3:]] == ["sends", *[""] * (len(fitted) - 4)]
-    assert " ".join(line[15:] for line in fitted[3:]) == " ".join(bundle_prompt.DISCLOSED_DATA)
+    assert " ".join(line[15:] for line in fitted[3:]) == " ".join(consent_prompt.DISCLOSED_DATA)
 
 
 def test_data_is_fetched_once_it_is_accepted(

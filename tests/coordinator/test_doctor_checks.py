@@ -8,7 +8,7 @@ import pytest
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import PeerUp, ReachResult
-from gridtrain_coordinator.diagnostics import MAX_OPEN_CHECKUPS, MAX_PER_ADDRESS_RANGE, MAX_PINGS, Checkups
+from gridtrain_coordinator.doctor_checks import MAX_OPEN_CHECKUPS, MAX_PER_ADDRESS_RANGE, MAX_PINGS, Checkups
 from gridtrain_coordinator.run import events as ev
 
 MEMBER = b"m" * 32
