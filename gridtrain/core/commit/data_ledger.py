@@ -315,8 +315,8 @@ def release_deferred(spec: LedgerSpec, state: LedgerState, survivors: Collection
         replace(
             state,
             requeued=coalesce(spec, [*state.requeued, *spans]),
-            late=tuple(batch for batch in state.late if batch not in lost),
-            pending=tuple(batch for batch in state.pending if batch not in lost),
+            late=tuple(batch for batch in state.late if batch.peer in survivors),
+            pending=tuple(batch for batch in state.pending if batch.peer in survivors),
             leases=tuple((peer, span) for peer, span in state.leases if peer in survivors),
         )
     )
