@@ -351,7 +351,7 @@ def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str
         ("[[site]]\nlink='1Gbit'", "a site has name = None"),
         ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has workers = 0"),
         ("[[site]]\nname='a'\nup='1Mbit'", "has no link"),
-        ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'specifies the sites "a" and "b"'),
+        ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'the sites "a" and "b"'),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
         ("[[host]]\nname='a'", "unknown keys host"),
         ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has both a link and up or down"),
