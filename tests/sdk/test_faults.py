@@ -28,7 +28,7 @@ NAMES = ("anna", "bert", "carl")
 SAMPLES, STEP = 120, 5
 EXCHANGES = {
     "dense": gridtrain.Dense(topology="ring"),
-    "direct": gridtrain.Dense(),  # three workers, some hundred bytes
+    "direct": gridtrain.Dense(topology="direct"),
     "int8": gridtrain.Dense(topology="ring", values="int8"),
     "topk": gridtrain.TopK(density=0.3),
     "gtopk": gridtrain.GTopK(density=0.3),

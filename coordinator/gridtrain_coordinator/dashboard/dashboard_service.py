@@ -224,7 +224,8 @@ class _ErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]
-        if reason.startswith("Cancel "):  # uvicorn logs it for pages still open at the end
+        # At the end, uvicorn logs pages that are still open, and asyncio that it cannot accept again.
+        if reason.startswith(("Cancel ", "Exception in callback BaseSelectorEventLoop._start_serving")):
             return
         if error := record.exc_info and record.exc_info[1]:
             reason = f"{reason} {error!r}"

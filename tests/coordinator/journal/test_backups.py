@@ -182,12 +182,13 @@ def test_a_folder_that_does_not_answer_fails_the_backup(tmp_path: Path, hung: Ba
 def test_a_folder_that_does_not_answer_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.05)
     pipe = tmp_path / "backups" / ".backup.trial"
     pipe.parent.mkdir()
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"it has not answered for 0\.05 s") as caught:
-        Backups(tmp_path / "backups", tmp_path / "state").check_folder()
+    with monkeypatch.context() as brief:
+        brief.setattr(module, "ANSWER_TIMEOUT_S", 0.05)
+        with pytest.raises(ConfigError, match=r"it has not answered for 0\.05 s") as caught:
+            Backups(tmp_path / "backups", tmp_path / "state").check_folder()
     assert "another disk" in caught.value.remedy
     pipe.read_bytes()  # ends the thread
     Backups(tmp_path / "backups", tmp_path / "state").check_folder()
