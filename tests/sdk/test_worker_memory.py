@@ -18,6 +18,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import JoinConfig
+from gridtrain.core.group.member_events import ResolveRound
 from gridtrain.core.planning.worker_memory import MAX_LOGGED_BYTES, MAX_LOGGED_STEPS, worker_memory
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.state_transfer import update_log
@@ -118,10 +119,10 @@ def test_workers_use_as_much_memory_as_the_table_says(
     exchange, _, values = CASES[case]
     meter, resolve = Meter(), StepRounds.resolve
 
-    def resolve_counted(self: StepRounds, round_id: Any, committed: bool, flags: int, reason: str) -> None:
-        if round_id.step == STEPS - 1:
+    def resolve_counted(self: StepRounds, effect: ResolveRound) -> None:
+        if effect.round.step == STEPS - 1:
             meter.count("exchange")  # its buffers are complete
-        resolve(self, round_id, committed, flags, reason)
+        resolve(self, effect)
 
     monkeypatch.setattr(StepRounds, "resolve", resolve_counted)
     counts_of(together, case, 8, meter, traced=False)  # imports much, which tracing would slow down
