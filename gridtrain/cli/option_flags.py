@@ -76,7 +76,7 @@ class _AtLeast(click.ParamType[float]):
     """A number with a minimum.  The help does not show the minimum, which would take another line."""
 
     def __init__(self, kind: OptionKind, minimum: float) -> None:
-        self.name, self._minimum = kind.value, minimum
+        self.name, self._minimum, self._kind = kind.value, minimum, kind
         self._parse = int if kind is OptionKind.COUNT else float
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
@@ -85,8 +85,9 @@ class _AtLeast(click.ParamType[float]):
         except ValueError:
             number = math.nan
         if not self._minimum <= number < math.inf:  # also refuses NaN
-            kind = "an integer" if self._parse is int else "a number"
-            self.fail(f"{value} is not {kind} of at least {self._minimum:g}", param, context)
+            self.fail(
+                f"{value} is not {self._kind.with_article} of at least {self._minimum:g}", param, context
+            )
         return number
 
 

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gridtrain.quantities import list_first
+from gridtrain.quantities import MAX_NAMES, list_first
 
 log = logging.getLogger("gridtrain")
 
-MAX_NAMES = 3
 UNREACHABLE_TEXT = (
     "other workers cannot connect to this worker because of a router or a firewall; this worker connects to "
     "them directly or through a relay, so it can still train"

@@ -105,10 +105,10 @@ class Generation:
     @property
     def awaited_newcomers(self) -> tuple[str, ...]:
         """While the generation forms: the names of the other members that must first receive the state."""
-        others = (
-            member for member in self.rank_assignment.members if member.peer != self.rank_assignment.own_id
-        )
-        return tuple(member.name for member in others if member.joining) if self._is_forming else ()
+        if not self._is_forming:
+            return ()
+        at = self.rank_assignment
+        return tuple(member.name for member in at.members if member.joining and member.peer != at.own_id)
 
     # -- the open step, for the trainer --------------------------------------------------------
 
@@ -415,7 +415,7 @@ class Generation:
         if is_applied and prepared is not None:
             resolved = ResolveRound(prepared, True, flags, view.reason)
             return [resolved, *self._means.cancel()]
-        return self.abandon(view.reason, is_unknown=_may_be_committed(prepared, view))
+        return self.abandon(view.reason, is_unknown=is_applied is None)
 
     def abandon(self, reason: str, *, is_unknown: bool = False) -> list[MemberEffect]:
         """End the open round without applying its update; `is_unknown` is as in ResolveRound."""
@@ -719,14 +719,3 @@ class Generation:
 def late_submission(event: SubmitRound) -> ResolveRound:
     """Return the answer to a submission for a round that can no longer begin."""
     return ResolveRound(event.round, False, 0, "the round can no longer begin")
-
-
-def _may_be_committed(prepared: m.RoundId | None, view: m.MembershipView | m.StandbyNotice) -> bool:
-    """Return whether the others may have committed the prepared round, although this member has not.
-
-    It was not committed if its step was not, or was committed in another generation.
-    """
-    if prepared is None or view.applied < prepared.step:
-        return False
-    decided = view.decided_round if isinstance(view, m.MembershipView) else None
-    return view.applied > prepared.step or decided is None or decided.generation == prepared.generation

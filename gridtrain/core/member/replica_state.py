@@ -116,7 +116,7 @@ class ReplicaState:
         digest: bytes = b"",
         *,
         is_joining: bool = False,
-    ) -> bool:
+    ) -> bool | None:
         """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
 
         If this worker does not hold the state of `view` afterwards, it is no longer synced.
@@ -127,15 +127,18 @@ class ReplicaState:
             is_joining: whether `view` lists this worker as one that does not hold the state.
 
         Returns:
-            Whether the prepared update was applied.
+            Whether the prepared update was applied; None if it was not, although the others may have
+            committed its round.
         """
-        if prepared is not None and view.applied == self.applied + 1:
+        is_committed = prepared is not None and _is_committed(prepared, view)
+        may_apply = is_committed or (is_committed is None and not is_joining)
+        if may_apply and view.applied == self.applied + 1:
             history = extend_history(self.history, digest)
-            if history == view.history and not _may_be_repeated(prepared, view, is_joining):
+            if history == view.history:
                 self.applied, self.history, self.is_modified = view.applied, history, True
                 return True
         self.is_synced = self.is_synced and (view.applied, view.history) == self.position
-        return False
+        return False if is_committed is False else None
 
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
         """Begin a generation in which this worker's stage consists of `layers`.
@@ -187,11 +190,16 @@ class ReplicaState:
         )
 
 
-def _may_be_repeated(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice, is_joining: bool) -> bool:
-    """Return whether the step of the prepared round may have been committed in another generation.
+def _is_committed(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice) -> bool | None:
+    """Return whether the prepared round is committed; None if that is not known.
 
-    The updates of both generations can be equal, for example if they contain none of this worker's values.
-    Even then, its new residual must not be kept, because its samples were assigned to other members.
+    Its step can also be committed in another generation, even with an equal update, for example if that
+    contains none of this worker's values.  Then the new residual must not be kept, because its samples were
+    assigned to other members.
     """
+    if view.applied < prepared.step:
+        return False
     decided = view.decided_round if isinstance(view, m.MembershipView) else None
-    return is_joining if decided is None else decided.generation != prepared.generation
+    if view.applied > prepared.step or decided is None:
+        return None
+    return decided.generation == prepared.generation

@@ -118,16 +118,19 @@ class OperatorClient:
 
     def __init__(self, endpoint: CoordinatorEndpoint) -> None:
         self.endpoint = endpoint
+        self._address = ""  # at which the latest request was answered
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
         there, operator = self.endpoint.file, self.endpoint.operator
-        address = _find_listener(there) or there.here
+        address, self._address = self._address or _find_listener(there) or there.here, ""
         with (
             _explain_errors(self.endpoint),
             _operator_lock(self.endpoint.key_file, timeout_s),
             CoordinatorClient(address, there.coordinator, operator, encrypted=there.encrypted) as client,
         ):
-            return question(client)
+            answer = question(client)
+        self._address = address
+        return answer
 
     def order(
         self, message: Invite | RemoveWorker | Unban | EndRun, timeout_s: float = ANSWER_TIMEOUT_S

@@ -26,6 +26,11 @@ class OptionKind(StrEnum):
     SWITCH = "yes or no"
     TEXTS = "texts"
 
+    @property
+    def with_article(self) -> str:
+        """The kind of a number, as messages name it."""
+        return "an integer" if self is OptionKind.COUNT else f"a {self.value}"
+
 
 OptionValue = str | int | float | bool | tuple[str, ...] | None
 """None means that the option is not set; `Option.default_text` describes what applies then."""
@@ -109,7 +114,7 @@ class Option:
                 return plain.lower() in _YES
             case OptionKind.COUNT:
                 if not plain.removeprefix("-").isdecimal():
-                    raise self._value_error(where, text, "an integer")
+                    raise self._value_error(where, text, self.kind.with_article)
                 return self._check_minimum(int(plain), where)
             case OptionKind.NUMBER:
                 try:
@@ -141,8 +146,8 @@ class Option:
             return self._check_minimum(value, where)
         example = {
             OptionKind.SWITCH: "true or false",
-            OptionKind.COUNT: "an integer",
-            OptionKind.NUMBER: "a number",
+            OptionKind.COUNT: OptionKind.COUNT.with_article,
+            OptionKind.NUMBER: OptionKind.NUMBER.with_article,
         }
         example[OptionKind.TEXTS] = "a list of strings in quotation marks"
         raise self._value_error(where, value, example.get(self.kind, "a string in quotation marks"))
@@ -154,8 +159,7 @@ class Option:
 
     def _check_minimum(self, value: float, where: str) -> OptionValue:
         if not (self.minimum or 0) <= value < float("inf"):  # also refuses NaN
-            number = "an integer" if self.kind is OptionKind.COUNT else "a number"
-            raise self._value_error(where, value, f"{number} >= {self.minimum or 0:g}")
+            raise self._value_error(where, value, f"{self.kind.with_article} >= {self.minimum or 0:g}")
         return value
 
     def _value_error(self, where: str, value: object, wanted: str) -> ConfigError:

@@ -704,18 +704,23 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     assert worker.core.is_synced is prepared
 
 
-@pytest.mark.parametrize(("applied", "is_unknown"), [(-1, False), (0, True), (1, True)])
-def test_the_outcome_of_a_prepared_round_is_unknown_if_its_step_is_committed(
-    applied: int, is_unknown: bool
-) -> None:
-    """The member was cut off between its YES and the decision, and the others have other updates."""
+def prepared_worker() -> tuple[Worker, list[m.Member]]:
+    """A member of two that has prepared step 0 in generation 1; and the members, as it returns."""
     worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
     worker.hear(ev.PeerConnected(A))
     worker.install(1, members)
     worker.say(m.StartGeneration(1, 1))
     worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
     worker.hear(ev.DigestComputed(b"d" * 32))
-    back = [members[0], replace(members[1], joining=True)]
+    return worker, [members[0], replace(members[1], joining=True)]
+
+
+@pytest.mark.parametrize(("applied", "is_unknown"), [(-1, False), (0, True), (1, True)])
+def test_the_outcome_of_a_prepared_round_is_unknown_if_its_step_is_committed(
+    applied: int, is_unknown: bool
+) -> None:
+    """The member was cut off between its YES and the decision, and the others have other updates."""
+    worker, back = prepared_worker()
     history = b"h" * 32 if applied >= 0 else None
     effects = worker.install(3, back, applied=applied, history=history, decided=m.RoundId(1, 1, applied, 0))
     (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
@@ -730,19 +735,13 @@ def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_may_b
     committed_in: int | None, joining: bool, is_ours: bool
 ) -> None:
     """The others have committed an equal update without it: its residual would count their samples again."""
-    worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
-    worker.hear(ev.PeerConnected(A))
-    worker.install(1, members)
-    worker.say(m.StartGeneration(1, 1))
-    open_round = m.RoundId(1, 1, 0, 0)
-    worker.hear(ev.SubmitRound(open_round, {}))
-    worker.hear(ev.DigestComputed(b"d" * 32))
+    worker, (other, own) = prepared_worker()
     decided = m.RoundId(1, committed_in, 0, 0) if committed_in is not None else None
     history = extend_history(EMPTY_HISTORY, b"d" * 32)
-    back = [members[0], replace(members[1], joining=joining)]
+    back = [other, replace(own, joining=joining)]
     effects = worker.install(3, back, applied=0, history=history, decided=decided)
     (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
-    assert (resolved.round, resolved.committed) == (open_round, is_ours)
+    assert (resolved.round, resolved.committed) == (m.RoundId(1, 1, 0, 0), is_ours)
     assert resolved.is_unknown == (not is_ours and committed_in is None)
     requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
     assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)

@@ -57,6 +57,7 @@ class NameLookup:
             if host not in self._running:
                 if len(self._running) >= MAX_LOOKUPS:
                     return False
+                self._running[host] = set()
                 thread = threading.Thread(
                     target=self._look_up, args=(host,), name="gridtrain-names", daemon=True
                 )
@@ -65,7 +66,6 @@ class NameLookup:
                 except RuntimeError as error:  # this user may not start more threads
                     self._record(host, "", str(error))
                     return False
-                self._running[host] = set()
             self._running[host].add(on_end)
             return True
 
@@ -116,7 +116,7 @@ class NameLookup:
                 oldest = next(iter(self._addresses))
                 del self._addresses[oldest]
                 self._errors.pop(oldest, None)
-            callbacks = self._running.pop(host, ())
+            callbacks = self._running.pop(host)
             self._changed.notify_all()
         if has_begun_to_fail:
             log.warning(
