@@ -85,7 +85,7 @@ class HostileGroup(Group):
     def __init__(
         self, folder: Path, *, workers: int, without: Sequence[str] = (), descriptors: int = 0
     ) -> None:
-        cli: Sequence[str] = (*UNDEFENDED, ",".join(without), "gridtrain.cli") if without else CLI_COMMAND
+        cli: Sequence[str] = (*UNDEFENDED, ",".join(without), "gridtrain") if without else CLI_COMMAND
         if descriptors:
             cli = ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *cli)
         self._until_s = time.monotonic() + DEADLINE_S

@@ -1,6 +1,6 @@
 """Runs a module as `python -m` does; some functions by which it defends itself always return False.
 
-python -m hostile.undefended MODULE.FUNCTION,MODULE.FUNCTION gridtrain.cli coordinator --listen ...
+python -m hostile.undefended MODULE.FUNCTION,MODULE.FUNCTION gridtrain coordinator --listen ...
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from gridtrain.config import ENV_PREFIX
 
 SHUTDOWN_TIMEOUT_S = 5.0
-CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
+CLI_COMMAND = (sys.executable, "-m", "gridtrain")
 
 
 def process_environment(state: Path, **settings: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """The environment of a new user with `gridtrain` in its PATH and any free port."""
     program = tmp_path / "bin" / "gridtrain"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gridtrain.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gridtrain "$@"\n')
     program.chmod(0o755)
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("GRIDTRAIN_", "COLUMNS"))
@@ -70,7 +70,7 @@ def shell(
     program, *arguments = expanded.split("\0")[:-1]
     assert program == "gridtrain"
     process = subprocess.Popen(
-        [sys.executable, "-m", "gridtrain.cli", *arguments],
+        [sys.executable, "-m", "gridtrain", *arguments],
         cwd=folder,
         env=environment,
         text=True,

@@ -25,7 +25,7 @@ from gridtrain.runtime.client.endpoint_file import EndpointFile
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
-CLI = (sys.executable, "-m", "gridtrain.cli")
+CLI = (sys.executable, "-m", "gridtrain")
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_bash_completes_words(words: str, expected: set[str]) -> None:
     environment = {**os.environ, "_GRIDTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
     done = subprocess.run(
-        [sys.executable, "-m", "gridtrain.cli"], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "gridtrain"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert {line.split(",")[1] for line in done.stdout.splitlines()} == expected, done.stderr
 

@@ -24,7 +24,7 @@ from oldformats.positions import keys_of
 
 pytestmark = pytest.mark.integration
 
-CLI = (sys.executable, "-m", "gridtrain.cli")
+CLI = (sys.executable, "-m", "gridtrain")
 COORDINATOR = Path(__file__).parent / "oldformats" / "brisk_coordinator.py"
 WITHIN_S = 120.0
 KNOWN = recorded("coordinator/known.json")

@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import pytest
 
-CLI = (sys.executable, "-m", "gridtrain.cli")
+CLI = (sys.executable, "-m", "gridtrain")
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 DEADLINE_S = 150.0
 CLEANUP_S = 10.0

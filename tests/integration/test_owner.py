@@ -23,7 +23,7 @@ from gridtrain.cli.main import cli
 pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
 WITHIN_S = 90.0
-CLI = (sys.executable, "-m", "gridtrain.cli")
+CLI = (sys.executable, "-m", "gridtrain")
 TRAIN = """
 import os, sys, time, hashlib, torch, gridtrain
 from torch import nn

@@ -121,7 +121,7 @@ def test_two_survivors_of_three_stages_repartition_the_model(new_group) -> None:
 def command(group: Any, *words: str) -> None:
     """Run a `gridtrain worker` command as the owner of that machine."""
     done = subprocess.run(
-        (sys.executable, "-m", "gridtrain.cli", "worker", *words),
+        (sys.executable, "-m", "gridtrain", "worker", *words),
         capture_output=True,
         text=True,
         timeout=60.0,

@@ -114,7 +114,7 @@ def test_signals_reach_a_forked_program(client, program, number) -> None:
 
 def test_modules_are_forked_and_may_start_programs(client, program) -> None:
     """An agent starts the script as its own child, in a separate process group."""
-    command = (sys.executable, "-m", "gridtrain.cli", "worker", "--help")
+    command = (sys.executable, "-m", "gridtrain", "worker", "--help")
     executed, forked = both(client, *command)
     assert executed.returncode == forked.returncode == 0
     assert executed.stdout == forked.stdout

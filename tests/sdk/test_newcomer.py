@@ -382,7 +382,7 @@ def test_the_demo_reports_that_torch_is_missing(
 ) -> None:
     """Reported before four processes fail one by one; no traceback."""
     out = tmp_path / "results"
-    done = run(sys.executable, "-m", "gridtrain.cli", "demo", "--out", str(out), **without("torch"))
+    done = run(sys.executable, "-m", "gridtrain", "demo", "--out", str(out), **without("torch"))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("gridtrain: gridtrain demo needs torch to be installed -> pip install")
@@ -390,7 +390,7 @@ def test_the_demo_reports_that_torch_is_missing(
 
 
 def test_a_coordinator_needs_no_torch(without: Callable[[str], dict[str, str]]) -> None:
-    done = run(sys.executable, "-m", "gridtrain.cli", "coordinator", "--help", **without("torch"))
+    done = run(sys.executable, "-m", "gridtrain", "coordinator", "--help", **without("torch"))
     assert done.returncode == 0
 
 
@@ -431,7 +431,7 @@ def test_a_script_that_raises_ends_with_its_traceback(
         options = ("--name", name, "--export-dir", str(tmp_path / name))
         command = (sys.executable, "-u", str(script), how, str(tmp_path / "said"))
         return subprocess.Popen(
-            (sys.executable, "-m", "gridtrain.cli", "worker", invitation, *options, "--", *command),
+            (sys.executable, "-m", "gridtrain", "worker", invitation, *options, "--", *command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -468,7 +468,7 @@ def test_a_refused_script_ends_with_one_sentence(start_coordinator: StartCoordin
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("steps=6", "steps=6, epochs=1"))
     invitation = start_coordinator().invitation().text()
-    agent = (sys.executable, "-m", "gridtrain.cli", "worker", invitation, "--")
+    agent = (sys.executable, "-m", "gridtrain", "worker", invitation, "--")
     done = run(*agent, sys.executable, str(script), "works")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

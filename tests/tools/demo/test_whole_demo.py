@@ -18,7 +18,7 @@ from gridtrain.tools.demo.recipe import SIZES
 pytestmark = pytest.mark.integration
 
 WITHIN_S = 120.0
-DEMO = (sys.executable, "-m", "gridtrain.cli", "demo", "--quick")
+DEMO = (sys.executable, "-m", "gridtrain", "demo", "--quick")
 
 
 def test_the_quick_demo_writes_its_results_and_counts_what_each_role_sends(tmp_path: Path) -> None:

@@ -716,7 +716,7 @@ def doctor_in(far: Any, tmp_path: Path, invitation: str) -> tuple[dict[str, dict
     began_s = time.monotonic()
     done = far(
         "a",
-        *(sys.executable, "-m", "gridtrain.cli", "doctor", invitation),
+        *(sys.executable, "-m", "gridtrain", "doctor", invitation),
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "a")},
     )
     took_s = time.monotonic() - began_s
@@ -731,12 +731,12 @@ def far_coordinator(far: Any, tmp_path: Path) -> Iterator[str]:
     state = tmp_path / "coordinator"
     serve = ("coordinator", "--listen", "tcp://10.77.3.2:7700", "--state", str(state))
     process = subprocess.Popen(
-        ("ip", "netns", "exec", far.names["b"], sys.executable, "-m", "gridtrain.cli", *serve),
+        ("ip", "netns", "exec", far.names["b"], sys.executable, "-m", "gridtrain", *serve),
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None and "10.77.3.2" in process.stdout.readline()
-    invited = far("b", sys.executable, "-m", "gridtrain.cli", "invite", "--state", str(state))
+    invited = far("b", sys.executable, "-m", "gridtrain", "invite", "--state", str(state))
     assert invited.returncode == 0, invited.stderr
     yield invited.stdout.strip()
     process.kill()

@@ -1,0 +1,5 @@
+"""Runs the `gridtrain` program for `python -m gridtrain`."""
+
+from gridtrain.cli.main import main
+
+main()
