@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gridtrain.cli.live_network import LiveNetwork
     from gridtrain.cli.network_file import DescribedNetwork
     from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
-    from gridtrain.core.planning.worker_memory import WorkerMemory
+    from gridtrain.core.planning.worker_memory_estimate import WorkerMemory
 
 Parsed = TypeVar("Parsed")
 
@@ -444,13 +444,13 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
 
 def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMemory:
     from gridtrain.config import Dense, LocalSteps
-    from gridtrain.core.planning.worker_memory import worker_memory
+    from gridtrain.core.planning.worker_memory_estimate import estimate_worker_memory
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     load, made = each.load, each.load.kind.exchange
     factor = 0.9 if momentum and each.local_steps == 1 else 0.0  # local steps exchange no gradients
     wire = Dense(values=load.dense_values) if issubclass(made, Dense) else made(load.density, momentum=factor)
-    return worker_memory(
+    return estimate_worker_memory(
         wire,
         parameters=load.parameters,
         workers=each.world_size,

@@ -41,7 +41,7 @@ from gridtrain.pipeline.autocast import autocast_dtype, without_autocast
 from gridtrain.pipeline.batch_checks import check_batch, check_same_dtypes
 from gridtrain.pipeline.executor import OtherSizes, StepResult, share_tied_parameters
 from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
-from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
+from gridtrain.pipeline.memory_meters import MemoryUsage, optimizer_state_tensors, storage_bytes
 from gridtrain.pipeline.micro_batch_count import MicroBatchCount
 from gridtrain.pipeline.model_stages import ModelStages, StageModule
 from gridtrain.pipeline.random_seeds import derive_step_seed

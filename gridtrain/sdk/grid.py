@@ -38,8 +38,8 @@ from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.rate_limiter import parse_rate
-from gridtrain.pipeline import model_costs
 from gridtrain.pipeline.blueprint import Blueprint, Init, Model
+from gridtrain.pipeline.memory_limit import training_memory_bytes
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
@@ -460,7 +460,7 @@ class Grid:
             pipe.held,
             state_options(self._config),
             profile=profile,
-            memory_bytes=model_costs.training_memory_bytes(memory_bytes, staging.device),
+            memory_bytes=training_memory_bytes(memory_bytes, staging.device),
             measure_flops=lambda: device_flops(staging.device),
         )
         self._optimizer = pipe

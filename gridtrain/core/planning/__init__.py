@@ -15,7 +15,7 @@ measures links nor sends messages.
     exchange_comparison   the fastest of several exchanges
     exchange_choice       the exchange that a run uses
     topology_choice       whether an exchange is direct, or uses a ring or butterfly
-    worker_memory         the memory of a worker, in bytes per trainable parameter
+    worker_memory_estimate  the memory of a worker, in bytes per trainable parameter
     batch_shares          each worker's share of a step's samples
     local_steps_proposal  the number of local steps between two exchanges
     svg_elements          elements that several charts have in common
