@@ -21,9 +21,9 @@ from typing import TypeVar
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning import rank_order
-from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds, seconds_per_sample
 from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_shares, share_change_reason
-from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
+from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.planning.topology_choice import is_direct_size
