@@ -1,4 +1,4 @@
-"""The coordinator's choice, during a run, of what `exchange="auto"` and the topology of `Dense()` leave open.
+"""The coordinator's choice, during a run, of what a script leaves open: `exchange="auto"`, or the topology.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.
