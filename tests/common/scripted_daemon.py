@@ -67,7 +67,7 @@ class FakeCore:
         self.ends += 1
         return [*self.at_end, *self.after_end], m.OperatorReply("the run ends")
 
-    def snapshot(self, now_s: float) -> dict[str, Any]:
+    def status(self, now_s: float) -> dict[str, Any]:
         return copy.deepcopy(self.status)
 
     def worker_name(self, peer: m.PeerId) -> str:

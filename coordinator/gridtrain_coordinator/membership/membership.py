@@ -373,7 +373,7 @@ class Membership:
         """Return the name of a worker, even if it has left; empty if no worker with this key is known."""
         return self._worker_names.name(peer)
 
-    def snapshot(self, now_s: float) -> dict[str, Any]:
+    def status(self, now_s: float) -> dict[str, Any]:
         """Return the status for `gridtrain status` as a JSON-serializable dictionary."""
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
