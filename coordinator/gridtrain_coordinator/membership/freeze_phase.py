@@ -59,9 +59,9 @@ class FreezePhase:
     # -- beginning ---------------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """Send `Freeze` to the members; return no effects while the next plan is still being prepared."""
+        """Send `Freeze` to the members; return no effects while the search for the next plan goes on."""
         run = self._run
-        if not self._planner.prepare(now_s):
+        if not self._planner.search_ahead(now_s):
             return []
         note, freeze = self._begin(now_s), run.freeze_message()
         return [note, *(Send(peer, freeze) for peer in run.present_members)]
@@ -202,7 +202,7 @@ class FreezePhase:
         if self._is_delayed(now_s):
             return []
         if self.delayed_until_s is not None:
-            if not self._planner.prepare(now_s):
+            if not self._planner.search_ahead(now_s):
                 return []
             self._has_delayed = True
             note = self._begin(now_s)

@@ -710,7 +710,7 @@ class Membership:
             (view_change.is_forming and view_change.unrouted_reason)
             or self._catch_up.is_active
             or run.partition.is_pipeline
-            or self._planner.is_preparing
+            or self._planner.is_searching_ahead
         )
         self._settled_reason = None if has_changed or depends_on_heartbeats else view_change.reason
         return effects
