@@ -194,7 +194,7 @@ class ViewChanges:
         if generation is not None:
             generation.freeze()
         vote = generation.attempts.prepared_vote if generation is not None else NO_VOTE
-        report = context.replica_state.make_report(freeze.term, freeze.generation, vote)
+        report = context.replica_state.make_freeze_report(freeze.term, freeze.generation, vote)
         event = LogEvent("frozen", {"reason": freeze.reason})
         return [event, Send(self._coordinator, report), *disconnected]
 
