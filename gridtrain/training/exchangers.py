@@ -1,4 +1,4 @@
-"""The exchangers of `Dense`, `TopK` and `GTopK`, which turn gradients into buffers, and results into updates.
+"""The exchangers: turn gradients into buffers, or skip the step if they are not finite; results into updates.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
