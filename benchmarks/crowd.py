@@ -139,7 +139,7 @@ class Crowd:
     def _execute(self, at_s: float, kind: str, what: Event | m.PeerId) -> None:
         if kind == "status":
             began_s = time.process_time()
-            json.dumps(self.core.snapshot(at_s))
+            json.dumps(self.core.status(at_s))
             self.statuses_s.append(self._busy(at_s, time.process_time() - began_s))
             self._at(at_s + 1.0, "status", b"")
         elif kind == "join":

@@ -22,7 +22,7 @@ from typing import Any
 
 import record
 from calibrate import CPU, read_cpu
-from gridtrain.core.planning.exchange_comparison import estimate_exchange
+from gridtrain.core.planning.exchange_recommendation import estimate_exchange
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rivals.contract import Rank, Request, Result, leave
-from rivals.entries import check, check_sum, gathered, packed, scatter_add
 from rivals.measure import Prepared, measured
+from rivals.sparse_gradient import check, check_sum, gathered, packed, scatter_add
 
 TIMEOUT = datetime.timedelta(seconds=1800)
 

@@ -23,8 +23,17 @@ import numpy as np
 from mpi4py import MPI
 
 from rivals.contract import Request, Result
-from rivals.entries import check, check_sum, drawn, gathered, merge, merged_by_tree, packed, scatter_add
 from rivals.measure import Prepared, measured
+from rivals.sparse_gradient import (
+    check,
+    check_sum,
+    drawn,
+    gathered,
+    merge,
+    merged_by_tree,
+    packed,
+    scatter_add,
+)
 
 
 def all_reduce(comm: Any, request: Request) -> Prepared:

@@ -445,7 +445,7 @@ class Coordinator:
         if self._real_clock() < mode.retry_at_s:
             return
         mode.retry_at_s = self._real_clock() + RETRY_S
-        self._update_dashboard(self._membership.snapshot(mode.core_stopped_s), mode.core_stopped_s)
+        self._update_dashboard(self._membership.status(mode.core_stopped_s), mode.core_stopped_s)
         try:
             self._make_durable(mode.effects)
         except JournalFull:
@@ -481,8 +481,8 @@ class Coordinator:
         losses = self._carry_out(mode.effects, set())
         effects = [effect for loss in losses for effect in self._membership.handle(loss, now_s)]
         effects += [effect for event in mode.events for effect in self._handle_event(event, now_s)]
-        snapshot = self._membership.snapshot(now_s)
-        state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
+        status = self._membership.status(now_s)
+        state = RunStateUpdate(status["phase"], status["reason"])
         self._perform([*effects, *(ev.Send(peer, state) for peer in sorted(self._connected))], now_s)
 
     def _poll_backup(self, backups: Backups, now_s: float) -> None:
@@ -507,9 +507,9 @@ class Coordinator:
 
     # -- status and orders ---------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the core's status.  Call only from the loop's thread, or after `run` has returned."""
-        return self._membership.snapshot(self._clock())
+        return self._membership.status(self._clock())
 
     def _answer_status(self, requester: PeerId, now_s: float) -> Sequence[ev.Effect]:
         """Return the effect that sends the status, or none if the requester has asked too often.
@@ -523,12 +523,12 @@ class Coordinator:
 
     def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
         is_operator = self._access.is_operator(requester)
-        snapshot = self._membership.snapshot(now_s)
-        return encode_status(self._build_status(snapshot, now_s, with_addresses=is_operator))
+        status = self._membership.status(now_s)
+        return encode_status(self._build_status(status, now_s, with_addresses=is_operator))
 
-    def _update_dashboard(self, snapshot: dict[str, Any], now_s: float) -> None:
+    def _update_dashboard(self, status: dict[str, Any], now_s: float) -> None:
         if self._dashboard is not None:
-            self._dashboard.publish(self._build_status(snapshot, now_s, with_addresses=True))
+            self._dashboard.publish(self._build_status(status, now_s, with_addresses=True))
 
     def _take_orders(self, dashboard: DashboardPort) -> None:
         for order, answer in dashboard.take_orders():
@@ -552,22 +552,20 @@ class Coordinator:
         self._perform(effects, now_s)
         return reply if self._disk_full is None else DEFERRED
 
-    def _build_status(
-        self, snapshot: dict[str, Any], now_s: float, *, with_addresses: bool
-    ) -> dict[str, Any]:
-        for member in snapshot["members"]:
+    def _build_status(self, status: dict[str, Any], now_s: float, *, with_addresses: bool) -> dict[str, Any]:
+        for member in status["members"]:
             member["strikes"] = self._access.violation_count(bytes.fromhex(member["peer"]))
         if with_addresses:
-            snapshot["door"] = self._access.status()
+            status["door"] = self._access.status()
             if self._backups is not None:
-                snapshot["backup"] = self._backups.status(now_s)
+                status["backup"] = self._backups.status(now_s)
         else:
-            redact_addresses(snapshot)
-        snapshot["bundle"] = self._bundle_server.status()
+            redact_addresses(status)
+        status["bundle"] = self._bundle_server.status()
         if self._disk_full is not None:
-            self._disk_full.update_status(snapshot, self._connected, self._real_clock())
+            self._disk_full.update_status(status, self._connected, self._real_clock())
         return build_status(
-            snapshot,
+            status,
             self._rates,
             software=SOFTWARE,
             address=self._address,
@@ -581,12 +579,12 @@ class Coordinator:
         Called once a second.
         """
         self._perform(self._access.tick(now_s), now_s)
-        snapshot = self._membership.snapshot(now_s)
-        self._rates.observe(snapshot, now_s)
-        self._update_dashboard(snapshot, now_s)
-        self._finished_s = min(self._finished_s, now_s) if snapshot["finished"] else math.inf
+        status = self._membership.status(now_s)
+        self._rates.observe(status, now_s)
+        self._update_dashboard(status, now_s)
+        self._finished_s = min(self._finished_s, now_s) if status["finished"] else math.inf
         is_pending = self._membership.is_model_pending
-        delay_s = (WRITING_DELAY_S if is_pending else EXIT_DELAY_S) if snapshot["members"] else 0.0
+        delay_s = (WRITING_DELAY_S if is_pending else EXIT_DELAY_S) if status["members"] else 0.0
         self._exit_deadline_s = self._finished_s + delay_s
 
     def _should_exit(self) -> bool:

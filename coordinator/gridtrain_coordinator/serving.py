@@ -158,7 +158,7 @@ def serve(settings: Settings, *, out: TextIO | None, log: Log) -> int:
         coordinator.run(stop)
     if not stop.signal_number:
         return 0
-    status = coordinator.snapshot()
+    status = coordinator.status()
     text = "the same command continues the run"
     if status["finished"]:
         text = "the run has finished"

@@ -40,9 +40,9 @@ class RateMeter:
         self._steps.clear()
         self.due_s = now_s + SAMPLE_S
 
-    def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
-        figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
-        step = snapshot["step"] if snapshot["phase"] == "training" else None
+    def observe(self, status: dict[str, Any], now_s: float) -> None:
+        figures = {member["peer"]: member["figures"] for member in status["members"]}
+        step = status["step"] if status["phase"] == "training" else None
         self._samples.append((now_s, figures))
         self._steps.append((now_s, step))
         self.due_s = now_s + SAMPLE_S
@@ -77,11 +77,11 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
     return (to_value - from_value) / (to_s - from_s) if to_s > from_s and to_value >= from_value else None
 
 
-def redact_addresses(snapshot: dict[str, Any]) -> None:
+def redact_addresses(status: dict[str, Any]) -> None:
     """Remove all addresses from a status for a reader that is not the operator."""
-    for member in snapshot["members"]:
+    for member in status["members"]:
         member["address"] = ""
-    for event in snapshot["events"]:
+    for event in status["events"]:
         event.pop("address", None)
         event.pop("tried", None)
 
@@ -101,14 +101,14 @@ def mean_loss(members: Iterable[Mapping[str, Any]]) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def _remaining_s(snapshot: Mapping[str, Any], steps_per_s: float | None) -> float | None:
+def _remaining_s(status: Mapping[str, Any], steps_per_s: float | None) -> float | None:
     """Return the predicted time until the end of the run in seconds; None if it is unknown."""
     left: float | None = None
-    if (steps := snapshot["total_steps"]) is not None:
-        left = steps - snapshot["step"]
-    elif (total := snapshot["total_samples"]) is not None and snapshot["samples"] is not None:
-        share, size = sum(member["share"] or 0 for member in snapshot["members"]), total // snapshot["epochs"]
-        left = (total - snapshot["samples"]) / size * math.ceil(size / share) if share else None
+    if (steps := status["total_steps"]) is not None:
+        left = steps - status["step"]
+    elif (total := status["total_samples"]) is not None and status["samples"] is not None:
+        share, size = sum(member["share"] or 0 for member in status["members"]), total // status["epochs"]
+        left = (total - status["samples"]) / size * math.ceil(size / share) if share else None
     return max(0.0, left) / steps_per_s if left is not None and steps_per_s else None
 
 
@@ -132,16 +132,16 @@ def encode_status(status: dict[str, Any]) -> bytes:
 
 
 def build_status(
-    snapshot: dict[str, Any], rates: RateMeter, *, software: str, address: str, now_s: float, uptime_s: float
+    status: dict[str, Any], rates: RateMeter, *, software: str, address: str, now_s: float, uptime_s: float
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard also shows.
 
-    It extends `Membership.snapshot` with loss, waited_for (peer, name and reason of the member that is slow
+    It extends `Membership.status` with loss, waited_for (peer, name and reason of the member that is slow
     or has a slow link, or None), software, address, now_s (read from the same clock as the events' `at_s`),
     uptime_s, wall_s, steps_per_s and remaining_s, and adds sent_Bps and received_Bps to each member; these
     are None while they are unknown.
     """
-    active = [member for member in snapshot["members"] if member.get("rank") is not None]
+    active = [member for member in status["members"] if member.get("rank") is not None]
     reported = [member["figures"] for member in active if "computing_s" in member["figures"]]
     slowest_s = max(map(busy_s, reported), default=0.0)
     members = [
@@ -151,20 +151,20 @@ def build_status(
             "sent_Bps": rates.figure_per_s(member["peer"], "sent_bytes"),
             "received_Bps": rates.figure_per_s(member["peer"], "received_bytes"),
         }
-        for member in snapshot["members"]
+        for member in status["members"]
     ]
-    has_fixed_batches = snapshot["stages"] == 1 and snapshot["global_batch_size"] is None
-    slow = find_slow_member(active, snapshot["links"], has_fixed_batches=has_fixed_batches)
+    has_fixed_batches = status["stages"] == 1 and status["global_batch_size"] is None
+    slow = find_slow_member(active, status["links"], has_fixed_batches=has_fixed_batches)
     return {
-        **snapshot,
+        **status,
         "members": members,
         "loss": mean_loss(active),
-        "waited_for": slow if snapshot["phase"] == "training" else None,
+        "waited_for": slow if status["phase"] == "training" else None,
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),
         "uptime_s": round(uptime_s, 3),
         "wall_s": round(time.time(), 3),
         "steps_per_s": rates.steps_per_s(),
-        "remaining_s": _remaining_s(snapshot, rates.steps_per_s(LONG_WINDOW_S)),
+        "remaining_s": _remaining_s(status, rates.steps_per_s(LONG_WINDOW_S)),
     }

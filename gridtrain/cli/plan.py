@@ -1,6 +1,6 @@
 """`gridtrain plan`: predicts step time, bytes and scaling of each exchange on a network before workers join.
 
-The figures are predictions of `gridtrain.core.planning.exchange_comparison`; nothing is measured.
+The figures are predictions of `gridtrain.core.planning.exchange_recommendation`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from gridtrain.cli.live_network import LiveNetwork
     from gridtrain.cli.network_file import DescribedNetwork
-    from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
-    from gridtrain.core.planning.worker_memory import WorkerMemory
+    from gridtrain.core.planning.exchange_recommendation import ExchangeEstimate
+    from gridtrain.core.planning.worker_memory_estimate import WorkerMemory
 
 Parsed = TypeVar("Parsed")
 
@@ -332,7 +332,7 @@ def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
     """Estimate a step as in a run, which chooses the topology of `dense` and `gtopk` itself."""
-    from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
+    from gridtrain.core.planning.exchange_recommendation import estimate_best_order, estimate_exchange
     from gridtrain.core.planning.topology_choice import choose_topology
     from gridtrain.core.planning.workload import DIRECT_KIND_OF, CpuCosts
 
@@ -365,11 +365,11 @@ def _print(
     optimizer: str,
     memory_of: Callable[[ExchangeEstimate], WorkerMemory],
 ) -> None:
-    from gridtrain.core.planning.exchange_comparison import (
+    from gridtrain.core.planning.exchange_recommendation import (
         format_exchange,
         recommend_exchange,
-        recommend_local_steps,
     )
+    from gridtrain.core.planning.local_steps_proposal import recommend_local_steps
 
     console = make_console()
     console.print("Step time, bytes sent by the busiest worker, scaling efficiency:", highlight=False)
@@ -444,13 +444,13 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
 
 def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMemory:
     from gridtrain.config import Dense, LocalSteps
-    from gridtrain.core.planning.worker_memory import worker_memory
+    from gridtrain.core.planning.worker_memory_estimate import estimate_worker_memory
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     load, made = each.load, each.load.kind.exchange
     factor = 0.9 if momentum and each.local_steps == 1 else 0.0  # local steps exchange no gradients
     wire = Dense(values=load.dense_values) if issubclass(made, Dense) else made(load.density, momentum=factor)
-    return worker_memory(
+    return estimate_worker_memory(
         wire,
         parameters=load.parameters,
         workers=each.world_size,
@@ -462,7 +462,7 @@ def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMem
 def _figures(
     each: ExchangeEstimate, in_local_steps: ExchangeEstimate, computing: float, memory: WorkerMemory
 ) -> dict[str, Any]:
-    from gridtrain.core.planning.exchange_comparison import propose_for
+    from gridtrain.core.planning.local_steps_proposal import propose_for
 
     return {
         "exchange": each.load.name,

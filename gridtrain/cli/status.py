@@ -67,8 +67,8 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     with client_for(invitation, run, state) as client:
         if not watch:
-            snapshot = client.status(ANSWER_TIMEOUT_S)
-            click.echo(json.dumps(snapshot)) if as_json else make_console().print(render(snapshot))
+            status = client.status(ANSWER_TIMEOUT_S)
+            click.echo(json.dumps(status)) if as_json else make_console().print(render(status))
         elif as_json:
             _follow(client.status)
         else:
@@ -97,10 +97,10 @@ def client_for(
 
 
 def _follow(ask: Any) -> None:
-    while not (snapshot := ask(RECONNECT_TIMEOUT_S)).get("finished"):
-        click.echo(json.dumps(snapshot))
+    while not (status := ask(RECONNECT_TIMEOUT_S)).get("finished"):
+        click.echo(json.dumps(status))
         time.sleep(REFRESH_S)
-    click.echo(json.dumps(snapshot))
+    click.echo(json.dumps(status))
 
 
 def _watch(ask: Any) -> None:
@@ -109,58 +109,58 @@ def _watch(ask: Any) -> None:
     with Live(render(ask(ANSWER_TIMEOUT_S)), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
-            snapshot = ask(RECONNECT_TIMEOUT_S)
-            live.update(render(snapshot), refresh=True)
-            if snapshot.get("finished"):
+            status = ask(RECONNECT_TIMEOUT_S)
+            live.update(render(status), refresh=True)
+            if status.get("finished"):
                 return
 
 
-def render(snapshot: Mapping[str, Any]) -> Group:
+def render(status: Mapping[str, Any]) -> Group:
     """Return a summary of the run, the table of members, and the latest events."""
     from rich.console import Group
     from rich.text import Text
 
-    phase, alert = str(snapshot.get("phase", "?")), str(snapshot.get("alert") or "")
+    phase, alert = str(status.get("phase", "?")), str(status.get("alert") or "")
     head = Text.assemble(
-        ("run ", "dim"), (str(snapshot.get("run", "?")), "bold"), "  ",
+        ("run ", "dim"), (str(status.get("run", "?")), "bold"), "  ",
         (phase, "red" if alert else PHASE_STYLES.get(phase, "")), "  ",
-        (f"{alert}; " if alert else "", "red"), str(snapshot.get("reason", "")),
+        (f"{alert}; " if alert else "", "red"), str(status.get("reason", "")),
     )  # fmt: skip
-    samples, loss = snapshot.get("skipped_samples"), snapshot.get("loss")
+    samples, loss = status.get("skipped_samples"), status.get("loss")
     skipped = f" ({count(samples)} samples skipped)" if samples else ""
     figures = Text(
-        f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
-        f"step {count(snapshot.get('step'))}{_total(snapshot)}{skipped}  "
-        f"{number(snapshot.get('steps_per_s'), '{:.2f}'.format)} steps/s{_remaining(snapshot)}"
+        f"term {count(status.get('term'))}  generation {count(status.get('generation'))}  "
+        f"step {count(status.get('step'))}{_total(status)}{skipped}  "
+        f"{number(status.get('steps_per_s'), '{:.2f}'.format)} steps/s{_remaining(status)}"
         + (f"  loss {loss:.4g}" if isinstance(loss, int | float) else "")
     )
-    facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
-    if why := str(snapshot.get("exchange_reason") or ""):
+    facts = [f"{name}: {value}" for name, value in mapping(status.get("facts")).items()]
+    if why := str(status.get("exchange_reason") or ""):
         facts.append(f"exchange chosen: {why}")
-    if why := str(snapshot.get("entry_shares_reason") or ""):
+    if why := str(status.get("entry_shares_reason") or ""):
         facts.append(why)
-    now_s = snapshot.get("now_s")
-    spare = next((str(m["spare"]) for m in rows(snapshot, "members") if m.get("spare")), "")
+    now_s = status.get("now_s")
+    spare = next((str(m["spare"]) for m in rows(status, "members") if m.get("spare")), "")
     facts += [spare] if spare else []
-    recent = rows(snapshot, "events")[-RECENT_EVENTS:]
+    recent = rows(status, "events")[-RECENT_EVENTS:]
     events = [_event(event, now_s) for event in recent]
 
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
-    facts += base_lines(snapshot) + received_states(snapshot)
-    notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
-    notes += [Text(line, style="yellow") for line in problem_lines(snapshot)]
-    if slow := mapping(snapshot.get("waited_for")):
+    facts += base_lines(status) + received_states(status)
+    notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(status)]
+    notes += [Text(line, style="yellow") for line in problem_lines(status)]
+    if slow := mapping(status.get("waited_for")):
         notes.append(Text(f"the others wait for {slow.get('name')}, which {slow.get('reason')}"))
-    return Group(head, figures, *dim(facts), MembersTable(snapshot), *notes, *dim(events))
+    return Group(head, figures, *dim(facts), MembersTable(status), *notes, *dim(events))
 
 
 class MembersTable:
     """The table of members, with as many columns as fit."""
 
-    def __init__(self, snapshot: Mapping[str, Any]) -> None:
-        self._picture = snapshot
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         from rich.measure import Measurement
@@ -168,14 +168,14 @@ class MembersTable:
         unbounded, without = options.update(width=10_000), 0
         if options.max_width < PLAIN_WIDTH:
             for without in range(len(DROP_ORDER) + 1):
-                table = members_table(self._picture, DROP_ORDER[:without], NAME_WIDTH)
+                table = members_table(self._status, DROP_ORDER[:without], NAME_WIDTH)
                 if Measurement.get(console, unbounded, table).maximum <= options.max_width:
                     break
-        yield members_table(self._picture, DROP_ORDER[:without])
+        yield members_table(self._status, DROP_ORDER[:without])
 
 
 def members_table(
-    snapshot: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
+    status: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
 ) -> Table:
     """Return a table with a row for each member.
 
@@ -191,8 +191,8 @@ def members_table(
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = sorted(rows(snapshot, "members"), key=by_rank)
-    in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
+    members = sorted(rows(status, "members"), key=by_rank)
+    in_stages = isinstance(status.get("stages"), int) and status["stages"] > 1
     has_violations = any(member.get("strikes") for member in members)
     headings = (
         *("rank", *(("stage",) if in_stages else ()), "name", "state", "reach"),
@@ -224,20 +224,20 @@ def members_table(
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
     if not table.row_count:
-        nobody = "no worker is connected" if snapshot.get("generation") else "no worker has joined yet"
-        nobody = "all workers have left" if snapshot.get("finished") else nobody
+        nobody = "no worker is connected" if status.get("generation") else "no worker has joined yet"
+        nobody = "all workers have left" if status.get("finished") else nobody
         table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
 
 
-def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
+def base_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line that says where the base was loaded from; if workers are allowed to have different bases,
     a line for each member."""
     from gridtrain.core.messages import BASE_FACT, BASE_ORIGIN
 
-    about = {m.get("name", "?"): mapping(m.get("about")) for m in rows(snapshot, "members")}
+    about = {m.get("name", "?"): mapping(m.get("about")) for m in rows(status, "members")}
     origins = {name: str(texts.get(BASE_ORIGIN) or "") for name, texts in about.items()}
-    if mapping(snapshot.get("facts")).get(BASE_FACT) != "any":
+    if mapping(status.get("facts")).get(BASE_FACT) != "any":
         different = sorted({*origins.values()} - {""})
         return [f"base loaded from {', '.join(different)}"] if different else []
     return [
@@ -247,25 +247,25 @@ def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def received_states(snapshot: Mapping[str, Any]) -> list[str]:
+def received_states(status: Mapping[str, Any]) -> list[str]:
     """Return a line with the size of the state that each member received on joining; [] if none did."""
     from gridtrain.core.messages import STATE_BYTES
 
     received = [
         f"{member.get('name', '?')} {number(nbytes, format_bytes)}"
-        for member in rows(snapshot, "members")
+        for member in rows(status, "members")
         if (nbytes := mapping(member.get("figures")).get(STATE_BYTES)) is not None
     ]
     return ["state received to join: " + ", ".join(received)] if received else []
 
 
-def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
+def paused_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line for each worker that its owner has paused.
 
     Such a worker is not a member and has no connection, so it is unknown whether it is still running.
     """
-    lines, ends = [], "; it exits when its pause ends" if snapshot.get("finished") else ""
-    for line in rows(snapshot, "resting"):
+    lines, ends = [], "; it exits when its pause ends" if status.get("finished") else ""
+    for line in rows(status, "resting"):
         what, _, why = str(line.get("reason", "paused")).partition(": ")
         lines.append(
             f"{line.get('name', '?')} was {what} {_age(line)} ago" + (f": {why}" if why else "") + ends
@@ -273,9 +273,9 @@ def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
+def problem_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line for each member that reports problems, such as failed checkpoints."""
-    members = rows(snapshot, "members")
+    members = rows(status, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
 
 
@@ -291,19 +291,19 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     return f"{age}  {event_text(event)}"
 
 
-def _total(snapshot: Mapping[str, Any]) -> str:
+def _total(status: Mapping[str, Any]) -> str:
     """Return how long the whole run is, as text to append to the step."""
-    if isinstance(steps := snapshot.get("total_steps"), int):
+    if isinstance(steps := status.get("total_steps"), int):
         return f" of {steps}"
-    samples, total, epochs = (snapshot.get(name) for name in ("samples", "total_samples", "epochs"))
+    samples, total, epochs = (status.get(name) for name in ("samples", "total_samples", "epochs"))
     if not (isinstance(samples, int) and isinstance(total, int) and isinstance(epochs, int) and total > 0):
         return ""
     samples = min(samples, total)
     return f" in pass {min(epochs, samples * epochs // total + 1)} of {epochs} ({100 * samples // total} %)"
 
 
-def _remaining(snapshot: Mapping[str, Any]) -> str:
-    left_s = snapshot.get("remaining_s")
+def _remaining(status: Mapping[str, Any]) -> str:
+    left_s = status.get("remaining_s")
     return f", {format_age(left_s)} left" if isinstance(left_s, int | float) else ""
 
 

@@ -10,8 +10,9 @@ divide them into stages, and `blueprint` builds them.  During a run, `pipeline` 
 executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` keeps the stage in memory, and
 `stage_model_state` saves and exports it.  The other modules belong to these tasks:
 
-- partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers), `tensor_meter`
-- stage: `stage_state`, `stage_optimizer`, `autocast`, `batch_norm`, `random_seeds`, `memory_usage`
+- partition: `model_costs` (for the coordinator), `boundary_specs` (tensors between layers)
+- stage: `stage_state`, `stage_optimizer`, `autocast`, `batch_norm`, `random_seeds`
+- memory: `memory_meters` (in use), `memory_limit` (how much a stage may use)
 - transfer between stages: `tensor_tree`, `wire_precision`
 - step: `micro_batch_count`, `batch_checks`, `fault_origin`
 

@@ -23,7 +23,7 @@ from gridtrain.core.stages.micro_batch_trials import MicroBatchChoice, StepTimin
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.executor import StepResult
-from gridtrain.runtime.host_memory import free_memory_bytes
+from gridtrain.runtime.free_memory import free_memory_bytes
 
 MAX_MICRO_BATCHES = 1 << 14
 

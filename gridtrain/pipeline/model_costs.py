@@ -1,4 +1,4 @@
-"""Describes a model to the coordinator: the sizes and times of its layers, and the memory for training.
+"""Describes a model to the coordinator: the sizes and times of its layers, and of training.
 
 A profile contains the times of the layers and the sizes of parameters and activations.  Without a profile,
 only the sizes of parameters are known, which are counted on the meta device.  The run uses the first worker's
@@ -7,7 +7,6 @@ values; the sizes must be the same on all workers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 
 from gridtrain.config import Exchange
 from gridtrain.core.messages import MAX_LAYERS, LayerCosts, StagedModel
-from gridtrain.core.planning.worker_memory import worker_memory
+from gridtrain.core.planning.worker_memory_estimate import estimate_worker_memory
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.memory_usage import USABLE_MEMORY_SHARE
 from gridtrain.pipeline.model_partition import optimizer_state_copies
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.pipeline.stage_state import PipelineOptions
-from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.training.checkpoint import serialization
 
 DEFAULT_OPTIMIZER_COPIES = 2.0
@@ -71,28 +68,6 @@ def describe_staged_model(
     )
 
 
-def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Return the number of bytes of memory that training may use on this worker; 0 if unknown.
-
-    The result is `declared` or, if that is None, most of the GPU's memory or of the host's free memory.
-
-    Raises:
-        ConfigError: `declared` is not a positive number of bytes.
-    """
-    if declared is not None:
-        if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise ConfigError(
-                f"memory_bytes is {declared!r}; it must be a positive integer of bytes or None",
-                remedy="leave it out to use most of the memory of the GPU or of the host",
-            )
-        return declared
-    if device.type == "cuda" and torch.cuda.is_available():
-        usable_bytes = torch.cuda.get_device_properties(device).total_memory
-    else:
-        usable_bytes = free_memory_bytes() if device.type == "cpu" else 0
-    return math.ceil(usable_bytes * USABLE_MEMORY_SHARE)
-
-
 def _unmeasured_layers(staging: ModelStages) -> Sequence[Layer]:
     model = staging.blueprint
     return [
@@ -126,7 +101,7 @@ def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
         states = DEFAULT_OPTIMIZER_COPIES
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     count = max(1, sum(p.numel() for p in trained))
-    held = worker_memory(
+    held = estimate_worker_memory(
         exchange,
         parameters=count,
         workers=2,  # the number of replicas is not known yet

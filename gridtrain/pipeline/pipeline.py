@@ -41,7 +41,7 @@ from gridtrain.pipeline.autocast import autocast_dtype, without_autocast
 from gridtrain.pipeline.batch_checks import check_batch, check_same_dtypes
 from gridtrain.pipeline.executor import OtherSizes, StepResult, share_tied_parameters
 from gridtrain.pipeline.held_stage import MICRO_BATCHES_TRACKER, HeldStage
-from gridtrain.pipeline.memory_usage import MemoryUsage, optimizer_state_tensors, storage_bytes
+from gridtrain.pipeline.memory_meters import MemoryUsage, optimizer_state_tensors, storage_bytes
 from gridtrain.pipeline.micro_batch_count import MicroBatchCount
 from gridtrain.pipeline.model_stages import ModelStages, StageModule
 from gridtrain.pipeline.random_seeds import derive_step_seed
@@ -56,7 +56,7 @@ from gridtrain.runtime.open_round import PipelineRound, RoundPart
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
-from gridtrain.training.exchangers import ExchangeAttempt
+from gridtrain.training.exchangers import ExchangePart
 from gridtrain.training.optimizer import check_applied, check_compatible, l2_norm
 from gridtrain.training.single_samples import SingleSampleReport
 from gridtrain.training.skip_report import SkipReport
@@ -72,7 +72,7 @@ _NO_DIGEST = bytes(32)
 class _Contribution:
     """This worker's contribution to one attempt."""
 
-    attempt: ExchangeAttempt
+    part: ExchangePart
     averages: DenseRingBuffer | None
     summaries: StageSummaryBuffer
 
@@ -327,9 +327,9 @@ class Pipeline:
         replica = layout.replica_of(plan.rank)
         stage_plan = replace(plan, rank=replica, world_size=layout.replicas)
         state.flat.gather()
-        attempt = state.exchanger.prepare_bucket(0, state.flat.flat_N, stage_plan, usable=True)
-        assert not isinstance(attempt.buffer, BucketedBuffer)
-        update = attempt.buffer
+        part = state.exchanger.prepare_bucket(0, state.flat.flat_N, stage_plan, usable=True)
+        assert not isinstance(part.buffer, BucketedBuffer)
+        update = part.buffer
         buffers: dict[Channel, CollectiveBuffer] = {UPDATE_CHANNEL: update}
         if state.buffer_averaging.is_due(stage_plan):
             assert state.executor is not None
@@ -338,12 +338,12 @@ class Pipeline:
         if averages is not None:
             buffers[AVERAGES_CHANNEL] = averages
         if layout.replicas == 1:
-            skip = any([_exchange_alone(buffer, attempt.skip) for buffer in buffers.values()])
+            skip = any([_exchange_alone(buffer, part.skip) for buffer in buffers.values()])
         else:
             group = layout.stage_ranks(state.stage)
             parts = {
                 channel: RoundPart(
-                    Subgroup(buffer.make_collective(replica, layout.replicas, attempt.skip), group), buffer
+                    Subgroup(buffer.make_collective(replica, layout.replicas, part.skip), group), buffer
                 )
                 for channel, buffer in buffers.items()
             }
@@ -363,10 +363,10 @@ class Pipeline:
             self._micro_batch_count.step_timings(result, plan.samples),
         )
         summaries = StageSummaryBuffer(layout, plan.rank, summary)
-        state.residual.mark_sent(attempt)
+        state.residual.mark_sent(part)
         collective = summaries.make_collective(plan.rank, plan.world_size, skip)
         outcome = round_.complete(STAGE_SUMMARY_CHANNEL, collective, summaries)
-        return outcome, _Contribution(attempt, averages, summaries)
+        return outcome, _Contribution(part, averages, summaries)
 
     def _update_digest(self, buffers: Mapping[Channel, CollectiveBuffer], round_: PipelineRound) -> bytes:
         try:
@@ -396,9 +396,9 @@ class Pipeline:
         self._unapplied_step = plan.step
         if outcome.is_skipped:
             state.residual.mark_ended(outcome)
-            self._skips.record_skipped(plan.step, is_own=mine.attempt.skip)
+            self._skips.record_skipped(plan.step, is_own=mine.part.skip)
         else:
-            state.flat.load_update(state.residual.commit(mine.attempt))
+            state.flat.load_update(state.residual.commit(mine.part))
             limit = self._options.clip_norm
             if limit is not None:
                 norm = math.sqrt(mine.summaries.norm_squared)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint, Model
+from gridtrain.pipeline.memory_meters import TensorMemoryMeter
 from gridtrain.pipeline.model_blocks import blocks_of
-from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, tensors_in
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.quantities import format_count

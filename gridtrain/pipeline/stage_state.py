@@ -28,7 +28,7 @@ from gridtrain.pipeline.autocast import autocast_dtype
 from gridtrain.pipeline.batch_checks import check_in_flight
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
-from gridtrain.pipeline.memory_usage import SavedTensorMeter
+from gridtrain.pipeline.memory_meters import SavedTensorMeter
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.stage import LossFunction, Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, map_tree

@@ -22,6 +22,6 @@ the member core (`gridtrain.core.member`).
   and contribution.
 - `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
   which messages are logged for the core's events.
-- `host_memory`: determines how much memory is free on this host.
+- `free_memory`: determines how much memory is free on this host.
 - `client/`: communicates with a coordinator without being a member of its run.
 """

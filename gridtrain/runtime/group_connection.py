@@ -111,7 +111,7 @@ class GroupConnection:
         self.loop, self._is_paused = loop, False
         self._limit_state()  # the upload limit may have changed meanwhile
         if reset:
-            self.submit(ev.SnapshotLoading())
+            self.submit(ev.StateSnapshotLoading())
         stored = self.tasks.stored_checkpoints
         if stored is not None:
             joined = replace(joined, setup=replace(joined.setup, stage_checkpoints=stored))

@@ -49,7 +49,7 @@ from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
     ApplyMissedSteps,
     CaptureState,
-    CopySnapshot,
+    CopyStateSnapshot,
     ReadCheckpoint,
     WorkerTask,
 )
@@ -377,7 +377,7 @@ class GroupSession:
             snapshot = self._loop.mailbox.snapshot
             tasks = [task for task in snapshot.tasks if not isinstance(task, AddResiduals)]
             is_latest = snapshot.applied == self.tasks.applied  # otherwise an update is not applied yet
-            is_due = tasks and is_latest and isinstance(tasks[0], CaptureState | CopySnapshot)
+            is_due = tasks and is_latest and isinstance(tasks[0], CaptureState | CopyStateSnapshot)
             if not (is_due and may_copy()):
                 return
             self._run_task(tasks[0], snapshot)
@@ -685,7 +685,7 @@ class GroupSession:
         if self._turn is None:
             return None
         may_copy = not self.is_turn_done and self.is_state_unchanged()
-        copies = (CaptureState, CopySnapshot, ev.SaveCheckpoint, ReadCheckpoint) if may_copy else ()
+        copies = (CaptureState, CopyStateSnapshot, ev.SaveCheckpoint, ReadCheckpoint) if may_copy else ()
 
         def due(here: WorkerSnapshot) -> list[WorkerTask]:  # no generation waits for added residuals
             return [task for task in here.tasks if not isinstance(task, AddResiduals)]

@@ -13,7 +13,7 @@ The loop's state is divided among parts, which do not depend on this module:
     step_rounds          collectives and their buffers, until their round is over
     state_sender         this worker's state, for members of a generation that is forming
     state_receiver       the state that this worker needs
-    catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
+    catch_up_source      snapshots of the state, and updates, for workers that catch up during rounds
     catch_up             the catch-up of this worker
     residuals            residuals from and to other workers
     checkpoint_requests  the core's requests about stage checkpoints, for the trainer
@@ -561,7 +561,7 @@ class IoLoop:
                 self._send_all(
                     [(peer, answer) for answer in self.catch_up_source.handle_request(peer, message)]
                 )
-            case ev.TakeSnapshot():
+            case ev.TakeStateSnapshot():
                 self.catch_up_source.set_receivers(effect)
             case ev.StoreStateBlock(peer, block):
                 current = self._core.current_generation

@@ -90,7 +90,7 @@ class SnapshotBuilder:
             requests.load_task(core.term, core.generation, synced=core.is_synced)
             or self._load_state_task(core, digest),
             self._state_sender.state_task,
-            self._catch_up_source.snapshot_task(core.applied),
+            self._catch_up_source.state_snapshot_task(core.applied),
         )
         return tuple(task for task in due if task is not None)
 

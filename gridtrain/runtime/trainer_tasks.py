@@ -24,7 +24,7 @@ from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
     ApplyMissedSteps,
     CaptureState,
-    CopySnapshot,
+    CopyStateSnapshot,
     DoCatchUpWork,
     LoadState,
     ReadCheckpoint,
@@ -32,7 +32,7 @@ from gridtrain.runtime.mailbox.worker_task import (
 )
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES
-from gridtrain.runtime.state_transfer.catch_up_receiver import SnapshotWork
+from gridtrain.runtime.state_transfer.catch_up_receiver import StateSnapshotWork
 from gridtrain.runtime.state_transfer.checkpoint_copy import CheckpointDisk
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.step_rounds import MakeEmpty
@@ -219,7 +219,7 @@ class TrainerTasks:
         match task:
             case ApplyMissedSteps():
                 return self._apply_missed is not None
-            case DoCatchUpWork() | CopySnapshot():
+            case DoCatchUpWork() | CopyStateSnapshot():
                 return self._replay is not None
             case AddResiduals():
                 return self._add_residual is not None
@@ -267,7 +267,7 @@ class TrainerTasks:
                 case CaptureState(_, is_whole):
                     assert self._capture is not None
                     loop.state_sender.supply_state(task, self._capture(snapshot, is_whole))
-                case CopySnapshot():
+                case CopyStateSnapshot():
                     assert self._capture is not None
                     if (blobs := self._capture(snapshot, True)) is not None:
                         loop.catch_up_source.store_copy(snapshot.applied, snapshot.history, blobs)
@@ -306,12 +306,12 @@ class TrainerTasks:
             self.applied = missed[-1].step
 
     def _do_catch_up_work(self) -> None:
-        """Load a snapshot or replay updates, while the members keep training."""
+        """Load a snapshot of the state or replay updates, while the members keep training."""
         assert self._restore is not None and self._replay is not None
         catch_up = self._loop.catch_up
         while (work := catch_up.take_work()) is not None:
             try:
-                if isinstance(work, SnapshotWork):
+                if isinstance(work, StateSnapshotWork):
                     self._restore([work.private_part, work.shared_part])
                     self.applied = work.applied
                 else:

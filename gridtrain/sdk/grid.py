@@ -38,8 +38,8 @@ from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.rate_limiter import parse_rate
-from gridtrain.pipeline import model_costs
 from gridtrain.pipeline.blueprint import Blueprint, Init, Model
+from gridtrain.pipeline.memory_limit import training_memory_bytes
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
@@ -61,15 +61,9 @@ from gridtrain.runtime.process_hooks import (
     install_sigterm_handler,
     uncaught_error,
 )
-from gridtrain.sdk.arguments import (
-    check_kinds,
-    check_readers,
-    state_options,
-    to_intervals,
-    to_ints,
-    unsupported_scaler_error,
-)
+from gridtrain.sdk.argument_checks import check_kinds, to_intervals, to_ints
 from gridtrain.sdk.batches import Turns
+from gridtrain.sdk.checkpoint_options import checkpoint_options
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
@@ -79,9 +73,9 @@ from gridtrain.training.checkpoint.joint_optimizer import as_one, parts_of
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.prefetch import Prefetcher
+from gridtrain.training.data.prefetch import Prefetcher, check_readers
 from gridtrain.training.data.shards import ShardedDataset
-from gridtrain.training.grad_scaler import GridScaler
+from gridtrain.training.grad_scaler import GridScaler, unsupported_scaler_error
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.model_check import TokenCheck, check_values, spread_samples, warn_of_sync_norms
 from gridtrain.training.model_state import ModelState, WholeModelState, device_of
@@ -340,7 +334,7 @@ class Grid:
         )
         self._optimizer = wrapped
         self._track_scalers()
-        self._model_state = WholeModelState(self._session, wrapped, state_options(self._config))
+        self._model_state = WholeModelState(self._session, wrapped, checkpoint_options(self._config))
         if self._pauses.is_controlled:  # started by an agent: the owner may compare the workers' speed
             self._session.report_figures({"float32_flops": device_flops(device_of(model))})
         return wrapped
@@ -458,9 +452,9 @@ class Grid:
         self._model_state = StageModelState(
             self._session,
             pipe.held,
-            state_options(self._config),
+            checkpoint_options(self._config),
             profile=profile,
-            memory_bytes=model_costs.training_memory_bytes(memory_bytes, staging.device),
+            memory_bytes=training_memory_bytes(memory_bytes, staging.device),
             measure_flops=lambda: device_flops(staging.device),
         )
         self._optimizer = pipe

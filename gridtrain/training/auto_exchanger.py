@@ -27,7 +27,7 @@ from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.training.exchangers import (
     DenseExchanger,
-    ExchangeAttempt,
+    ExchangePart,
     Exchanger,
     make_exchanger,
 )
@@ -70,7 +70,7 @@ class AutoExchanger(Exchanger):
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
-    ) -> ExchangeAttempt:
+    ) -> ExchangePart:
         """Prepare a bucket as `Exchanger` describes; raise `LocalProtocolError` if the plan names an
         exchange that is not one of the choices."""
         current = self._switch_to(plan.exchange)
@@ -79,10 +79,10 @@ class AutoExchanger(Exchanger):
     def make_empty_buffer(self, plan: StepPlan) -> None:
         return None  # the coordinator compares the exchanges over steps in which all workers take part
 
-    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
+    def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
         current = self._current
         assert current is not None
-        update = current.commit(attempt)
+        update = current.commit(part)
         # Another worker's residual may have been added since a dense step began, and must be kept.
         left = current.feedback if isinstance(current, DenseExchanger) else None
         if left is not None and not bool(left.residual_N.any()):

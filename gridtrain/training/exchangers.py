@@ -1,10 +1,10 @@
-"""The exchangers of `Dense`, `TopK` and `GTopK`, which turn gradients into buffers, and results into updates.
+"""The exchangers: turn gradients into buffers, or skip the step if they are not finite; results into updates.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
     gradient_N   [ bucket 0 | bucket 1 | ... ]      a single bucket without `Overlap`
                        | prepare_bucket (weighted by `StepPlan.weight`)
-                 ExchangeAttempt ...  --join_attempts--> ExchangeAttempt --session.run--> commit --> update
+                 ExchangePart ...  --join_parts--> ExchangePart --session.run--> commit --> update
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def topology_of(exchange: Exchange | Auto, chosen: str = "") -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeAttempt:
-    """One worker's part in one attempt.
+class ExchangePart:
+    """One worker's part in an exchange; if an attempt is aborted, the next may continue with the same part.
 
     Attributes:
         buffer: the collective buffer of the whole vector or of one bucket.
@@ -62,17 +62,17 @@ class ExchangeAttempt:
             skips the step.
         prepared: the change that a sparse exchange commits to its residual.
         sent_residual_B: the residual that a dense exchange sends with the gradient; None if there is none.
-        parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.
+        parts: the parts of the buckets, if `buffer` is a `BucketedBuffer`.
     """
 
     buffer: UpdateBuffer
     skip: bool
     prepared: PreparedState | None = None
     sent_residual_B: Tensor | None = None
-    parts: tuple[ExchangeAttempt, ...] = ()
+    parts: tuple[ExchangePart, ...] = ()
 
     @property
-    def buckets(self) -> tuple[ExchangeAttempt, ...]:
+    def buckets(self) -> tuple[ExchangePart, ...]:
         return self.parts or (self,)
 
 
@@ -101,8 +101,8 @@ class Exchanger(ABC):
     @abstractmethod
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
-    ) -> ExchangeAttempt:
-        """Prepare one bucket's attempt.  Buckets may be prepared in any order, and again after an abort.
+    ) -> ExchangePart:
+        """Prepare this worker's part in one bucket, in any order of buckets, and again after an abort.
 
         Args:
             gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.
@@ -118,8 +118,8 @@ class Exchanger(ABC):
         """
 
     @abstractmethod
-    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
-        """Commit `attempt`, whose round was committed and not skipped, and return the update."""
+    def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
+        """Commit `part`, whose round was committed and not skipped, and return the update."""
 
 
 def make_exchanger(
@@ -137,12 +137,12 @@ def make_exchanger(
     return SparseExchanger(exchange, bounds, device, feedback)
 
 
-def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> ExchangeAttempt:
-    """Join the attempts of all buckets, given in order, into one attempt."""
-    if len(attempts) == 1:
-        return attempts[0]
-    whole = join_buffers(bounds, [cast(BucketBuffer, attempt.buffer) for attempt in attempts])
-    return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
+def join_parts(bounds: Bounds, parts: Sequence[ExchangePart]) -> ExchangePart:
+    """Join the parts of all buckets, given in order, into one."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = join_buffers(bounds, [cast(BucketBuffer, part.buffer) for part in parts])
+    return ExchangePart(whole, any(part.skip for part in parts), parts=tuple(parts))
 
 
 def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> UpdateBuffer:
@@ -169,7 +169,7 @@ class DenseExchanger(Exchanger):
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
-    ) -> ExchangeAttempt:
+    ) -> ExchangePart:
         # The collective sums in place, so the buffer gets an array that nothing else uses.
         contribution_B = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
         sent_B: Tensor | None = None
@@ -180,7 +180,7 @@ class DenseExchanger(Exchanger):
         limit = largest_contribution(plan.world_size, self._kind)
         usable = usable and largest_magnitude(contribution_B) <= limit
         buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
-        return ExchangeAttempt(buffer, not usable, sent_residual_B=sent_B)
+        return ExchangePart(buffer, not usable, sent_residual_B=sent_B)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         sizes = [stop - start for start, stop in pairwise(self.bounds)]
@@ -191,15 +191,15 @@ class DenseExchanger(Exchanger):
         topology = topology_of(self._exchange, plan.exchange)
         return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
 
-    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
+    def commit(self, part: ExchangePart) -> npt.NDArray[np.float32]:
         rests = [
-            (part.sent_residual_B, part.buffer.rest_N)
-            for part in attempt.buckets
-            if part.sent_residual_B is not None
+            (bucket.sent_residual_B, bucket.buffer.rest_N)
+            for bucket in part.buckets
+            if bucket.sent_residual_B is not None
         ]
         if self.feedback is not None and rests:
             self.feedback.commit_rests(rests)
-        return cast(npt.NDArray[np.float32], attempt.buffer.update)
+        return cast(npt.NDArray[np.float32], part.buffer.update)
 
 
 class SparseExchanger(Exchanger):
@@ -225,7 +225,7 @@ class SparseExchanger(Exchanger):
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
-    ) -> ExchangeAttempt:
+    ) -> ExchangePart:
         start, n, kind = self.bounds[bucket], gradient_B.numel(), self._kind
         if usable:
             limit, weight = largest_summable(plan.world_size), plan.weight if plan.samples else 0.0
@@ -234,7 +234,7 @@ class SparseExchanger(Exchanger):
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
         buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
-        return ExchangeAttempt(buffer, prepared.skip, prepared)
+        return ExchangePart(buffer, prepared.skip, prepared)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         none = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -253,11 +253,11 @@ class SparseExchanger(Exchanger):
         topology = topology_of(self._exchange, plan.exchange)
         return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
 
-    def commit(self, attempt: ExchangeAttempt) -> SparseVector:
+    def commit(self, part: ExchangePart) -> SparseVector:
         self.feedback.commit_parts(
-            [(cast(PreparedState, part.prepared), part.buffer.truncated) for part in attempt.buckets]
+            [(cast(PreparedState, bucket.prepared), bucket.buffer.truncated) for bucket in part.buckets]
         )
-        return cast(SparseVector, attempt.buffer.update)
+        return cast(SparseVector, part.buffer.update)
 
 
 def largest_magnitude(values_N: Tensor) -> float:

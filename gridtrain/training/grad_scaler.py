@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
+from gridtrain.errors import ConfigError
 from gridtrain.training.optimizer import GridOptimizer
+
+
+def unsupported_scaler_error() -> ConfigError:
+    return ConfigError(
+        "grid.scaler() was called with a pipeline, whose pipe.step runs the backward pass without a scale",
+        remedy="train in float32 or bfloat16, which need no scale; use wire='fp16' or 'bf16' for activations",
+    )
 
 
 class GridScaler(torch.amp.GradScaler):

@@ -49,7 +49,7 @@ from gridtrain.training.checkpoint.flat_gradient import (
 )
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
-from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
+from gridtrain.training.exchangers import ExchangePart, Exchanger, join_parts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
 from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.running_statistics import RunningStatistics
@@ -62,11 +62,11 @@ _NORM_BLOCK = 1 << 20
 
 log = logging.getLogger("gridtrain")
 
-SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
-"""The plan, the attempt and the buffer averages of a step that was submitted before its turn's end."""
+SentStep = tuple[StepPlan, ExchangePart, DenseRingBuffer | None]
+"""The plan, the part and the buffer averages of a step that was submitted before its turn's end."""
 
-EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
-"""The plan of the buckets that were sent during the backward pass, and their attempts by bucket."""
+EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangePart]]
+"""The plan of the buckets that were sent during the backward pass, and this worker's parts by bucket."""
 
 
 class GridOptimizer(WrappingOptimizer):
@@ -363,12 +363,12 @@ class GridOptimizer(WrappingOptimizer):
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         finish_queued_work(self._flat.flat_N.device)  # the measured speed includes the backward pass
         self._stopwatch.lap("computing_s")
-        attempt: ExchangeAttempt | None = None
+        part: ExchangePart | None = None
         plan: StepPlan | None
         averages = compared = before = trial = weighed = None
         while True:
             if self._sent is not None:
-                plan, attempt, averages = self._sent
+                plan, part, averages = self._sent
                 before = plan
                 outcome = self._session.await_submitted()
                 self._sent = None
@@ -383,12 +383,12 @@ class GridOptimizer(WrappingOptimizer):
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
-            if attempt is None or fresh or not attempt.buffer.is_resumable:
+            if part is None or fresh or not part.buffer.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
                 weighed = self.weights.plan_by_counts(plan)
                 self._stopwatch.lap("waiting_s")
-                attempt = self._prepare(weighed, usable or weighed.samples == 0, sent)
+                part = self._prepare(weighed, usable or weighed.samples == 0, sent)
             if fresh:  # otherwise the rings continue with what they have received
                 averages = self.buffer_averaging.make_collective_buffer(plan)
                 trial = self._overlapper.trial.make_table(plan) if self._overlapper is not None else None
@@ -399,9 +399,9 @@ class GridOptimizer(WrappingOptimizer):
             self._stopwatch.lap("selecting_s")
             settings_text = hyperparameters.hyperparameters_json(self._settings_of_step)
             self.absence.check_step(plan.step, settings_text)
-            self.residual.mark_sent(attempt)
-            self._sent = plan, attempt, averages
-            outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
+            self.residual.mark_sent(part)
+            self._sent = plan, part, averages
+            outcome = self._session.run(plan, [part.buffer, *extra], part.skip, settings_text)
             self._sent = None
             self._stopwatch.lap("communicating_s")
             if outcome.is_committed:
@@ -414,8 +414,8 @@ class GridOptimizer(WrappingOptimizer):
         self.unapplied_step = plan.step
         if outcome.is_skipped:
             self.residual.mark_ended(outcome)
-            self._skips.record_skipped(plan.step, is_own=attempt.skip, is_scaled=self._is_scaled)
-            if attempt.skip:
+            self._skips.record_skipped(plan.step, is_own=part.skip, is_scaled=self._is_scaled)
+            if part.skip:
                 self._statistics.restore()
             return
         if weighed is plan and self.weigh_by != "samples":
@@ -426,18 +426,18 @@ class GridOptimizer(WrappingOptimizer):
                 self._statistics.save()
         if trial is not None and self._overlapper is not None:
             self._overlapper.finish_trial(plan, trial)
-        self._load_update(self.residual.commit(attempt))
+        self._load_update(self.residual.commit(part))
 
     def _send_step(self, plan: StepPlan, *, usable: bool) -> None:
         """Submit the gradient in flat_N for the plan that the session has predicted, without waiting; the
         next `_run_attempts` waits for the outcome."""
-        attempt = self._prepare(plan, usable or plan.samples == 0, {})
+        part = self._prepare(plan, usable or plan.samples == 0, {})
         averages = self.buffer_averaging.make_collective_buffer(plan)
-        self.residual.mark_sent(attempt)
+        self.residual.mark_sent(part)
         settings = hyperparameters.hyperparameters_json(self._settings_of_step)
-        buffers = [attempt.buffer] if averages is None else [attempt.buffer, averages]
-        self._session.submit(plan, buffers, attempt.skip, settings)
-        self._sent = plan, attempt, averages
+        buffers = [part.buffer] if averages is None else [part.buffer, averages]
+        self._session.submit(plan, buffers, part.skip, settings)
+        self._sent = plan, part, averages
 
     @property
     def _settings_of_step(self) -> torch.optim.Optimizer:
@@ -457,19 +457,19 @@ class GridOptimizer(WrappingOptimizer):
             self._session.close(error.reason)  # so that other workers do not wait for this script's end
             raise
 
-    def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
-        """Prepare this worker's part in an attempt.
+    def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangePart]) -> ExchangePart:
+        """Prepare this worker's part in an exchange.
 
         Args:
-            sent: the attempts of the buckets that were already sent, by bucket.
+            sent: the parts of the buckets that were already sent, by bucket.
         """
         exchanger = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
-        attempts = [
+        parts = [
             sent.get(bucket)
             or exchanger.prepare_bucket(bucket, self._flat.flat_N[start:stop], plan, usable=usable)
             for bucket, (start, stop) in enumerate(pairwise(exchanger.bounds))
         ]
-        return join_attempts(exchanger.bounds, attempts)
+        return join_parts(exchanger.bounds, parts)
 
     def _apply(self) -> None:
         if not self.last_skipped:

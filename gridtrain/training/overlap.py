@@ -28,7 +28,7 @@ from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
-from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
+from gridtrain.training.exchangers import ExchangePart, Exchanger, make_exchanger
 from gridtrain.training.overlap_trial import OverlapTrial
 
 log = logging.getLogger("gridtrain")
@@ -97,7 +97,7 @@ class Overlapper:
         self._missing_counts = [len(members) for members in self._bucket_parameters]
         self._plan: StepPlan | None = None
         self._has_plan = False
-        self._sent: dict[int, ExchangeAttempt] = {}
+        self._sent: dict[int, ExchangePart] = {}
 
     # -- during backward -----------------------------------------------------------------------------
 
@@ -132,16 +132,16 @@ class Overlapper:
         self._flat.gather(members)
         start, stop = self._bucket_exchanger.bounds[bucket : bucket + 2]
         gradient_B = self._flat.flat_N[start:stop]
-        attempt = self._bucket_exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
-        self._sent[bucket] = attempt
+        part = self._bucket_exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
+        self._sent[bucket] = part
         self.selecting_s += time.perf_counter() - began_s
-        assert not isinstance(attempt.buffer, BucketedBuffer)
-        self._session.begin_bucket(self._plan, bucket, attempt.buffer, attempt.skip)
+        assert not isinstance(part.buffer, BucketedBuffer)
+        self._session.begin_bucket(self._plan, bucket, part.buffer, part.skip)
 
     # -- in step -------------------------------------------------------------------------------------
 
-    def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
-        """Return the step plan under which buckets were sent during the backward pass, and the attempts of
+    def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangePart]]:
+        """Return the step plan under which buckets were sent during the backward pass, and the parts of
         these buckets, by bucket.  The plan may be None if no bucket was sent.
 
         Afterwards, the flat vector also holds the gradients of the buckets that were not sent.

@@ -2,7 +2,7 @@
 
 The same object serves a whole model and a stage of a pipeline.
 
-    mark_sent(attempt) --> the round is committed      --> commit       stores the attempt's new residual
+    mark_sent(part) -----> the round is committed      --> commit       stores the part's new residual
                            it is aborted or skipped    --> mark_ended   leaves the residual unchanged
                            its outcome is unknown      --> mark_ended   clears the residual, as lost
           |
@@ -23,7 +23,7 @@ from torch import Tensor
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.step_plan import RoundOutcome
 from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
-from gridtrain.training.exchangers import ExchangeAttempt, Exchanger
+from gridtrain.training.exchangers import ExchangePart, Exchanger
 
 log = logging.getLogger("gridtrain")
 
@@ -37,7 +37,7 @@ class WorkerResidual:
 
     def __init__(self, exchanger: Exchanger, n: int) -> None:
         self._exchanger, self._n = exchanger, n
-        self._attempt: ExchangeAttempt | None = None
+        self._part: ExchangePart | None = None
         self._is_committing = False
         self._lost_magnitude = 0.0
 
@@ -61,10 +61,10 @@ class WorkerResidual:
         figures = {"decayed_mass": dropped, "lost_mass": self._lost_magnitude}
         return {name: value for name, value in figures.items() if value}
 
-    def mark_sent(self, attempt: ExchangeAttempt) -> None:
-        """Record that `attempt` is about to be sent.  From now on, its round can be committed even if this
+    def mark_sent(self, part: ExchangePart) -> None:
+        """Record that `part` is about to be sent.  From now on, its round can be committed even if this
         worker is interrupted."""
-        self._attempt = attempt
+        self._part = part
 
     def mark_ended(self, outcome: RoundOutcome) -> None:
         """Record that the round was aborted or skipped, which leaves the residual unchanged.
@@ -72,7 +72,7 @@ class WorkerResidual:
         If the others may have committed the round, the residual is cleared, because what was sent of it would
         count twice.
         """
-        self._attempt = None
+        self._part = None
         if outcome.is_unknown and (magnitude := self.magnitude):
             self._lost_magnitude += magnitude
             self._exchanger.clear_residual()
@@ -82,14 +82,14 @@ class WorkerResidual:
                 magnitude,
             )
 
-    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
-        """Apply `attempt` to the residual and return the update.
+    def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
+        """Apply `part` to the residual and return the update.
 
         After an interrupt (Ctrl-C) during the commit, the residual is considered lost, and is not committed
         twice.
         """
-        self._attempt, self._is_committing = None, True
-        update = self._exchanger.commit(attempt)
+        self._part, self._is_committing = None, True
+        update = self._exchanger.commit(part)
         self._is_committing = False
         return update
 
@@ -107,13 +107,13 @@ class WorkerResidual:
         before = self._exchanger.feedback
         if before is None:  # with exchange="auto" a sparse exchange may be chosen later
             return np.zeros(self.size, np.float32) if self.size else None
-        if self._attempt is not None:
+        if self._part is not None:
             outcome = resolve()
             if outcome is None or outcome.is_unknown:
                 return None
             if outcome.is_committed and not outcome.is_skipped:
-                self.commit(self._attempt)
-            self._attempt = None
+                self.commit(self._part)
+            self._part = None
         if self._is_committing:
             return None
         if self._exchanger.feedback is None:  # the round was a dense step, which has sent all of it
@@ -142,8 +142,8 @@ class WorkerResidual:
             feedback.add_truncated(truncated, rest_N)
 
     def clear(self) -> None:
-        """Set the residual to zero and discard the attempt in flight."""
-        self._attempt, self._is_committing = None, False
+        """Set the residual to zero and discard the part in flight."""
+        self._part, self._is_committing = None, False
         self._exchanger.clear_residual()
 
     def state(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from brisk import WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from threaded_group import ThreadedGroup
 
 import gridtrain
@@ -72,7 +72,7 @@ def test_the_others_wait_for_an_evaluation_and_all_stay_equal(models, tmp_path) 
         group.start_all(work)
         for event in (evaluating, *computed[1:]):
             assert event.wait(WITHIN_S)
-        members = snapshot_of(group)["members"]
+        members = status_of(group)["members"]
         assert steps == dict.fromkeys(range(WORKERS), AT), "nobody goes on without the one that evaluates"
         assert len(members) == WORKERS, "and nobody is excluded"
         over.set()

@@ -35,7 +35,7 @@ class FakeCore:
         self.received_s: list[float] = []
         self.deadline_s = math.inf
         self.is_model_pending = False
-        self.status: dict[str, Any] = {
+        self.fixed_status: dict[str, Any] = {
             "phase": "waiting", "reason": "", "step": 0, "finished": False, "members": [], "events": [],
             "links": [], "stages": 1, "global_batch_size": None, "total_steps": None, "total_samples": None,
         }  # fmt: skip
@@ -67,8 +67,8 @@ class FakeCore:
         self.ends += 1
         return [*self.at_end, *self.after_end], m.OperatorReply("the run ends")
 
-    def snapshot(self, now_s: float) -> dict[str, Any]:
-        return copy.deepcopy(self.status)
+    def status(self, now_s: float) -> dict[str, Any]:
+        return copy.deepcopy(self.fixed_status)
 
     def worker_name(self, peer: m.PeerId) -> str:
         return peer[:4].decode()

@@ -249,8 +249,8 @@ def status_for(asker: m.PeerId) -> dict[str, Any]:
     core = FakeCore()
     figures = {"sent_bytes": 5e6, "loss": 2.5}
     row = {"peer": ANNA.hex(), "name": "anna", "address": "tcp://10.0.0.6:7001", "figures": figures}
-    core.status["members"] = [row]
-    core.status["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
+    core.fixed_status["members"] = [row]
+    core.fixed_status["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
     iteration: list[TransportEvent] = [Received(asker, m.StatusRequest(), 9)]
     transcript, transport = run_loop(core, iteration, address="tcp://10.0.0.5:7700")
     assert transcript == [f"send StatusReply to {NAMES[asker]}"] and core.received == []
@@ -462,7 +462,7 @@ def test_it_exits_after_the_end_of_the_run(
     monkeypatch.setattr(daemon, "WRITING_DELAY_S", 40.0)
     core = FakeCore()
     core.is_model_pending = is_pending
-    core.status.update(finished=True, members=[] if is_empty else [{"peer": ANNA.hex(), "figures": {}}])
+    core.fixed_status.update(finished=True, members=[] if is_empty else [{"peer": ANNA.hex(), "figures": {}}])
     now_s = 100.0
 
     def clock() -> float:
@@ -477,7 +477,7 @@ def test_it_exits_after_the_end_of_the_run(
 
 def test_by_default_it_does_not_exit_after_the_end() -> None:
     core = FakeCore()
-    core.status["finished"] = True
+    core.fixed_status["finished"] = True
     _, transport = run_loop(core, *[[]] * 20)
     assert len(transport.waits_s) == 20
 

@@ -9,7 +9,7 @@ import pytest
 from gridtrain_coordinator.status_report import RateMeter, build_status, redact_addresses
 
 
-def snapshot(step: int, phase: str = "training", **sent_bytes: float) -> dict[str, Any]:
+def core_status(step: int, phase: str = "training", **sent_bytes: float) -> dict[str, Any]:
     members = [{"peer": peer, "figures": {"sent_bytes": sent}} for peer, sent in sent_bytes.items()]
     return {"step": step, "phase": phase, "members": members}
 
@@ -22,32 +22,32 @@ def observed(*rows: tuple[float, dict[str, Any]]) -> RateMeter:
 
 
 def test_rates_over_the_window() -> None:
-    meter = observed((0, snapshot(10, a=1000)), (1, snapshot(12, a=3000)), (2, snapshot(14, a=5000)))
+    meter = observed((0, core_status(10, a=1000)), (1, core_status(12, a=3000)), (2, core_status(14, a=5000)))
     assert (meter.steps_per_s(), meter.figure_per_s("a", "sent_bytes")) == (2.0, 2000.0)
 
 
 def test_old_samples_are_forgotten() -> None:
-    meter = observed((0, snapshot(0, a=1)), (5, snapshot(50, a=2)), (12, snapshot(50, a=2)))
+    meter = observed((0, core_status(0, a=1)), (5, core_status(50, a=2)), (12, core_status(50, a=2)))
     assert meter.steps_per_s() == 0.0
 
 
 def test_steps_count_from_the_resumption() -> None:
     """A coordinator that restarted, or whose workers have checkpoints, is at step 0 until they train."""
-    waiting, resumed = snapshot(0, "waiting", a=1), snapshot(2000, a=1)
+    waiting, resumed = core_status(0, "waiting", a=1), core_status(2000, a=1)
     assert observed((0, waiting), (1, resumed)).steps_per_s() is None
-    assert observed((0, waiting), (1, resumed), (2, snapshot(2003, a=2))).steps_per_s() == 3.0
-    assert observed((0, resumed), (1, resumed), (2, snapshot(2001, "paused", a=2))).steps_per_s() is None
+    assert observed((0, waiting), (1, resumed), (2, core_status(2003, a=2))).steps_per_s() == 3.0
+    assert observed((0, resumed), (1, resumed), (2, core_status(2001, "paused", a=2))).steps_per_s() is None
 
 
 def test_unknown_rates_are_none() -> None:
-    meter = observed((0, snapshot(10, a=1000)))
+    meter = observed((0, core_status(10, a=1000)))
     assert meter.steps_per_s() is None
     assert meter.figure_per_s("a", "sent_bytes") is None
     assert meter.figure_per_s("nobody", "sent_bytes") is None
 
 
 def test_a_restarted_worker_has_no_negative_rate() -> None:
-    meter = observed((0, snapshot(100, a=9000)), (1, snapshot(0, a=10)))
+    meter = observed((0, core_status(100, a=9000)), (1, core_status(0, a=10)))
     assert (meter.steps_per_s(), meter.figure_per_s("a", "sent_bytes")) == (None, None)
 
 
@@ -218,7 +218,7 @@ def test_the_remaining_time_is_predicted_from_the_steps_of_five_minutes(
 ) -> None:
     """Here the latest step was more than ten seconds ago."""
     members = [{"peer": "a", "name": "a", "rank": 0, "share": 8, "figures": {}}]
-    taken = {**snapshot(20), "members": members, **NO_LINKS, **length}
+    taken = {**core_status(20), "members": members, **NO_LINKS, **length}
     rates = observed((0, {**taken, "step": 0}), (20, taken), (35, taken), (40, taken))
     assert rates.steps_per_s() == 0.0
     status = build_status(taken, rates, software="", address="", now_s=0.0, uptime_s=0.0)

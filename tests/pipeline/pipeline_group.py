@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from brisk import LOSING
-from group_snapshot import snapshot_of
+from group_status import status_of
 from integration.scripts.pipeline import SAMPLES
 from torch import nn
 
@@ -143,9 +143,9 @@ class Workers:
             self.threads[name].join(WITHIN_S)
             assert not self.threads[name].is_alive(), f"{name} hangs at step {self.seen[name].step}"
 
-    def snapshot(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """The coordinator's status."""
-        shown: dict[str, Any] = snapshot_of(self.group)
+        shown: dict[str, Any] = status_of(self.group)
         return shown
 
     def assembled(self) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Sequence
-from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
+from gridtrain.pipeline.memory_meters import TensorMemoryMeter
 
 WIDTH = 32
 

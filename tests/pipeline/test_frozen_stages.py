@@ -207,7 +207,7 @@ def test_a_worker_with_another_base_is_refused_before_it_has_a_stage(tmp_path: P
     assert unread.describe() == "420 B in 6 frozen tensors, digest unknown"
     with Adapters(tmp_path, base, checkpoint_every=0) as workers:
         workers.add("anna")
-        workers.wait(lambda: "base" in workers.snapshot()["facts"])
+        workers.wait(lambda: "base" in workers.status()["facts"])
         workers.options["init"] = load(changed(base, tmp_path))
         workers.add("eve")
         workers.join("eve")

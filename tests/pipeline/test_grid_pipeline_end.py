@@ -107,7 +107,7 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
     answer = Future[OperatorReply | Refused]()
 
     def take_orders() -> Iterator[Any]:
-        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
+        if coordinator.status()["phase"] == "paused" and not answer.running() and not answer.done():
             yield EndRun(), answer
 
     with Workers(tmp_path, 2, checkpoint_every=100, deadlines=replace(LOSING, regather_s=0.5)) as workers:

@@ -67,12 +67,12 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
     with Workers(tmp_path / "paused", 2, checkpoint_every=every, **run) as workers:
         workers.after = after
         workers.add("anna", "bert")
-        workers.wait(lambda: paused_worker() is not None and workers.snapshot()["phase"] == "paused")
-        snapshot, seen = workers.snapshot(), paused_worker()
+        workers.wait(lambda: paused_worker() is not None and workers.status()["phase"] == "paused")
+        status, seen = workers.status(), paused_worker()
         assert seen is not None
-        reason = snapshot["reason"]  # of which the start depends on whether the other one has a copy
+        reason = status["reason"]  # of which the start depends on whether the other one has a copy
         assert f"stage {stage} of 2 " in reason and "1 worker is present, but 2 are needed" in reason
-        assert [line["name"] for line in snapshot["resting"]] == [seen.name]
+        assert [line["name"] for line in status["resting"]] == [seen.name]
         assert (
             f"stage {stage} is held only by this worker: step 7 is on this worker's disk; unless another "
             "worker has this state, the others wait for this worker, or continue from earlier checkpoints"
@@ -80,7 +80,7 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
         assert "the other workers continue without this worker" not in caplog.text
         seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
-        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+        assert not [e for e in workers.status()["events"] if "rollback" in str(e)]
     losses, model = undisturbed(tmp_path / "plain", **run)
     for one in workers.seen.values():
         assert one.losses == losses, "each step once, as without the pause"
@@ -123,7 +123,7 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
         assert [checkpoint_step(path) for path in list_checkpoints(stage)] == [6 if is_in_step else 7]
         workers.add(name)
         workers.finish("anna", "bert")
-        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+        assert not [e for e in workers.status()["events"] if "rollback" in str(e)]
     losses, model = undisturbed(tmp_path / "plain", **run)
     assert workers.seen[other].losses == losses, "each step once, as without the interruption"
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
@@ -253,16 +253,16 @@ def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: P
         workers.group._deadlines = replace(LOSING, handover_s=0.2)  # no worker can receive a residual
         workers.made, workers.before, workers.after = made, before, after
         workers.add("anna", "bert")
-        workers.wait(lambda: is_paused(1) and workers.snapshot()["phase"] == "paused")
+        workers.wait(lambda: is_paused(1) and workers.status()["phase"] == "paused")
         at(0).owner.directive = REST
         workers.wait(lambda: is_paused(0))
         (stage_0,) = (tmp_path / "paused" / at(0).name).glob("blocks-000-*")
         assert [checkpoint_step(path) for path in list_checkpoints(stage_0)] == [7]
-        assert {line["name"] for line in workers.snapshot()["resting"]} == {"anna", "bert"}
+        assert {line["name"] for line in workers.status()["resting"]} == {"anna", "bert"}
         for seen in workers.seen.values():
             seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
-        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+        assert not [e for e in workers.status()["events"] if "rollback" in str(e)]
     plain = {name: dict(seen.losses) for name, seen in workers.seen.items()}
     with Workers(tmp_path / "plain", 2, **run) as undisturbed:
         rates_before = {name: dict(seen) for name, seen in rates.items()}

@@ -75,7 +75,7 @@ def test_a_worker_is_stopped_in_a_call_that_the_group_cannot_answer(tmp_path: Pa
     with Workers(tmp_path, 2, checkpoint_every=100, steps=20, cuts=(0, 2, 4)) as workers:
         workers.before, workers.after = before, after
         workers.add("anna"), workers.add("bert")
-        workers.wait(lambda: is_called.is_set() and workers.snapshot()["phase"] == "paused")
+        workers.wait(lambda: is_called.is_set() and workers.status()["phase"] == "paused")
         for name in ("anna", "bert"):
             workers.seen[name].owner.directive = AgentDirective(run=False, stop=True, reason="stop")
         for name in ("anna", "bert"):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gridtrain.core.stages.schedule import Action, ActionKind, divide_samples
 from gridtrain.pipeline import Blueprint, partition
 from gridtrain.pipeline.executor import StageExecutor
+from gridtrain.pipeline.memory_meters import TensorMemoryMeter
 from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import map_tree
 
 WIDTH = 48

@@ -145,7 +145,7 @@ def test_most_turns_do_no_housekeeping(busy: Any, catching_up: bool) -> None:
 
     busy.driver._link_probe.poll = poll
     if catching_up:  # updates are sent between the payloads
-        busy.driver.catch_up_source.set_receivers(ev.TakeSnapshot(0, (PEER,)))
+        busy.driver.catch_up_source.set_receivers(ev.TakeStateSnapshot(0, (PEER,)))
     busy.run(1.0)
     shortest_s = loop.HOUSEKEEPING_INTERVAL_S if catching_up else loop.QUIET_INTERVAL_S
     due = 0 if catching_up else 1.0 / 0.25 + 1.0 / 0.5  # heartbeats and deadlines

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from training_loop import linear, sgd, train_steps
 
 import gridtrain
@@ -23,7 +23,7 @@ def test_all_train_with_the_chosen_exchange(new_group: Any, auto: Any) -> None:
         optimizer = sgd(grid, model, auto)
         for step in train_steps(grid, model, optimizer, steps=6):
             if step == 3 and number == 0:
-                seen.update(snapshot_of(group))
+                seen.update(status_of(group))
         return optimizer.current_exchange, model.weight.detach()
 
     with new_group(workers=3) as group:
@@ -86,7 +86,7 @@ def test_local_steps_use_the_chosen_exchange_for_their_changes(
                 warm.set()
             if number == workers and not entered.is_set():
                 stop_at[0] = step + 5
-                seen.update(snapshot_of(group))
+                seen.update(status_of(group))
                 entered.set()
             if step >= stop_at[0]:
                 break

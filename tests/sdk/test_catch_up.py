@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 
 import gridtrain
@@ -113,7 +113,7 @@ def run(
         late = group.start(lambda grid, _: train(grid, exchange, progress, late=True, **options))
         assert progress.entered.wait(WITHIN_S)
         results = group.finish()
-        events = snapshot_of(group)["events"]
+        events = status_of(group)["events"]
     assert late == workers
     return results, events
 

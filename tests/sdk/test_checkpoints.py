@@ -19,7 +19,7 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from checkpointed_group import run
-from group_snapshot import snapshot_of
+from group_status import status_of
 from safetensors.torch import load_file
 from torch import nn
 from training_loop import backward, sgd, train_batch, train_steps
@@ -801,7 +801,7 @@ def test_the_checkpoint_of_the_worker_that_left_last_is_awaited(
         group.wait_for("waiting")
         newcomer = group.start(work)
         until_s = time.monotonic() + WITHIN_S
-        while "awaiting a worker with the checkpoint of step 3" not in (said := snapshot_of(group)["reason"]):
+        while "awaiting a worker with the checkpoint of step 3" not in (said := status_of(group)["reason"]):
             assert time.monotonic() < until_s, said
         group.result(group.start(work, **old))
         group.result(newcomer)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from torch.utils.data import TensorDataset
 from training_loop import digest, flat, sgd, train_batch
@@ -83,7 +83,7 @@ def test_a_broken_link_to_the_coordinator_costs_at_most_some_batches(
         outage = Outage(group, broken)
         group.start_all(outage.train)
         results = group.finish()
-        generation = snapshot_of(group)["generation"]
+        generation = status_of(group)["generation"]
     steps, batches, digests, rates = zip(*results, strict=True)
     assert steps == (STEPS, STEPS, STEPS)
     assert [step for step, models in outage.models.items() if len(models) > 1] == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from training_loop import digest, linear, sgd, train_batch
 
@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
         for _ in range(workers):
             group.start(lambda grid, number: train(grid, number, exchange, flips))
         results = group.finish()
-        snapshot = snapshot_of(group)
+        snapshot = status_of(group)
     assert len({seen[-1] for seen in results}) == 1, "they end equal"
     assert len({seen[FLIP_AT] for seen in results}) > 1, "the flip was real"
     assert snapshot["drifts"] >= 1 and snapshot["drifts"] <= max(expected, workers - 1)
@@ -77,7 +77,7 @@ def test_a_state_that_differs_is_announced_once_and_replaced_by_the_end_of_the_r
     with new_group(workers=3, deadlines=replace(BRISK, generation_gap_s=2.0)) as group:
         group.start_all(run)
         results = group.finish()
-        snapshot = snapshot_of(group)
+        snapshot = status_of(group)
     assert len({*results}) == 1
     assert caplog.text.count("this worker's model differs from the other members' models at step 2") == 1
     assert caplog.text.count("this worker's model differs") == snapshot["drifts"] == 1
@@ -98,7 +98,7 @@ def test_a_short_run_is_compared_too(new_group: Any) -> None:
     with new_group(workers=2) as group:
         group.start_all(run)
         results = group.finish()
-        (found,) = [event for event in snapshot_of(group)["events"] if event["event"] == "drifted"]
+        (found,) = [event for event in status_of(group)["events"] if event["event"] == "drifted"]
     assert found["step"] == 8 and len({*results}) == 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from sharded_data import write_shards
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -130,7 +130,7 @@ def test_every_sample_counts_once(new_group: Any, way: str, tmp_path: Path) -> N
         group.start(recording.train)
         recording.here.set()
         results = {number: group.result(number) for number in (0, 1, 3)}
-        shown = snapshot_of(group)
+        shown = status_of(group)
     last = max(round_id.step for round_id in recording.committed)
     assert shown["finished"] and results[0] == results[3] == last + 1, results
     assert shown["generation"] >= 4, "all, without 1, with 3, without 2"

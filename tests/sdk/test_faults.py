@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from threaded_group import ThreadedGroup
 from torch import nn
 from training_loop import digest, flat, sgd, train_batch
@@ -185,7 +185,7 @@ def train_and_wait(grid: gridtrain.Grid, wait: str) -> str:
 
 
 def missed_steps(group: LocalGroup) -> dict[str, float]:
-    members = snapshot_of(group)["members"]
+    members = status_of(group)["members"]
     return {each["name"]: each["figures"].get("missed_steps", 0.0) for each in members}
 
 
@@ -208,7 +208,7 @@ def test_the_status_counts_the_steps_without_a_stalled_loop(new_group: Any) -> N
         until_s = time.monotonic() + WITHIN_S
         while not missed_steps(group).get("bert") and time.monotonic() < until_s:
             time.sleep(0.02)
-        rows = snapshot_of(group)["members"]
+        rows = status_of(group)["members"]
         shown.set()
         digests = group.finish()
     ((planned, name),) = faults.fired

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from absent_names import absent_names
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from threaded_group import ThreadedGroup
 from torch import Tensor, nn
 
@@ -162,7 +162,7 @@ def test_a_worker_that_joins_receives_only_trained_parameters(new_group: Any, ex
         run.wait_until(lambda: bool(run.digests.get("worker-2")))
         run.stop_at = run.steps_of("worker-0") + 40
         results = group.finish()
-        figures = {member["name"]: member["figures"] for member in snapshot_of(group)["members"]}
+        figures = {member["name"]: member["figures"] for member in status_of(group)["members"]}
     joined = results[2]
     assert all(result["is_base_kept"] for result in results)
     assert joined["first"] > 0 and results[0]["bytes"] == 0
@@ -189,7 +189,7 @@ def test_the_base_is_not_sent_to_repair_a_divergence_or_after_a_loss(new_group: 
     with new_group(workers=3, deadlines=LOSING) as group:
         group.start_all(run.work)
         results = group.ends()
-        snapshot = snapshot_of(group)
+        snapshot = status_of(group)
     assert isinstance(results[2], EndpointKilled)
     assert [(result["first"], result["is_base_kept"]) for result in results[:2]] == [(0, True)] * 2
     assert snapshot["drifts"] == 1 and snapshot["step"] == 90
@@ -230,7 +230,7 @@ def together(new_group: Any) -> Callable[[Run, Run], Any]:
             one.wait_until(lambda: one.steps_of("worker-0") > 3)
             group.start(other.work)
             other.wait_until(lambda: bool(other.digests))
-            snapshot = snapshot_of(group)
+            snapshot = status_of(group)
             one.stop_at = other.stop_at = max(one.steps_of("worker-0"), other.steps_of("worker-1")) + 30
             results = group.finish()
         one.digests |= other.digests

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from brisk import WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from training_loop import DATA, digest, linear, sgd, train_batch, train_steps
 
@@ -57,7 +57,7 @@ def test_the_coordinator_knows_the_step_at_which_the_last_worker_left(new_group:
     with new_group(workers=1) as group:
         group.start_all(train)
         group.finish()
-        assert snapshot_of(group)["step"] == 3
+        assert status_of(group)["step"] == 3
 
 
 def test_a_rank_that_is_read_before_the_loop_is_warned_of(
@@ -314,7 +314,7 @@ def test_the_status_shows_the_workers_figures(new_group: Any) -> None:
         until_s = time.monotonic() + WITHIN_S
         figures: dict[str, float] = {}
         while "loss" not in figures and time.monotonic() < until_s:
-            (member,) = snapshot_of(group)["members"]
+            (member,) = status_of(group)["members"]
             figures = member["figures"]
         seen.set()
         assert group.result(0) is None
@@ -333,7 +333,7 @@ def test_the_ledger_ends_the_run_and_one_model_is_exported(new_group: Any, tmp_p
     with new_group(workers=2) as group:
         group.start(train), group.start(train)
         (steps, model), (other_steps, _) = group.finish()
-        status = snapshot_of(group)
+        status = status_of(group)
     assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
     assert (status["phase"], status["reason"]) == ("finished", "2 workers reached the end of the run")
     assert [path.name for path in tmp_path.iterdir()] == ["final.safetensors"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from torch.utils.data import TensorDataset
 from training_loop import digest, sgd, train_steps
@@ -73,7 +73,7 @@ def test_the_status_shows_which_workers_can_be_dialled(new_group: Any) -> None:
         group.finish()
         seen = {
             event["name"]: event["reachable"]
-            for event in snapshot_of(group)["events"]
+            for event in status_of(group)["events"]
             if event["event"] == "called_back"
         }
     assert seen == {"worker-0": True, "worker-1": False}

@@ -16,7 +16,7 @@ import checkpointed_group
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from local_training import EVERY, EXCHANGES, OUTER, Loop, Numbered, adamw, train_batch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -230,7 +230,7 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
         group.start(train)
         assert entered.wait(WITHIN_S)
         results = group.finish()
-        events = [event["event"] for event in snapshot_of(group)["events"]]
+        events = [event["event"] for event in status_of(group)["events"]]
     common = set.intersection(*(set(digests) for digests, _ in results))
     assert len(common) >= 7
     assert all(len({digests[step] for digests, _ in results}) == 1 for step in common)
@@ -352,7 +352,7 @@ def test_a_slow_worker_reports_progress_at_each_local_step(new_group: Any) -> No
     with new_group(workers=2, deadlines=patient) as group:
         group.start_all(train)
         first, second = group.finish()
-        events = [event["event"] for event in snapshot_of(group)["events"]]
+        events = [event["event"] for event in status_of(group)["events"]]
     assert first == second
     assert "stalled" not in events and "lost" not in events
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from brisk import WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from training_loop import DATA, backward, linear, sgd, train_batch, train_steps
@@ -201,7 +201,7 @@ def test_the_reason_of_a_worker_names_the_sample_that_it_cannot_read(
     with new_group(workers=1) as group:
         group.start_all(train)
         (error,) = group.ends()
-        events = str(snapshot_of(group)["events"])
+        events = str(status_of(group)["events"])
     assert isinstance(error, OSError)
     assert "its data cannot be read: OSError: cannot identify image file (sample 6 of the data set)" in events
 

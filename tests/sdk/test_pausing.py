@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from brisk import WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from safetensors.torch import load_file
 from threaded_group import ThreadedGroup
 from torch import nn
@@ -121,7 +121,7 @@ class PausedGroup:
         return bool(self.owner.reported) and self.owner.reported[-1]["state"] == "paused"
 
     def paused_workers(self) -> list[dict[str, Any]]:
-        lines = snapshot_of(self.group)["resting"]
+        lines = status_of(self.group)["resting"]
         assert isinstance(lines, list)
         return lines
 
@@ -186,7 +186,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
 
 
 def _reasons(paused_group: PausedGroup) -> str:
-    events = snapshot_of(paused_group.group)["events"]
+    events = status_of(paused_group.group)["events"]
     return " | ".join(str(event.get("reason")) for event in events)
 
 
@@ -204,8 +204,8 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         paused_at = paused_group.last("worker-0")[0]
         shown = Contribution.read(group.export_dir / "worker-0.json")
         assert shown is not None and shown.step == paused_at + 1, "at once, not within a second"
-        paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
-        assert "; no worker is training: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
+        paused_group.wait_until(lambda: status_of(group)["phase"] == "waiting")
+        assert "; no worker is training: 1 is paused (on request, for " in str(status_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
         group.finish()
     assert "no other worker is training: the run will continue when enough workers have joined" in caplog.text
@@ -304,7 +304,7 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
 
 def wait_for_status(group: ThreadedGroup, is_met: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     until_s = time.monotonic() + WITHIN_S
-    while not is_met(status := snapshot_of(group)):
+    while not is_met(status := status_of(group)):
         assert time.monotonic() < until_s, status
         threading.Event().wait(0.05)
     return status
@@ -386,7 +386,7 @@ def test_a_worker_that_ends_while_it_is_paused_no_longer_counts_as_paused(
             train_batch(model, optimizer, batch)
 
     with new_group(workers=1) as group:
-        owner = EndedPause(end, lambda: bool(snapshot_of(group)["resting"]))
+        owner = EndedPause(end, lambda: bool(status_of(group)["resting"]))
         assert group.result(group.start(train, owner=owner)) is end
         assert owner.reported[-1]["state"] == "paused"
         status = wait_for_status(

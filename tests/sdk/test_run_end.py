@@ -143,7 +143,7 @@ def test_the_owner_is_told_that_the_final_model_was_not_written(
         group.wait_for("finished", "model_not_written")
     failed = [number for number, result in enumerate(results) if isinstance(result, ConfigError)]
     assert len(failed) == 1, "the other one has waited for the end of the run, too"
-    status = group.coordinator.snapshot()
+    status = group.coordinator.status()
     assert (status["phase"], status["reason"]) == ("finished", "2 workers reached the end of the run")
     assert status["alert"] == (
         f"the final model was not written: worker-{failed[0]}: Is a directory (see its output); "
@@ -166,9 +166,9 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
         waits_s.append(timeout_s)
         if is_mended and len(waits_s) == 3:
             until_s = time.monotonic() + WITHIN_S
-            while not group.coordinator.snapshot()["alert"] and time.monotonic() < until_s:
+            while not group.coordinator.status()["alert"] and time.monotonic() < until_s:
                 threading.Event().wait(0.02)
-            alerts.append(group.coordinator.snapshot()["alert"].partition(": free")[0])
+            alerts.append(group.coordinator.status()["alert"].partition(": free")[0])
             (tmp_path / "final.safetensors").rmdir()
         return False
 
@@ -177,7 +177,7 @@ def test_a_final_model_that_no_checkpoint_has_is_written_as_soon_as_there_is_roo
     with new_group(workers=1) as group:
         result = group.result(group.start(lambda grid, number: train_steps(grid, 1.0)))
         group.wait_for("finished", "left" if is_mended else "model_not_written")
-        assert bool(group.coordinator.snapshot()["alert"]) != is_mended
+        assert bool(group.coordinator.status()["alert"]) != is_mended
     lines = [text for text in caplog.messages if "not on this worker's disk" in text]
     assert lines[0] == (
         f"{tmp_path / 'final.safetensors'} cannot be written: Is a directory; the final model is not on "
@@ -571,7 +571,7 @@ def test_a_worker_that_is_started_again_writes_the_model_of_a_run_that_its_owner
         group.wait_for("left", "left", "joined")
         is_back.set()
         group.finish()
-        status = group.coordinator.snapshot()
+        status = group.coordinator.status()
     assert (status["phase"], status["step"], status["alert"]) == ("finished", 3, "")
     assert (tmp_path / "final.safetensors").is_file()
     assert max(path.name for path in (tmp_path / "one").glob("step-*")) == "step-00000003"

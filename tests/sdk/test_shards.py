@@ -16,7 +16,7 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from checkpointed_group import run
-from group_snapshot import snapshot_of
+from group_status import status_of
 from sharded_data import SIZES, number_of, write_shards
 from torch import nn
 from training_loop import sgd
@@ -106,7 +106,7 @@ def test_the_others_read_files_that_a_worker_cannot_read(new_group: Any, tmp_pat
     with new_group(workers=3) as group:
         group.start_all(train)
         results = group.ends()
-        events = str(snapshot_of(group)["events"])
+        events = str(status_of(group)["events"])
     what = (
         r"its data cannot be read \(part-\d\d\.jsonl: No such file or directory; failed reads: 1\); see its"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from training_loop import flat, linear, sgd
 
@@ -73,7 +73,7 @@ def in_a_group(
     with new_group(workers=workers, deadlines=SOON) as group:
         group.start_all(train)
         results = group.finish()
-        plans = [e["plan"] for e in snapshot_of(group)["events"] if e["event"] == "generation"]
+        plans = [e["plan"] for e in status_of(group)["events"] if e["event"] == "generation"]
     print(*plans, sep="\n")
     assert "equal shares: too little computing was measured to compare speeds" in plans[0]
     assert f"{WHOLE} samples shared by measured speed: " in plans[1]

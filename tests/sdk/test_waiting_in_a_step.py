@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from group_snapshot import snapshot_of
+from group_status import status_of
 from torch import nn
 from training_loop import sgd, train_batch
 
@@ -129,7 +129,7 @@ def test_a_worker_that_waits_for_a_lost_root_obeys_its_owner(new_group: Any, kin
 
     with new_group(workers=2, deadlines=QUICK, on_event=loss.hang_after_loss) as group:
         root = group.start(train)
-        while not snapshot_of(group)["members"]:
+        while not status_of(group)["members"]:
             group.threads[root].join(0.01)
         other = group.start(train, owner=owner)
         assert at_root.wait(WITHIN_S), group.results

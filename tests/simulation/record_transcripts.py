@@ -571,7 +571,7 @@ class Trouble(Faults):
         members = self.members
         for worker in self.world.alive if members else []:
             if worker.core.rank_assignment is None:
-                worker.handle(ev.SnapshotLoading())
+                worker.handle(ev.StateSnapshotLoading())
                 source, step = self.random.choice(members), max(0, worker.core.step)
                 asked = self.random.choice(
                     (m.SnapshotRequest(), m.SnapshotBlocksRequest(step, (0, 1)), m.UpdatesRequest(step))

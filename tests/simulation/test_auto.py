@@ -106,7 +106,7 @@ def test_a_slow_first_batch_makes_dense_and_faster_ones_sparse() -> None:
     first = min(used)
     assert CHOICES[used[first]] in DENSE_KINDS
     assert any(a in DENSE_KINDS and b not in DENSE_KINDS for a, b in switches(world, used))
-    status = world.coordinator.snapshot(world.now_s)
+    status = world.coordinator.status(world.now_s)
     assert status["facts"]["exchange"] in EDGES
     assert " computing; " in status["exchange_reason"]
 
@@ -115,7 +115,7 @@ def test_nothing_is_chosen_before_all_have_computed() -> None:
     world, _, used = build(2, workers=3, min_workers=3)
     while not any(worker.has_computed for worker in world.alive):
         world.run(world.now_s + 0.01)
-    assert not used and world.coordinator.snapshot(0.0)["exchange_reason"] == "not chosen yet"
+    assert not used and world.coordinator.status(0.0)["exchange_reason"] == "not chosen yet"
     world.run(world.now_s + 5.0)
     assert used
 

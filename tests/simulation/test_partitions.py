@@ -67,7 +67,7 @@ def test_a_newcomer_that_reaches_no_member_catches_up_over_a_relay(seed: int) ->
         assert world.now_s < joined_s + 15.0, "some times `route_s`, which is 2 s here"
         assert not world.finished
     assert world.log.caught_up == 1 and world.log.generations == 2, "no member waited for its connections"
-    relayed = world.coordinator.snapshot(world.now_s)["relayed"]
+    relayed = world.coordinator.status(world.now_s)["relayed"]
     ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.member_list)}
     assert {(min(pair[:2]), max(pair[:2])) for pair in relayed} == {
         tuple(sorted((ranks[newcomer.peer], ranks[member.peer]))) for member in members

@@ -190,11 +190,11 @@ def check(world: StagedWorld, stages: int) -> None:
         known = not (log.lost_disks or log.blackouts or log.start_overs)
         assert len(ids) <= 1 + again or not known, (step, ids, world.lost_steps)
     if not world.finished:
-        snapshot = world.coordinator.snapshot(world.now_s)
-        assert world.coordinator.phase in (RunPhase.PAUSED, RunPhase.WAITING), snapshot
+        status = world.coordinator.status(world.now_s)
+        assert world.coordinator.phase in (RunPhase.PAUSED, RunPhase.WAITING), status
         assert world.coordinator.reason
         why = may_go_on(world, stages)
-        assert not why, f"{why}, but: {snapshot}"
+        assert not why, f"{why}, but: {status}"
         return
     over = [w for w in members(world) if w.core.is_finished and w.core.rank_assignment is not None]
     assert len({(w.core.applied, w.core.history) for w in over}) <= 1, "stages are at different steps"

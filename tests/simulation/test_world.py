@@ -212,9 +212,7 @@ def check(
     log = world.log
     if divided(world) or not (world.finished or world.alive):
         return  # all have left at once, and no worker joined after them
-    assert world.finished, (
-        f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
-    )
+    assert world.finished, f"not finished after {world.now_s:.1f} s: {world.coordinator.status(world.now_s)}"
     survivors = [
         w for w in world.alive if w.core.is_finished
     ]  # without workers that were away when the run ended

@@ -20,7 +20,7 @@ from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, DenseStarBuffer
 from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan
-from gridtrain.training.exchangers import ExchangeAttempt, join_attempts, make_exchanger, neighbours_of
+from gridtrain.training.exchangers import ExchangePart, join_parts, make_exchanger, neighbours_of
 from gridtrain.training.worker_residual import WorkerResidual
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_no_gradient_is_lost_through_steps_retries_and_skips(
             is_skipped = bool(rng.random() < 0.2)
             if is_skipped:
                 gradients[-1], samples[-1] = gradients[-1] * np.nan, 1
-            parts: list[ExchangeAttempt] = []
+            parts: list[ExchangePart] = []
             for attempt in range(int(rng.integers(1, 4))):
                 if not parts or not parts[0].buffer.is_resumable:
                     plans = [plan(r, world_size, step, attempt, samples[r]) for r in range(world_size)]
@@ -215,7 +215,7 @@ def test_buckets_share_one_residual(values: str) -> None:
     for step, exchangers in enumerate([bucketed, wholes, bucketed]):
         before = residuals_of(wholes)
         gradients = [torch.from_numpy(rng.integers(-8000, 8000, 250).astype(np.float32)) for _ in wholes]
-        attempts = []
+        joined = []
         for rank, each in enumerate(exchangers):
             bounds = list(pairwise(each.bounds))
             parts = {  # the last bucket is sent first
@@ -224,10 +224,10 @@ def test_buckets_share_one_residual(values: str) -> None:
                 )
                 for b in reversed(range(len(bounds)))
             }
-            attempts.append(join_attempts(each.bounds, [parts[b] for b in range(len(bounds))]))
-        for buffers in zip(*([part.buffer for part in attempt.buckets] for attempt in attempts), strict=True):
+            joined.append(join_parts(each.bounds, [parts[b] for b in range(len(bounds))]))
+        for buffers in zip(*([bucket.buffer for bucket in part.buckets] for part in joined), strict=True):
             CollectiveGroup(buffers, seed=step).run()
-        updates = [each.commit(attempt) for each, attempt in zip(wholes, attempts, strict=True)]
+        updates = [each.commit(part) for each, part in zip(wholes, joined, strict=True)]
         weighted = [gradient.numpy() / 8 for gradient in gradients]
         assert exact_sum([updates[0], *residuals_of(wholes)]) == exact_sum([*weighted, *before]), step
     assert all(residual_N.any() for residual_N in residuals_of(wholes))
@@ -237,15 +237,15 @@ def test_buckets_share_one_residual(values: str) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_values_that_cannot_be_sent_skip_the_step(values: str, bad: float) -> None:
     one = make_exchanger(Dense(values=values), (0, 2), CPU)
-    attempt = one.prepare_bucket(0, torch.tensor([bad, 1.0]) * 8, plan(0, 2), usable=True)
-    assert attempt.skip and not one.feedback.residual_N.any()
+    part = one.prepare_bucket(0, torch.tensor([bad, 1.0]) * 8, plan(0, 2), usable=True)
+    assert part.skip and not one.feedback.residual_N.any()
     assert one.prepare_bucket(0, torch.tensor([1.0, 1.0]), plan(0, 2), usable=False).skip
 
 
 def test_float32_has_no_residual() -> None:
     one = make_exchanger(Dense(), (0, 2), CPU)
-    attempt = one.prepare_bucket(0, torch.ones(2), plan(0, 2), usable=True)
-    assert type(attempt.buffer) is DenseRingBuffer and attempt.buffer.rest_N is None
+    part = one.prepare_bucket(0, torch.ones(2), plan(0, 2), usable=True)
+    assert type(part.buffer) is DenseRingBuffer and part.buffer.rest_N is None
     assert one.open_feedback() is None and not one.keeps_residual
 
 
@@ -258,8 +258,8 @@ def test_a_residual_is_taken_as_the_last_round_leaves_it(settled: RoundOutcome, 
     one = make_exchanger(Dense(values="int8"), (0, 4), CPU)
     one.feedback.load({"residual": torch.full((4,), 2.5)})
     residual = WorkerResidual(one, 4)
-    attempt = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
-    attempt.buffer.make_collective(0, 1, 0).start()
-    residual.mark_sent(attempt)
+    part = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
+    part.buffer.make_collective(0, 1, 0).start()
+    residual.mark_sent(part)
     taken_N = residual.take(lambda: settled)
     assert residual.size == 4 and taken_N is not None and taken_N.tolist() == [left] * 4

@@ -13,7 +13,7 @@ from gridtrain.config import GTopK, TopK
 from gridtrain.network.wire.sparse_payload import SparseVector, decode
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.mailbox.step_plan import StepPlan
-from gridtrain.training.exchangers import ExchangeAttempt, SparseExchanger
+from gridtrain.training.exchangers import ExchangePart, SparseExchanger
 
 N, STEPS = 400, 3
 EXCHANGES = [
@@ -41,8 +41,8 @@ def test_all_have_one_update_and_nothing_is_lost(
         for step in range(STEPS):
             gradients = [torch.from_numpy(rng.integers(-64, 65, N).astype(np.float32)) for _ in group]
             before = _masses(group, exchange)
-            attempts = _exchange(group, gradients, shares, step, seed)
-            updates = [one.commit(attempt) for one, attempt in zip(group, attempts, strict=True)]
+            parts = _exchange(group, gradients, shares, step, seed)
+            updates = [one.commit(part) for one, part in zip(group, parts, strict=True)]
             assert all(isinstance(update, SparseVector) for update in updates)
             for update in updates[1:]:
                 assert np.array_equal(update.indices, updates[0].indices), f"seed {seed}"
@@ -60,32 +60,32 @@ def _masses(group: list[SparseExchanger], exchange: TopK | GTopK) -> np.ndarray:
 
 def _exchange(
     group: list[SparseExchanger], gradients: list[torch.Tensor], shares: list[float], step: int, seed: int
-) -> list[ExchangeAttempt]:
+) -> list[ExchangePart]:
     size = len(group)
-    attempts = [
+    parts = [
         one.prepare_bucket(0, gradients[rank], plan_of(step, rank, size, shares[rank]), usable=True)
         for rank, one in enumerate(group)
     ]
-    for attempt, share in zip(attempts, shares, strict=True):
-        assert attempt.prepared is not None
-        entries = attempt.prepared.decoded.indices.size
+    for part, share in zip(parts, shares, strict=True):
+        assert part.prepared is not None
+        entries = part.prepared.decoded.indices.size
         assert entries <= group[0]._exchange.k_at(step, N, share) <= group[0]._exchange.k_at(step, N)
-    running = CollectiveGroup([attempt.buffer for attempt in attempts], seed=seed)
+    running = CollectiveGroup([part.buffer for part in parts], seed=seed)
     running.run()
     assert running.flags == [0] * size
-    return attempts
+    return parts
 
 
 def test_entries_that_a_smaller_share_does_not_send_are_in_the_residual() -> None:
     exchange = GTopK(density=0.05, values="fp32", topology="tree")
     gradient = torch.arange(N, dtype=torch.float32) - 100
     one = SparseExchanger(exchange, (0, N), torch.device("cpu"))
-    attempt = one.prepare_bucket(0, gradient, plan_of(0, 0, 1, 0.25), usable=True)
-    assert attempt.prepared is not None
-    sent = decode(attempt.prepared.payload, n=N, max_entries=5, kind=VALUE_KINDS["fp32"])
+    part = one.prepare_bucket(0, gradient, plan_of(0, 0, 1, 0.25), usable=True)
+    assert part.prepared is not None
+    sent = decode(part.prepared.payload, n=N, max_entries=5, kind=VALUE_KINDS["fp32"])
     assert sent.indices.tolist() == [395, 396, 397, 398, 399], "the largest 5 of the k = 20 entries"
-    CollectiveGroup([attempt.buffer], seed=0).run()
-    one.commit(attempt)
+    CollectiveGroup([part.buffer], seed=0).run()
+    one.commit(part)
     residual = one.feedback.residual_N
     assert torch.equal(residual[:395], gradient[:395]) and not residual[395:].any()
     again = one.prepare_bucket(0, torch.zeros(N), plan_of(1, 0, 1, 1.0), usable=True)

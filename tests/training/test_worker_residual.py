@@ -21,7 +21,7 @@ from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.runtime.mailbox.step_plan import RoundOutcome, StepPlan
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.auto_exchanger import AutoExchanger
-from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
+from gridtrain.training.exchangers import ExchangePart, Exchanger, make_exchanger
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -34,14 +34,14 @@ def outcome(*, committed: bool, skip: bool = False) -> RoundOutcome:
     return RoundOutcome(committed, skip)
 
 
-def a_round() -> tuple[Exchanger, ExchangeAttempt]:
+def a_round() -> tuple[Exchanger, ExchangePart]:
     sparse = make_exchanger(GTopK(density=0.25, momentum=0.0), (0, 4), torch.device("cpu"))
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
-    attempt = sparse.prepare_bucket(0, GRADIENT_N, plan, usable=True)
-    for effect in attempt.buffer.make_collective(0, 1, int(attempt.skip)).start():
+    part = sparse.prepare_bucket(0, GRADIENT_N, plan, usable=True)
+    for effect in part.buffer.make_collective(0, 1, int(part.skip)).start():
         if not isinstance(effect, CollectiveComplete):
-            attempt.buffer.apply(effect)
-    return sparse, attempt
+            part.buffer.apply(effect)
+    return sparse, part
 
 
 @pytest.mark.parametrize(
@@ -56,38 +56,38 @@ def a_round() -> tuple[Exchanger, ExchangeAttempt]:
     ids=["committed", "aborted", "skipped", "no answer", "unknown"],
 )
 def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
-    sparse, attempt = a_round()
+    sparse, part = a_round()
     residual = WorkerResidual(sparse, 4)
-    residual.mark_sent(attempt)
+    residual.mark_sent(part)
     taken_N = residual.take(lambda: settled)
     assert taken_N is None if left_N is None else np.array_equal(taken_N, left_N)
 
 
 def test_a_round_that_may_have_been_committed_clears_the_residual(caplog: pytest.LogCaptureFixture) -> None:
     """What was sent of it would count twice; it is reported as lost."""
-    sparse, attempt = a_round()
+    sparse, part = a_round()
     residual = WorkerResidual(sparse, 4)
     assert residual.add(INHERITED, 1)
-    residual.mark_sent(attempt)
+    residual.mark_sent(part)
     residual.mark_ended(outcome(committed=False))
     assert residual.magnitude == 2.5 and residual.figures == {}
-    residual.mark_sent(attempt)
+    residual.mark_sent(part)
     residual.mark_ended(RoundOutcome(False, False, is_unknown=True))
     assert residual.magnitude == 0.0 and residual.figures == {"lost_mass": 2.5}
     assert "of magnitude 2.5, is lost" in caplog.text
 
 
 def test_a_partly_applied_residual_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    sparse, attempt = a_round()
+    sparse, part = a_round()
     residual = WorkerResidual(sparse, 4)
-    residual.mark_sent(attempt)
+    residual.mark_sent(part)
 
-    def interrupted(attempt: ExchangeAttempt) -> None:
+    def interrupted(part: ExchangePart) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sparse, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        residual.commit(attempt)
+        residual.commit(part)
     assert residual.take(lambda: pytest.fail("there is no round to settle")) is None
 
 
@@ -149,7 +149,7 @@ def test_a_residual_can_be_taken_again_after_a_reset(
     """It contains residuals received from others, which were lost if this worker left before a step."""
     trains = made()
 
-    def interrupted(attempt: ExchangeAttempt) -> None:
+    def interrupted(part: ExchangePart) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -35,6 +35,7 @@ from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Answer, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker import policy_enforcer, script_processes
+from gridtrain_worker import watchdog as watchdog_program
 from gridtrain_worker.agent import Job, check_joinable, supervise
 from gridtrain_worker.console import JsonConsole
 from gridtrain_worker.control_socket import ask_agent, find_worker
@@ -996,7 +997,7 @@ def test_a_script_whose_agent_was_killed_as_it_started_is_no_orphan() -> None:
     """The agent has not told the watchdog the script's process id."""
     mark = f"{CONTROL_VARIABLE}=/{os.getpid()}/control"
     variables = os.environ | dict([mark.split("=")])
-    program = [sys.executable, "-I", "-S", script_processes.__file__, "60", mark]
+    program = [sys.executable, "-I", "-S", watchdog_program.__file__, "60", mark]
     command = (sys.executable, "-c", LEAVES_GRACEFULLY)
     script = subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0)
     assert script.stdout is not None and script.stdout.readline() == "ready\n"

@@ -192,7 +192,7 @@ def test_a_script_may_not_command_its_worker(
         assert child.stdout is not None and child.stdout.readline() == b"\n"
         assert is_from_script(child.pid, "GRIDTRAIN_CONTROL=")
         with monkeypatch.context() as patch:
-            patch.setattr(script_processes, "_read_process", read_as_container(child.pid))
+            patch.setattr(script_processes, "read_process", read_as_container(child.pid))
             patch.setattr(os, "getpid", lambda: 1)
             assert is_from_script(child.pid, "PATH=") and not is_from_script(child.pid, "GRIDTRAIN_CONTROL=")
     assert is_from_script(child.pid, "GRIDTRAIN_CONTROL="), "it has ended, so nothing is known of it"

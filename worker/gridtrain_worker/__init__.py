@@ -1,7 +1,8 @@
 """The worker agent: supervises a training script on a volunteer's machine.
 
 agent              starts, stops and restarts the script
-script_processes   signals all processes of the script, and ends them if the agent is killed
+script_processes   finds and signals all processes of the script
+watchdog           ends the script if the agent is killed, and stops it while the agent is stopped
 bundle_consent     fetches the run's script, and asks the volunteer to accept it
 training_policy    decides whether the volunteer's rules allow training (pure)
 sensors            reads this machine's sensors, and decides which load counts as GPU use

@@ -62,7 +62,7 @@ from gridtrain.runtime.client.worker_defaults import export_folder, name_of_key
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
-from gridtrain_worker import script_processes
+from gridtrain_worker import watchdog as watchdog_program
 from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_data_file, fetch_offer, require_consent
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
@@ -570,7 +570,7 @@ def _watchdog(grace_s: float, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """
     watchdog = subprocess.Popen(
         # -I -S: with the standard library alone, it starts in a few milliseconds
-        [sys.executable, "-I", "-S", script_processes.__file__, str(grace_s), mark],
+        [sys.executable, "-I", "-S", watchdog_program.__file__, str(grace_s), mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

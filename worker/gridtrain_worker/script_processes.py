@@ -1,4 +1,4 @@
-"""Signals all processes of a script, in all of its sessions, and ends or stops them with the agent.
+"""Finds, signals and reaps all processes of a script, in all of its sessions.
 
 torchrun and others start each process in a new session, which a signal to the script's process group does not
 reach.  On Linux, all descendants are therefore found in /proc, by the ids of their parents.  While a script
@@ -6,18 +6,14 @@ runs, the agent is a subreaper: it adopts the descendants whose parent has ended
 processes, for example if it is the first process of a container; the script's processes are recognized by an
 environment variable.  On other systems, only the process group is known.
 
-As a program, this file is the agent's watchdog.  It imports nothing that is slow to load or uses much memory.
+The `watchdog` uses this file too, so it imports nothing that is slow to load or uses much memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
-import select
-import signal
-import sys
 import time
 from collections.abc import Iterable
 
@@ -25,11 +21,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MAX_SEARCHES = 100
 """The maximum number of searches for processes that were started before a signal reached their parents."""
 
-START_SEARCHES = 4
-"""The number of searches for the script of an agent that was killed while it was starting the script."""
-
 REAP_S = 1.0
-WATCH_S = 0.5
 
 Process = tuple[int, int]
 """A process id, and the time when that process started, because ids are reused."""
@@ -59,7 +51,7 @@ class ScriptProcesses:
     def begin(self, script: int) -> None:
         """Set the script's process id, which is also the id of its process group."""
         self._script, self._has_group = script, True
-        process = _read_process(script)
+        process = read_process(script)
         self._start = process[0][1] if process else 0
 
     def close(self) -> None:
@@ -131,12 +123,13 @@ def read_processes() -> Found:
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") != str(os.getpid()):
             return {}  # it shows the ids of another namespace
-        read = [_read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+        read = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
         return dict(one for one in read if one is not None)
     return {}
 
 
-def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
+def read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
+    """Return one process; None if it has ended, or /proc cannot be used."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()  # the name before them may contain anything
@@ -147,7 +140,7 @@ def _read_process(pid: int) -> tuple[Process, tuple[int, int, str]] | None:
 
 def is_suspended(pid: int) -> bool:
     """Return whether a process is suspended, for example by Ctrl-Z; False if it has ended."""
-    process = _read_process(pid)
+    process = read_process(pid)
     return process is not None and process[1][2] == "T"
 
 
@@ -158,14 +151,14 @@ def is_from_script(pid: int, mark: str) -> bool:
     If this process is the first process of a container, it also adopts what the container's owner has started
     there, so its descendants do not count.  Returns False if /proc cannot be used.
     """
-    process, child = _read_process(pid) if pid else None, 0
+    process, child = read_process(pid) if pid else None, 0
     if pid and process is None:
-        return _read_process(os.getpid()) is not None
+        return read_process(os.getpid()) is not None
     while process is not None:
         if (child and pid == os.getpid() != 1) or any(x.startswith(mark.encode()) for x in _environment(pid)):
             return True
         child, pid = pid, process[1][0]
-        process = _read_process(pid) if pid else None
+        process = read_process(pid) if pid else None
     return False
 
 
@@ -196,7 +189,7 @@ def with_descendants(roots: Iterable[Process], found: Found) -> set[Process]:
 def send(processes: Iterable[Process], number: int) -> None:
     """Send signal `number` to those processes that have not ended."""
     for process in processes:
-        current = _read_process(process[0])
+        current = read_process(process[0])
         if current is not None and current[0] == process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process[0], number)
@@ -225,72 +218,6 @@ def _adopt_orphans(adopts: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
-def _find_started(mark: str) -> int:
-    """Return the process id of the script that the agent had started, or was starting, when it was killed; 0
-    if it had not begun to start one."""
-    for _ in range(START_SEARCHES):
-        if started := _marked(read_processes(), mark):
-            return min(started, key=lambda one: one[1])[0]  # the oldest; others are its descendants
-        time.sleep(WATCH_S)  # until its program begins, it has the agent's environment
-    return 0
-
-
-def _marked(found: Iterable[Process], mark: str) -> set[Process]:
+def marked(found: Iterable[Process], mark: str) -> set[Process]:
     """Return the processes that were started with the environment variable `mark`, NAME=VALUE."""
     return {one for one in found if mark.encode() in _environment(one[0])}
-
-
-def _follow_agent(script: set[Process], mark: str) -> None:
-    """Until stdin is readable, stop the script while the agent is stopped and therefore enforces no rules.
-
-    After Ctrl-Z, the agent has stopped the processes itself; SIGSTOP gives it no time to do so.
-    """
-    agent, is_stopped = os.getppid(), False
-    while not select.select([sys.stdin], [], [], WATCH_S)[0]:
-        was_stopped, is_stopped = is_stopped, is_suspended(agent)
-        if is_stopped or was_stopped:  # on each pass: a process may have started another one meanwhile
-            found = read_processes()
-            everyone = with_descendants(script | _marked(found, mark), found)
-            send(everyone, signal.SIGSTOP if is_stopped else signal.SIGCONT)
-
-
-def watch(grace_s: float, mark: str) -> None:
-    """Read the script's process id from stdin, then "done" once all its processes have ended.
-
-    If stdin ends before that, the agent was killed: end the processes.  Until then, stop them while the agent
-    is stopped.
-
-    Args:
-        mark: the environment variable, NAME=VALUE, that only this script was started with.
-    """
-    line = sys.stdin.readline()
-    script = int(line) if line else _find_started(mark)
-    first = _read_process(script) if script else None
-    if not script:
-        return
-    roots = {first[0]} if first else set()
-    _follow_agent(roots, mark)
-    if sys.stdin.readline():
-        return
-    # Descendants are recorded while their parents live, because this process does not adopt them.
-    # If they were stopped, the agent's end has sent SIGHUP to the script, which may have ended.
-    found = read_processes()
-    known = with_descendants(roots | _marked(found, mark), found)
-    has_group = signal_group(script, signal.SIGTERM)
-    send(known, signal.SIGCONT)  # so that stopped processes can end in an orderly way
-    until_s = time.monotonic() + grace_s
-    for _ in range(math.ceil(grace_s / WATCH_S) + MAX_SEARCHES):
-        found = read_processes()
-        known |= with_descendants(known, found)
-        left = {one for one in known & found.keys() if found[one][2] not in "ZX"}
-        is_late = time.monotonic() >= until_s
-        has_group = has_group and signal_group(script, signal.SIGKILL if is_late else 0)
-        if not left and (is_late or not has_group):
-            return
-        if is_late:
-            send(left, signal.SIGKILL)
-        time.sleep(WATCH_S)
-
-
-if __name__ == "__main__":
-    watch(float(sys.argv[1]), sys.argv[2])

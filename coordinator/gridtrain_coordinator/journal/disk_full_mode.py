@@ -73,15 +73,15 @@ class DiskFullMode:
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)
 
-    def update_status(self, snapshot: dict[str, Any], connected: Container[m.PeerId], real_s: float) -> None:
-        """Update a snapshot of the core, whose clock has stopped, with later heartbeats and connections.
+    def update_status(self, status: dict[str, Any], connected: Container[m.PeerId], real_s: float) -> None:
+        """Update a status of the core, whose clock has stopped, with later heartbeats and connections.
 
         Args:
             connected: the workers with a connection.
             real_s: the time on the real clock.
         """
         stopped_s = real_s - self.began_s
-        for row in snapshot["members"]:
+        for row in status["members"]:
             peer = bytes.fromhex(row["peer"])
             row["last_heard_s"] = round(row["last_heard_s"] + stopped_s, 3)
             if peer in self._heartbeats:
@@ -91,9 +91,9 @@ class DiskFullMode:
             if peer not in connected:
                 row["state"] = "suspect"
             if row["rank"] is not None:
-                snapshot["step"] = max(snapshot["step"], row["step"])
+                status["step"] = max(status["step"], row["step"])
         age = f"except for heartbeats and broken connections, this status is {stopped_s:.0f} s old"
-        snapshot |= {"phase": self.phase, "reason": f"{self.reason}; {age}"}
+        status |= {"phase": self.phase, "reason": f"{self.reason}; {age}"}
 
     def queue_event(self, event: TransportEvent, real_s: float) -> list[ev.Effect]:
         """Store an event for later; return the effects to carry out now.

@@ -152,7 +152,7 @@ class CatchUp:
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
-    def handle_report(self, worker: Worker, applied: int) -> list[Effect]:
+    def handle_catch_up_report(self, worker: Worker, applied: int) -> list[Effect]:
         """Record that a newcomer has caught up, or that it cannot catch up while the members train.
 
         Args:

@@ -174,7 +174,7 @@ class Departures:
         """Discard a worker's measurements; if it was a member, request another generation."""
         run = self._run
         self._planner.forget(peer)
-        run.view_change.discard_report(peer)
+        run.view_change.discard_freeze_report(peer)
         if peer in run.members:
             run.view_change.replace_reason(cause)
             if is_final:

@@ -59,9 +59,9 @@ class FreezePhase:
     # -- beginning ---------------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """Send `Freeze` to the members; return no effects while the next plan is still being prepared."""
+        """Send `Freeze` to the members; return no effects while the search for the next plan goes on."""
         run = self._run
-        if not self._planner.prepare(now_s):
+        if not self._planner.search_ahead(now_s):
             return []
         note, freeze = self._begin(now_s), run.freeze_message()
         return [note, *(Send(peer, freeze) for peer in run.present_members)]
@@ -160,7 +160,7 @@ class FreezePhase:
         """
         return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
-    def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
+    def handle_freeze_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
         """Record a freeze report; return a violation if the report is impossible or not a member's."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
@@ -183,7 +183,7 @@ class FreezePhase:
         if report.is_synced and worker.setup is None:
             return []  # the worker was disconnected; its setup follows this reply to an earlier `Freeze`
         report = self._divergence.without_diverged_state(worker.peer, report)
-        view_change.record_report(worker.peer, report)
+        view_change.record_freeze_report(worker.peer, report)
         if report.is_synced and not self._is_journal_behind:
             # This report is enough to decide, so absent members are awaited for only one heartbeat timeout.
             view_change.shorten_deadline(now_s + run.limits.silence_s)
@@ -202,7 +202,7 @@ class FreezePhase:
         if self._is_delayed(now_s):
             return []
         if self.delayed_until_s is not None:
-            if not self._planner.prepare(now_s):
+            if not self._planner.search_ahead(now_s):
                 return []
             self._has_delayed = True
             note = self._begin(now_s)
@@ -211,7 +211,7 @@ class FreezePhase:
         if self._is_known_to_wait(now_s):
             return []
         absent = self._silent_members()
-        no_holder = not any(report.is_synced for report in view_change.reports.values())
+        no_holder = not any(report.is_synced for report in view_change.freeze_reports.values())
         awaits_absent = self._is_journal_behind or (
             self.is_awaiting_members and (no_holder or not self._has_delayed)
         )
@@ -267,7 +267,7 @@ class FreezePhase:
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
         is_usual = not run.partition.is_pipeline and not self.is_awaiting_members
-        has_reported = silent in run.view_change.reports
+        has_reported = silent in run.view_change.freeze_reports
         return is_usual and is_awaited and not has_reported and now_s < run.view_change.deadline_s
 
     def _silent_members(self) -> frozenset[m.PeerId]:
@@ -276,7 +276,7 @@ class FreezePhase:
         If the journal is behind, these include its members that have not joined yet.
         """
         run = self._run
-        absent = run.members - set(run.view_change.reports) - run.departed_members
+        absent = run.members - set(run.view_change.freeze_reports) - run.departed_members
         if self._is_journal_behind:
             arrived = {w.peer for w in run.workers.values() if w.setup is not None}
             absent |= self._generation_reports.journaled_members - arrived  # may report a later generation
@@ -304,7 +304,7 @@ class FreezePhase:
         """Return the workers for the next generation whose dial-back is still in progress."""
         # Senders of reports are also included: among them are members whose process was replaced.
         run = self._run
-        candidates = {*run.view_change.reports, *run.eligible_workers()}
+        candidates = {*run.view_change.freeze_reports, *run.eligible_workers()}
         workers = [run.workers[peer] for peer in candidates if peer in run.workers]
         return [worker for worker in workers if not worker.is_addressable]
 
@@ -327,7 +327,7 @@ class FreezePhase:
 
     def _decide(self, now_s: float) -> list[Effect]:
         run, view_change = self._run, self._run.view_change
-        holders = {p: r for p, r in view_change.reports.items() if r.is_synced and p in run.workers}
+        holders = {p: r for p, r in view_change.freeze_reports.items() if r.is_synced and p in run.workers}
         was_awaiting = self.is_awaiting_members
         if run.partition.is_pipeline:
             awaits = was_awaiting and bool(self._silent_members() or self._new_processes_without_setup())

@@ -41,7 +41,7 @@ class MemberRecovery:
         """The time at which to call `raise_term`; infinite if no higher term is reported."""
         return min(self._term_raise.deadline_s, self._take_over_s)
 
-    def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
+    def handle_claim(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
         """Handle a worker's report of its generation."""
         run, reports = self._run, self._generation_reports
         has_installed = run.view_change.has_installed  # its own generations take precedence

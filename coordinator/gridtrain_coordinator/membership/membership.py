@@ -344,7 +344,7 @@ class Membership:
             return ""
         names = sorted(self.worker_name(peer) or peer.hex()[:8] for peer in awaited)
         # Without a state, the run continues to wait when the time is up.
-        has_state = any(report.is_synced for report in view_change.reports.values())
+        has_state = any(report.is_synced for report in view_change.freeze_reports.values())
         limit = f", for at most {math.ceil(left_s)} s" if has_state else ""
         return f"; still awaited{limit}: {list_first(names, MAX_NAMES)}"
 
@@ -373,7 +373,7 @@ class Membership:
         """Return the name of a worker, even if it has left; empty if no worker with this key is known."""
         return self._worker_names.name(peer)
 
-    def snapshot(self, now_s: float) -> dict[str, Any]:
+    def status(self, now_s: float) -> dict[str, Any]:
         """Return the status for `gridtrain status` as a JSON-serializable dictionary."""
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
@@ -575,7 +575,7 @@ class Membership:
             case m.Heartbeat():
                 return self._handle_heartbeat(worker, message, now_s)
             case m.FreezeReport():
-                return self._freeze_phase.handle_report(worker, message, now_s)
+                return self._freeze_phase.handle_freeze_report(worker, message, now_s)
             case m.Ready(term, generation, history):
                 if run.view_change.is_forming and run.is_current(term, generation):
                     run.view_change.record_ready(peer, history)
@@ -599,9 +599,9 @@ class Membership:
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
             case m.CatchUpReport(applied):
-                return self._catch_up.handle_report(worker, applied)
+                return self._catch_up.handle_catch_up_report(worker, applied)
             case m.CurrentGeneration():
-                return self._member_recovery.handle_report(worker, message, now_s)
+                return self._member_recovery.handle_claim(worker, message, now_s)
             case m.Leave(reason):
                 return self._departures.leave(peer, reason)
             case m.TemporaryLeave(reason):
@@ -622,7 +622,7 @@ class Membership:
         self._planner.worker_speeds.observe(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # reads all members' steps
-            run.record_report(worker.peer, beat.step)  # so that a rollback is recognized
+            run.record_reported_step(worker.peer, beat.step)  # so that a rollback is recognized
         if run.phase is RunPhase.TRAINING and worker.peer in run.members:
             notes += self._announce_alert(worker, now_s)
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
@@ -710,7 +710,7 @@ class Membership:
             (view_change.is_forming and view_change.unrouted_reason)
             or self._catch_up.is_active
             or run.partition.is_pipeline
-            or self._planner.is_preparing
+            or self._planner.is_searching_ahead
         )
         self._settled_reason = None if has_changed or depends_on_heartbeats else view_change.reason
         return effects

@@ -369,5 +369,5 @@ class PipelineRecovery:
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason
         )
         run.view_change.reset()
-        present = [peer for peer in run.view_change.reports if peer in run.workers]
+        present = [peer for peer in run.view_change.freeze_reports if peer in run.workers]
         return [*(Send(peer, notice) for peer in present), *self._departures.finish_run()]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection
 
 from gridtrain.core import messages as m
-from gridtrain.core.planning.exchange_choice import seconds_per_sample
+from gridtrain.core.planning.batch_shares import seconds_per_sample
 from gridtrain.errors import MTU_REMEDY
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures

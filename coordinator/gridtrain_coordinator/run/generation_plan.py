@@ -1,14 +1,14 @@
 """Plans a generation's rank order, exchange and shares; decides when a faster plan is worth a new generation.
 
-LinkLatencies, LinkRates --+                  +--prepare, plan--> rank order, shares, `plan_reason`
+LinkLatencies, LinkRates --+                  +--search_ahead, plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+
 ConnectionLost ------------+                  +--request_if_faster--> `ViewChange.request`
 
-    members train --prepare: the whole search--> Freeze, reports --plan: as prepared--> MembershipView
+    members train --search_ahead: whole search--> Freeze, reports --plan: as found--> MembershipView
     a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
 
-In a group of more than `WHOLE_SEARCH_MEMBERS` members, each call of `prepare` or `request_if_faster` performs
-one piece of a search, so that the coordinator can handle messages in between.
+In a group of more than `WHOLE_SEARCH_MEMBERS` members, each call of `search_ahead` or `request_if_faster`
+performs one piece of a search, so that the coordinator can handle messages in between.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TypeVar
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning import rank_order
-from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds, seconds_per_sample
 from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_shares, share_change_reason
-from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
+from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.planning.topology_choice import is_direct_size
@@ -93,8 +93,8 @@ class GenerationPlanner:
         self.reorder_limits = ReorderLimits(run.limits.reshare_s)
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
         self._is_search_due = False  # the latest plan was made without a full search
-        self._prepared: tuple[PlanBasis, rank_order.RankOrder] | None = None
-        self._preparation: tuple[PlanBasis, Pieces[rank_order.RankOrder]] | None = None
+        self._found: tuple[PlanBasis, rank_order.RankOrder] | None = None
+        self._unfinished: tuple[PlanBasis, Pieces[rank_order.RankOrder]] | None = None
         self._comparison: tuple[frozenset[m.PeerId], Sequence[m.PeerId], Pieces[str]] | None = None
         self._shares_checked_s = -math.inf
 
@@ -127,43 +127,43 @@ class GenerationPlanner:
 
     # -- the next generation -----------------------------------------------------------------------
 
-    def prepare(self, now_s: float) -> bool:
+    def search_ahead(self, now_s: float) -> bool:
         """Search for the next generation's plan before the members are frozen, unless the change cannot wait.
 
         `plan` uses the result if its basis is still the same and the member with rank 0 holds the state.
 
         Returns False if another call must continue the search before the members are frozen.
         """
-        run, self._prepared = self._run, None
-        peers, preparation, self._preparation = run.eligible_workers(), self._preparation, None
+        run, self._found = self._run, None
+        peers, unfinished, self._unfinished = run.eligible_workers(), self._unfinished, None
         is_complete = bool(run.members) and run.members <= set(peers) and not run.departed_members
         if not run.view_change.can_wait or not is_complete:
             return True
-        is_continued = preparation is not None and (
-            (preparation[0].peers, preparation[0].current) == (tuple(peers), run.member_list)
+        is_continued = unfinished is not None and (
+            (unfinished[0].peers, unfinished[0].current) == (tuple(peers), run.member_list)
         )
-        if preparation is None or not is_continued:
+        if unfinished is None or not is_continued:
             self._choose_exchange(peers, now_s, is_urgent=False)
             avoided = self._begin_avoiding(peers, now_s)
             if run.partition.is_pipeline:
                 return True
             firsts = [peer for peer in peers if peer in run.members]
             basis = self._basis(peers, avoided)
-            preparation = basis, self._search(basis, firsts, is_urgent=False)
-        basis, pieces = preparation
+            unfinished = basis, self._search(basis, firsts, is_urgent=False)
+        basis, pieces = unfinished
         if (ranks := _continue(pieces, len(peers))) is None:
-            self._preparation = preparation
+            self._unfinished = unfinished
             return False
         if is_continued:  # reports that arrived in the meantime do not invalidate the result
             self._begin_avoiding(peers, now_s)
             basis = replace(basis, links=self.measured_links.between(frozenset(peers)))
-        self._prepared = basis, ranks
+        self._found = basis, ranks
         return True
 
     @property
-    def is_preparing(self) -> bool:
-        """Whether `prepare` has to be called again."""
-        return self._preparation is not None
+    def is_searching_ahead(self) -> bool:
+        """Whether `search_ahead` has to be called again."""
+        return self._unfinished is not None
 
     def plan(
         self,
@@ -174,9 +174,9 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
-        Members wait for the plan, so the prepared one is used.  If no plan was prepared for this basis, only
-        a few rank orders are tried, and the exchange and the shares of entries are kept until they are
-        reconsidered in the next plan, or after `reshare_s` (`request_if_faster`).
+        Members wait for the plan, so the one that `search_ahead` has found is used.  If none was found for
+        this basis, only a few rank orders are tried, and the exchange and the shares of entries are kept
+        until they are reconsidered in the next plan, or after `reshare_s` (`request_if_faster`).
 
         Args:
             peers: the members, longest-serving first.
@@ -190,10 +190,10 @@ class GenerationPlanner:
         avoided = self._begin_avoiding(peers, now_s)
         ranks: rank_order.RankOrder | RankPlacement
         if placement is None:
-            ranks = self._prepared_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
+            ranks = self._found_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
         else:
             self.entry_shares, ranks = EntryShares(), placement
-        self._prepared = None
+        self._found = None
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
         broken = (
             f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {format_count(len(avoided), 'pair')} "
@@ -232,13 +232,13 @@ class GenerationPlanner:
     def _may_be_direct(self, peers: Sequence[m.PeerId]) -> bool:
         return is_direct_size(len(peers)) and self._addresses.all_direct(peers)
 
-    def _prepared_or_searched(
+    def _found_or_searched(
         self, basis: PlanBasis, holders: Collection[m.PeerId], *, is_urgent: bool
     ) -> rank_order.RankOrder:
         self._is_search_due = False
-        if self._prepared is not None:
-            prepared_for, ranks = self._prepared
-            if prepared_for == basis and ranks.order[0] in holders:
+        if self._found is not None:
+            found_for, ranks = self._found
+            if found_for == basis and ranks.order[0] in holders:
                 return ranks
         self._is_search_due = is_urgent
         firsts = [peer for peer in basis.peers if peer in holders]

@@ -344,14 +344,15 @@ class RunState:
         """Remove a worker from the registry, but keep its step and the skipped steps that it reported."""
         self._last_skipped = self.skipped_steps
         if worker.peer in self.members:
-            self.record_report(worker.peer, worker.step)  # so that a rollback is measured from this step
+            # So that a rollback is measured from this step.
+            self.record_reported_step(worker.peer, worker.step)
         del self.workers[worker.peer]
 
     def record_step(self, step: int) -> None:
         self.highest_step = max(self.highest_step, step)
         self.has_committed = self.has_committed or step > 0
 
-    def record_report(self, peer: m.PeerId, step: int) -> None:
+    def record_reported_step(self, peer: m.PeerId, step: int) -> None:
         """Record a member's step, and raise the run's step to the lower median of the members' steps.
 
         Former members' last steps count, too, because no step could have been committed without these
@@ -387,7 +388,7 @@ class RunState:
         checkpoints, if the run has members but the worker is not one of them, or if the run is finished.
         """
         if worker.peer in self.members:
-            self.record_report(worker.peer, worker.step)
+            self.record_reported_step(worker.peer, worker.step)
             # A member that leaves before its first step keeps the checkpoint with which it joined.
             kept_step = max(worker.kept_step, worker.checkpoint_step or 0)
             self.left_step = max(self.left_step, min(kept_step, self.highest_step))
@@ -414,7 +415,7 @@ class RunState:
         """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
         if peer in self.members:  # other workers have committed no steps
-            self.record_report(peer, applied + 1)
+            self.record_reported_step(peer, applied + 1)
             if peer in self.workers:
                 self.workers[peer].step = min(applied, MAX_STEPS) + 1
 

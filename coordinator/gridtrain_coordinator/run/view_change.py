@@ -33,7 +33,7 @@ class ViewChange:
             all.
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
             installed none.
-        reports: the members' `FreezeReport` messages.
+        freeze_reports: the members' `FreezeReport` messages.
         is_started: whether the latest generation has started.  It stays false if the generation is abandoned,
             and is true for a generation that an earlier coordinator installed.
         ready_histories: by member, the history in its `Ready` message.
@@ -47,7 +47,7 @@ class ViewChange:
         self.unrouted_reason = ""
         self.last_installed_s = -math.inf
         self.is_started = True
-        self.reports: dict[m.PeerId, m.FreezeReport] = {}
+        self.freeze_reports: dict[m.PeerId, m.FreezeReport] = {}
         self.ready_histories: dict[m.PeerId, bytes] = {}
 
     @property
@@ -75,7 +75,7 @@ class ViewChange:
 
     def begin_freezing(self, deadline_s: float) -> None:
         self.phase, self.deadline_s = ViewChangePhase.FREEZING, deadline_s
-        self.reports.clear()
+        self.freeze_reports.clear()
 
     def begin_forming(self, deadline_s: float, now_s: float) -> str:
         """Wait for the members of an installed generation; return the reason for the generation."""
@@ -133,12 +133,12 @@ class ViewChange:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def record_report(self, peer: m.PeerId, report: m.FreezeReport) -> None:
-        self.reports[peer] = report
+    def record_freeze_report(self, peer: m.PeerId, report: m.FreezeReport) -> None:
+        self.freeze_reports[peer] = report
 
-    def discard_report(self, peer: m.PeerId) -> None:
-        """Discard the report of a member that has left."""
-        self.reports.pop(peer, None)
+    def discard_freeze_report(self, peer: m.PeerId) -> None:
+        """Discard the `FreezeReport` of a member that has left."""
+        self.freeze_reports.pop(peer, None)
 
     def record_ready(self, peer: m.PeerId, history: bytes) -> None:
         self.ready_histories[peer] = history

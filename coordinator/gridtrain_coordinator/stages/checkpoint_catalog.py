@@ -123,7 +123,7 @@ class CheckpointCatalog:
         digests: dict[m.PeerId, bytes] = {}
         for peer, rank in placement.state_sources.items():
             source, layers = order[rank], spans[layout.stage_of(order.index(peer))]
-            report = self._run.view_change.reports.get(source)
+            report = self._run.view_change.freeze_reports.get(source)
             is_live = source in outcome.state_holders and report is not None and report.layers == layers
             if (source, layers) in known and not is_live and peer not in placement.pieces:
                 digests[peer] = known[source, layers]
@@ -141,7 +141,7 @@ class CheckpointCatalog:
         if not run.view_change.is_forming or not run.partition.is_pipeline:
             return []
         if is_current and run.view is not None:
-            report = run.view_change.reports.get(worker.peer)
+            report = run.view_change.freeze_reports.get(worker.peer)
             has_failed = failed_to_write(run.view, run.member_list, worker.peer, report, worker.checkpoints)
             worker.is_disk_full = worker.is_disk_full or has_failed
         layers = self._missing_checkpoint(worker)
@@ -162,7 +162,7 @@ class CheckpointCatalog:
             return None
         at, own_rank = (view.applied, view.history), run.member_order.index(worker.peer)
         available = {x.layers for x in worker.checkpoints if (x.applied, x.history) == at}
-        report = run.view_change.reports.get(worker.peer)
+        report = run.view_change.freeze_reports.get(worker.peer)
         if report is not None and report.is_synced and not worker.is_disk_full:
             available.add(report.layers)  # in memory: the worker writes it to disk for its receivers
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_order))

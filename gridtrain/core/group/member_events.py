@@ -191,8 +191,8 @@ class CompareReplicas(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotLoading(MemberEvent):
-    """The trainer is about to overwrite its model with a snapshot."""
+class StateSnapshotLoading(MemberEvent):
+    """The trainer is about to overwrite its model with a snapshot of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,8 +522,8 @@ class DeliverCatchUpMessage(MemberEffect):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot(MemberEffect):
-    """Take a snapshot after `step`, to be sent only to these receivers."""
+class TakeStateSnapshot(MemberEffect):
+    """Take a snapshot of the state after `step`, to be sent only to these receivers."""
 
     step: int
     receivers: tuple[m.PeerId, ...]

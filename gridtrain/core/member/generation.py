@@ -255,7 +255,7 @@ class Generation:
             names = ", ".join(map(self.rank_assignment.name_of, missing))
             # A peer that violated the protocol was disconnected on purpose.
             excluded = self._context.peer_links.excluded
-            unreachable = required.report([peer for peer in missing if peer not in excluded])
+            unreachable = required.report_unreachable([peer for peer in missing if peer not in excluded])
             return unreachable + self._report_stall(missing, 0.0, f"no connection to {names}")
         if now_s < attempts.deadline_s:
             means = self._means.complete() if now_s >= self._mean_due_s else []
@@ -355,7 +355,7 @@ class Generation:
         if not self._is_forming:
             return self._context.report_finished() if self._is_running else []
         ready = [self._ready_message()] if self._is_ready_sent else []
-        return [*ready, *self.required_peers.repeat_report()]
+        return [*ready, *self.required_peers.repeat_unreachable()]
 
     def check_ready(self) -> list[MemberEffect]:
         """Send Ready, once, as soon as this member is synced and its required peers are connected."""
@@ -573,9 +573,9 @@ class Generation:
         context.catch_up.finish()
         context.checkpoints.finish_loading()
         context.replica_state.state_loaded(assignment.layers)
-        return [*self._repeat_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
+        return [*self._repeat_freeze_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
 
-    def _repeat_report(self) -> list[MemberEffect]:
+    def _repeat_freeze_report(self) -> list[MemberEffect]:
         """If FROZEN, send a second FreezeReport, because the first one says that this member is not synced.
 
         The run may be paused for that reason, and the state that was loaded since then may be the only copy.
@@ -584,7 +584,7 @@ class Generation:
             return []
         context = self._context
         at = context.coordinator_link.term, self.rank_assignment.generation
-        report = context.replica_state.make_report(*at, self.attempts.prepared_vote)
+        report = context.replica_state.make_freeze_report(*at, self.attempts.prepared_vote)
         return [Send(context.coordinator, report)]
 
     def _state_digest_mismatch(self, generation: int) -> list[MemberEffect]:

@@ -41,9 +41,9 @@ from gridtrain.core.group.member_events import (
     RequestMean,
     ResidualReceived,
     Send,
-    SnapshotLoading,
     StageCheckpointsChanged,
     StateLoaded,
+    StateSnapshotLoading,
     SubmitRound,
     TrainerJoined,
     TransferResidual,
@@ -210,7 +210,7 @@ class MemberCore:
                 return []
             case TrainerJoined():
                 return self._trainer_joined(event)
-            case SnapshotLoading() | CaughtUp() | CatchUpFailed():
+            case StateSnapshotLoading() | CaughtUp() | CatchUpFailed():
                 return self._catch_up_changed(event)
             case HeartbeatDue():
                 return self._send_heartbeat(event, now_s)
@@ -289,12 +289,12 @@ class MemberCore:
             context.replica_state.load_checkpoint(event.setup.checkpoint)
         return context.introduce() if context.coordinator_link.is_welcomed else []
 
-    def _catch_up_changed(self, event: SnapshotLoading | CaughtUp | CatchUpFailed) -> list[MemberEffect]:
+    def _catch_up_changed(self, event: StateSnapshotLoading | CaughtUp | CatchUpFailed) -> list[MemberEffect]:
         context, generation = self._context, self._view_changes.generation
         if not isinstance(event, CatchUpFailed):
             context.replica_state.model_overwritten(is_member=generation is not None)
         match event:
-            case SnapshotLoading():
+            case StateSnapshotLoading():
                 return []
             case CaughtUp(applied, history):
                 report = context.catch_up.report(applied, history)

@@ -180,7 +180,7 @@ class ReplicaState:
         """Return whether the run has ended according to the ledger of this worker's state."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
-    def make_report(self, term: int, generation: int, vote: PreparedVote) -> m.FreezeReport:
+    def make_freeze_report(self, term: int, generation: int, vote: PreparedVote) -> m.FreezeReport:
         """Return the answer to a Freeze (commit rule 5)."""
         prepared, digest, flags = vote
         has_state = self.is_synced or self.memory_layers is not None

@@ -139,13 +139,17 @@ class RequiredPeers:
 
     def report_late(self, now_s: float) -> list[MemberEffect]:
         """Report the missing peers if the deadline has passed."""
-        return self.report(self.missing) if now_s >= self.forming_deadline_s else []
+        return self.report_unreachable(self.missing) if now_s >= self.forming_deadline_s else []
 
-    def repeat_report(self) -> list[MemberEffect]:
+    def repeat_unreachable(self) -> list[MemberEffect]:
         """Repeat the report of missing peers, if one was sent, because the coordinator may have missed it."""
-        return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
+        return (
+            self.report_unreachable(self.missing)
+            if math.isinf(self._forming_since_s) and self.missing
+            else []
+        )
 
-    def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
+    def report_unreachable(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
         """Report the peers in `missing` that this member dials; the coordinator may know their new addresses.
 
         A peer's absence is logged once; if this worker has no connection at all, that is logged instead.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.attempts import NO_VOTE
-from gridtrain.core.group.member_events import LogEvent, MemberEffect, ProbePeers, Send, TakeSnapshot
+from gridtrain.core.group.member_events import LogEvent, MemberEffect, ProbePeers, Send, TakeStateSnapshot
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.generation import Generation
@@ -162,7 +162,7 @@ class ViewChanges:
             if self.generation.attempts.prepared_attempt is not None:
                 return [Send(self._coordinator, m.CatchUpReport(*context.replica_state.position))]
             told = LogEvent("left_behind", {"step": context.replica_state.step})
-            effects = [told, *self.generation.abandon("the group continued"), TakeSnapshot(-1, ())]
+            effects = [told, *self.generation.abandon("the group continued"), TakeStateSnapshot(-1, ())]
             context.catch_up.serve(())
             self._leave_generation()
         return effects + context.catch_up.start(sources, now_s)
@@ -171,7 +171,7 @@ class ViewChanges:
         if term < self._coordinator_link.term or self.generation is None:
             return []
         self._context.catch_up.serve(set(receivers) - {self._context.own_id})
-        return [*self._context.disconnect_strangers(self.rank_assignment), TakeSnapshot(step, receivers)]
+        return [*self._context.disconnect_strangers(self.rank_assignment), TakeStateSnapshot(step, receivers)]
 
     def _replica_diverged(self, message: m.ReplicaDiverged) -> list[MemberEffect]:
         """Mark this worker's state as diverged from the run's, so that the next generation replaces it."""
@@ -194,7 +194,7 @@ class ViewChanges:
         if generation is not None:
             generation.freeze()
         vote = generation.attempts.prepared_vote if generation is not None else NO_VOTE
-        report = context.replica_state.make_report(freeze.term, freeze.generation, vote)
+        report = context.replica_state.make_freeze_report(freeze.term, freeze.generation, vote)
         event = LogEvent("frozen", {"reason": freeze.reason})
         return [event, Send(self._coordinator, report), *disconnected]
 

@@ -3,7 +3,7 @@
     newcomer   CatchUpFrom(sources) --> BeginCatchUp, Dial, SourceConnected ..; then the sources' messages are
                  |                      delivered to the I/O loop until CaughtUp --> CatchUpReport
                  +-- no source connected for `route_s` --> PeersUnreachable --> CatchUpFrom, other addresses
-    member     ServeCatchUp(receivers) --> TakeSnapshot; the receivers' requests are delivered to the I/O loop
+    member     ServeCatchUp(receivers) --> TakeStateSnapshot; the receivers' requests go to the I/O loop
 
 A worker that is catching up has no rank, so no member notices a missing connection to it; the worker itself
 therefore reports sources that it cannot reach.  The coordinator decides which sources a worker uses.

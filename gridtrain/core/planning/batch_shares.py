@@ -45,6 +45,15 @@ MAX_NAMED_WORKERS = 8
 MAX_BOUNDED_WORKERS = 1024  # unmeasured workers of which an upper bound on the speed is kept
 
 
+def seconds_per_sample(figures: Mapping[str, float]) -> float:
+    """Return the mean compute time per sample since the worker joined, in seconds; 0.0 if it is unknown.
+
+    The worker does not count its first batches.
+    """
+    samples, seconds = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
+    return seconds / samples if 0 < samples < math.inf and 0 < seconds < math.inf else 0.0
+
+
 @dataclass(slots=True)
 class _SpeedEstimate:
     """Sums of one worker's samples and compute time, in which earlier observations have less weight.

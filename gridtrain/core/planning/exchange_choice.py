@@ -1,4 +1,4 @@
-"""Chooses a run's exchange for `exchange="auto"`, and the topology that `Dense()` and `GTopK()` leave open.
+"""The coordinator's choice, during a run, of what a script leaves open: `exchange="auto"`, or the topology.
 
 The coordinator chooses for all members, from measured links, measured compute times and the model's size.
 The choice is part of the MembershipView and is journalled with it.
@@ -19,22 +19,12 @@ use the same residual, and a dense step adds the residual to its contribution.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from gridtrain.config import Auto, Deadlines, Exchange
 from gridtrain.core.messages import PeerId, Setup
-from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.core.planning.exchange_comparison import (
-    DENSE_PREFERENCE_MARGIN,
-    ExchangeEstimate,
-    estimate_exchange,
-    fastest_estimate,
-    format_exchange,
-    recommend_exchange,
-)
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     DIRECT_GTOPK,
@@ -47,7 +37,15 @@ from gridtrain.core.planning.exchange_facts import (
     parameter_count,
     replace_exchange,
 )
-from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+from gridtrain.core.planning.exchange_recommendation import (
+    DENSE_PREFERENCE_MARGIN,
+    ExchangeEstimate,
+    estimate_exchange,
+    fastest_estimate,
+    format_exchange,
+    recommend_exchange,
+)
+from gridtrain.core.planning.local_steps_proposal import advise_local_steps
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_EXCHANGE_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
@@ -77,18 +75,6 @@ DEFAULT_ALPHA_S = 1e-3
 DENSE_RETURN_RATIO = 1.05
 """The choice returns to a dense exchange, which leaves no gradients out, if a dense step takes at most this
 many times as long as a step with the current exchange."""
-
-LOCAL_STEPS_COMPUTE_SHARE = 0.5
-"""If computation takes less than this share of a step, the reason for the choice recommends local steps."""
-
-
-def seconds_per_sample(figures: Mapping[str, float]) -> float:
-    """Return the mean compute time per sample since the worker joined, in seconds; 0.0 if it is unknown.
-
-    The worker does not count its first batches.
-    """
-    samples, seconds = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
-    return seconds / samples if 0 < samples < math.inf and 0 < seconds < math.inf else 0.0
 
 
 @dataclass(slots=True)
@@ -394,7 +380,7 @@ class ExchangeChoice:
         if not measured:
             self.reason += f"; no link has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed"
         assert isinstance(self._named, Auto)
-        self.reason += _local_steps_advice(best, self._named, self._local)
+        self.reason += advise_local_steps(best, self._named, self._local)
         return self.reason
 
     def _estimates(
@@ -455,25 +441,3 @@ def _choice_reason(
     elif slower > 1.0 and best.efficiency >= computing:
         text += f"; it is the densest exchange that leaves {computing:.0%} of the time for computing"
     return text
-
-
-def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFacts | None) -> str:
-    """Return advice to use local steps, or more of them; "" if computation takes at least
-    `LOCAL_STEPS_COMPUTE_SHARE` of a step of the run.
-
-    Local steps are only recommended: they change what is optimized, so only the script may choose them.
-    """
-    if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
-        return ""
-    every, hidden_s = local.every if local is not None else 1, best.hideable_s if best.overlapped else 0.0
-    proposed = propose_local_steps(
-        best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
-    )
-    what = (
-        "" if auto.sparse else "; with exchange=Auto() in LocalSteps, this optimizer can use sparse exchanges"
-    )
-    return (
-        f"; only {best.efficiency:.0%} of a step is spent computing: "
-        f"LocalSteps(every={proposed.every}{', overlap=True' if best.overlapped else ''}) "
-        f"in the script would raise this to {1.0 - proposed.share:.0%}{what}"
-    )

@@ -16,13 +16,26 @@ number, so the script sets it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from gridtrain.config import Auto
+from gridtrain.core.planning.exchange_facts import LocalStepsFacts
+from gridtrain.core.planning.exchange_recommendation import ExchangeEstimate, format_exchange
+from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
 
 MAX_LOCAL_STEPS = 512
 """The maximum number to propose.  With more local steps, the replicas differ too much: DiLoCo (arXiv
 2311.08105, section 3.1) was measured with up to 2,000 steps, and its loss increased from 500 steps on."""
+
+MAX_DENSE_LOCAL_STEPS = 32
+"""Local steps with a dense exchange are recommended up to this number.  In docs/local-steps.md, `Dense()`
+every 32 steps learns as well as `GTopK(density=0.03)` every 4 steps."""
+
+LOCAL_STEPS_COMPUTE_SHARE = 0.5
+"""If computation takes less than this share of a step, the coordinator's choice comes with the advice to use
+local steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +113,96 @@ def propose_local_steps(
             f"steps between two exchanges, exchanges take {share:.1%} of the time, at most {target_share:.1%}"
         )
     return LocalStepsProposal(every, share, reason)
+
+
+def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> LocalStepsProposal:
+    """Propose the fewest local steps that let workers compute for the share `computing` of the time.
+
+    Args:
+        computing: the desired share, 0 < computing < 1.
+    """
+    return propose_local_steps(
+        each.compute_s,
+        each.cost.exchange_s,
+        target_share=1.0 - computing,
+        hidden_s=each.hideable_s if overlap else 0.0,
+    )
+
+
+def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
+    """Return a text that recommends an exchange and a number of local steps.
+
+    With these, workers compute for the share `computing` of the time or, if no number suffices, for as much
+    of it as possible.  A dense exchange is recommended if it needs at most `MAX_DENSE_LOCAL_STEPS` steps,
+    otherwise the exchange that needs the fewest.  The exchange overlaps with the next local steps, unless one
+    step is enough without overlap.
+
+    Args:
+        estimates: estimates of at least one exchange, all for the same network.
+        computing: the desired share, 0 < computing < 1.
+
+    Raises:
+        ConfigError: `computing` is out of range.
+    """
+    waiting, overlapped = (
+        [propose_for(each, computing, overlap=overlap).every for each in estimates]
+        for overlap in (False, True)
+    )
+    names = [format_exchange(replace(each, local_steps=1)) for each in estimates]
+    shown = ", ".join(
+        f"{name} {every} ({fewer})" for name, every, fewer in zip(names, waiting, overlapped, strict=True)
+    )
+    workers = estimates[0].world_size
+    text = (
+        f"Local steps for {computing:.0%} computing with {workers} workers (in brackets: with overlap=True): "
+        f"{shown}."
+    )
+
+    def preference(at: int) -> tuple[bool, int]:
+        is_lossless = not estimates[at].load.kind.has_density
+        return not (is_lossless and overlapped[at] <= MAX_DENSE_LOCAL_STEPS), overlapped[at]
+
+    best = min(range(len(estimates)), key=preference)
+    overlaps, every = waiting[best] > 1, overlapped[best]
+    if not overlaps and not estimates[best].load.kind.has_density:
+        return f"{text} AdamW does not need them here: {names[best]} takes only a small part of each step."
+    share = replace(estimates[best], local_steps=every, overlapped=float(overlaps)).efficiency
+    options = f"every={every}, exchange={_as_call(estimates[best].load)}"
+    options += ", overlap=True" if overlaps else ""
+    missed = "" if share >= computing - 0.005 else f"; {computing:.0%} would take more than {every}"
+    return (
+        f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing{missed}."
+    )
+
+
+def _as_call(load: Workload) -> str:
+    """Return the expression that creates this exchange in a script."""
+    options = [f"density={load.density:g}", f'values="{load.values}"'] if load.kind.is_sparse else []
+    if load.is_rounded:
+        options.append(f'values="{load.dense_values}"')
+    exchange = load.kind.exchange
+    if load.kind is not Workload.of(exchange(), 1).kind:
+        options.append(f'topology="{load.kind.topology}"')
+    return f"{exchange.__name__}({', '.join(options)})"
+
+
+def advise_local_steps(best: ExchangeEstimate, auto: Auto, local: LocalStepsFacts | None) -> str:
+    """Return advice to use local steps, or more of them; "" if computation takes at least
+    `LOCAL_STEPS_COMPUTE_SHARE` of a step of the run.
+
+    Local steps are only recommended: they change what is optimized, so only the script may choose them.
+    """
+    if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
+        return ""
+    every, hidden_s = local.every if local is not None else 1, best.hideable_s if best.overlapped else 0.0
+    proposed = propose_local_steps(
+        best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
+    )
+    what = (
+        "" if auto.sparse else "; with exchange=Auto() in LocalSteps, this optimizer can use sparse exchanges"
+    )
+    return (
+        f"; only {best.efficiency:.0%} of a step is spent computing: "
+        f"LocalSteps(every={proposed.every}{', overlap=True' if best.overlapped else ''}) "
+        f"in the script would raise this to {1.0 - proposed.share:.0%}{what}"
+    )

@@ -1,4 +1,4 @@
-"""The bytes and rounding of a sparse payload's values: K numbers as fp32, fp16, bf16, int8, int4 or int2.
+"""The bytes and rounding of the values in a sparse or dense payload: fp32, fp16, bf16, int8, int4 or int2.
 
     kind   bytes of K values            scale
     fp32   4 K                          none

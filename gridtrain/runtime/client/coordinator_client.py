@@ -110,7 +110,7 @@ class CoordinatorClient:
         self._transport.close()
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        """Request and return the status of the run: `Membership.snapshot` and fields that the daemon adds.
+        """Request and return the status of the run: `Membership.status` and fields that the daemon adds.
 
         Strings in the status are printable and have at most `MAX_TEXT` characters.  Raises the same errors as
         `ask`.

@@ -16,7 +16,7 @@ from gridtrain.core.group import member_events as ev
 
 @dataclass(frozen=True, slots=True)
 class DoCatchUpWork:
-    """Load the received snapshot, or replay the received updates (`CatchUpSession.take_work`)."""
+    """Load the received snapshot of the state, or replay received updates (`CatchUpSession.take_work`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CaptureState:
 
 
 @dataclass(frozen=True, slots=True)
-class CopySnapshot:
+class CopyStateSnapshot:
     """Copy the state after the step `after_step`, or after a later step, for workers that catch up."""
 
     after_step: int
@@ -83,5 +83,5 @@ WorkerTask = (
     | ev.LoadCheckpoints
     | LoadState
     | CaptureState
-    | CopySnapshot
+    | CopyStateSnapshot
 )

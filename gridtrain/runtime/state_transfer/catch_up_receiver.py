@@ -7,7 +7,7 @@ worker has caught up or cannot catch up.  The module neither opens sockets nor a
       |  blocks of a snapshot, from several sources    |
       |  later updates, from one source  <-------------+---- as they commit
       v
-    take_work() -> SnapshotWork -> loaded by the trainer     -> position S
+    take_work() -> StateSnapshotWork -> loaded by the trainer     -> position S
     take_work() -> ReplayWork [S+1, S+2, ..., T] -> replayed -> position T; is_caught_up near the latest step
     set_target(A, history)   the membership view names this worker; updates up to A arrive as before
     has_reached_target       the position is A, and the chained history equals the view's history
@@ -40,7 +40,7 @@ MAX_UPDATES_PER_WORK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotWork:
+class StateSnapshotWork:
     """The private and the shared part of the snapshot of step `applied`, which the trainer has to load."""
 
     applied: int
@@ -55,7 +55,7 @@ class ReplayWork:
     steps: tuple[StepUpdate, ...]
 
 
-CatchUpWork = SnapshotWork | ReplayWork
+CatchUpWork = StateSnapshotWork | ReplayWork
 
 
 class CatchUpReceiver:
@@ -197,7 +197,7 @@ class CatchUpReceiver:
         """
         if self.position is None:
             assert self._snapshot.applied is not None
-            self._current_work = SnapshotWork(self._snapshot.applied, *self._snapshot.take_parts())
+            self._current_work = StateSnapshotWork(self._snapshot.applied, *self._snapshot.take_parts())
         else:
             self._current_work = ReplayWork(
                 tuple(update for update, _, _ in itertools.islice(self._pending, MAX_UPDATES_PER_WORK))
@@ -209,7 +209,7 @@ class CatchUpReceiver:
         if work is not self._current_work:
             return  # the work belongs to a catch-up that was replaced
         self._current_work = None
-        if isinstance(work, SnapshotWork):
+        if isinstance(work, StateSnapshotWork):
             self.position = (work.applied, self._snapshot.history)
             self.latest_step = max(self.latest_step, self.position[0])
             self._discard_before(self.position)

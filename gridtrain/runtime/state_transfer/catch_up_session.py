@@ -19,7 +19,7 @@ from gridtrain.runtime.state_transfer.catch_up_receiver import (
     CatchUpReceiver,
     CatchUpWork,
     ProgressBar,
-    SnapshotWork,
+    StateSnapshotWork,
 )
 from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages
 
@@ -59,8 +59,8 @@ class CatchUpSession:
         """
         with self._mailbox.condition:
             work = self._receiver.take_work() if self._receiver is not None and self.has_work else None
-        if isinstance(work, SnapshotWork):
-            self._mailbox.submit(ev.SnapshotLoading())
+        if isinstance(work, StateSnapshotWork):
+            self._mailbox.submit(ev.StateSnapshotLoading())
         return work
 
     def fail_work(self, reason: str) -> None:

@@ -1,9 +1,9 @@
 """The member's side of a catch-up: sends updates immediately, and a snapshot's blocks within `donate_limit`.
 
-The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The trainer copies the state
+The coordinator decides which workers receive a snapshot (`TakeStateSnapshot`).  The trainer copies the state
 between two steps; a separate thread computes the digests of the copy's blocks.
 
-    TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
+    TakeStateSnapshot(step, receivers) --> CopyStateSnapshot --> trainer --> digests --> SnapshotSender
     committed round ---------------> UpdateLog -------> UpdateLogEntry, immediately, to subscribed workers
                                      SnapshotSender --> SnapshotBlock, at most `rate_Bps`, so that rounds are
                                                         not delayed
@@ -23,7 +23,7 @@ from gridtrain.core.group import member_events as ev
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
-from gridtrain.runtime.mailbox.worker_task import CopySnapshot
+from gridtrain.runtime.mailbox.worker_task import CopyStateSnapshot
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages, SnapshotSender, StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
@@ -124,13 +124,13 @@ class CatchUpSource:
 
     # -- I/O thread ------------------------------------------------------------------------------
 
-    def snapshot_task(self, applied: int) -> CopySnapshot | None:
+    def state_snapshot_task(self, applied: int) -> CopyStateSnapshot | None:
         """Return the task to copy the state if it is due after the step `applied`, otherwise None."""
         step = self._snapshot_step
         is_due = step is not None and not self._is_building and step <= applied != self._copied_step
-        return CopySnapshot(step) if is_due and step is not None else None
+        return CopyStateSnapshot(step) if is_due and step is not None else None
 
-    def set_receivers(self, effect: ev.TakeSnapshot) -> None:
+    def set_receivers(self, effect: ev.TakeStateSnapshot) -> None:
         """Set the workers that may catch up from this worker, and stop serving all other workers."""
         receivers = self._receivers = effect.receivers
         self._snapshot_sender.set_receivers(receivers)

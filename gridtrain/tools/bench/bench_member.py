@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient
-from gridtrain.training.exchangers import ExchangeAttempt
+from gridtrain.training.exchangers import ExchangePart
 
 SAMPLES, STEPS = 4096, 1_000_000
 """The run has more steps than any measurement needs, so that `BarrierServer` ends it, not the data ledger."""
@@ -116,8 +116,8 @@ def run_repeat(
         if plan is None:
             return True  # the group continued without this worker, so this repeat is not counted
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        attempt: ExchangeAttempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
-        work.instrument(attempt.buffer)
+        part: ExchangePart = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
+        work.instrument(part.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
             session.set_busy(True)  # so that no timeout expires while this member waits
@@ -126,7 +126,7 @@ def run_repeat(
             if word == "end":
                 return False
             sent, cpu_s, start_s = sent_bytes(grid, interface), time.process_time(), time.monotonic()
-        outcome = session.run(plan, [attempt.buffer], attempt.skip, b"")
+        outcome = session.run(plan, [part.buffer], part.skip, b"")
         aborts += 1
         if outcome.is_committed:
             break
@@ -143,7 +143,7 @@ def run_repeat(
         "payload_bytes": work.payload_bytes,
         "aborts": aborts,
     }
-    exchanger.commit(attempt)
+    exchanger.commit(part)
     player.wait_at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
     return True
 

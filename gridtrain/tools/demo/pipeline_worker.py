@@ -20,7 +20,7 @@ from torch import nn
 import gridtrain
 from gridtrain.core.stages.schedule import divide_samples
 from gridtrain.pipeline.blueprint import Blueprint
-from gridtrain.pipeline.memory_usage import (
+from gridtrain.pipeline.memory_meters import (
     MemoryUsage,
     SavedTensorMeter,
     optimizer_state_tensors,

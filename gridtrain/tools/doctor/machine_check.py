@@ -22,7 +22,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command, require_packages
 from gridtrain.network.transport.zmq.congestion_control import slow_restart
 from gridtrain.runtime.client.worker_defaults import state_directory
-from gridtrain.runtime.host_memory import free_memory_bytes
+from gridtrain.runtime.free_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 from gridtrain.tools.options.runfile import read_requires
 

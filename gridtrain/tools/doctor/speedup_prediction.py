@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gridtrain.core.planning.exchange_comparison import (
+from gridtrain.core.planning.exchange_recommendation import (
     ExchangeEstimate,
     estimate_best_order,
     estimate_exchange,

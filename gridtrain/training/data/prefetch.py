@@ -21,11 +21,23 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from gridtrain.core.messages import Span
-from gridtrain.errors import GridtrainError
-from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.readers import Reader
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.training.data.fetch_meter import MAX_READERS, FetchMeter
+from gridtrain.training.data.readers import Reader, is_iterable
 
 Spans = tuple[Span, ...]
+
+
+def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    """Raise `ConfigError` if `num_workers` or `prefetch_factor` is not valid for the data set."""
+    most = 1 if is_iterable(dataset) else MAX_READERS
+    if not 0 <= num_workers <= most:
+        bound = "0 or 1 for an iterable data set" if most == 1 else f"from 0 to {most}"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
 
 
 @dataclass(slots=True)

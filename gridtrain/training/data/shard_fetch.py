@@ -82,7 +82,7 @@ class ServerBusy(ConnectionError):
         self.retry_after_s = retry_after_s
 
 
-class Attempts:
+class FetchRetries:
     """Decides after a failed attempt at fetching a file whether and when to try again.
 
     Args:

@@ -36,8 +36,8 @@ from gridtrain.training.data.shard_fetch import (
     BRIEF_S,
     CHUNK_BYTES,
     RETRY_AFTER_S,
-    Attempts,
     Copy,
+    FetchRetries,
     copy_rest,
     describe,
     file_system,
@@ -396,7 +396,7 @@ class ShardCache:
         part = self.folder / f"{expected.sha256}.part"
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
-        attempts = Attempts(place, self._retry_after_s)
+        retries = FetchRetries(place, self._retry_after_s)
         self.meter.bytes_arrived = partial(self.note_outage, False)
         while True:
             try:
@@ -418,8 +418,8 @@ class ShardCache:
                     raise
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise self._unwritable(error) from None
-                wait_s = attempts.wait_after(error, done)
-                if attempts.waited_s > BRIEF_S:
+                wait_s = retries.wait_after(error, done)
+                if retries.waited_s > BRIEF_S:
                     self.note_outage(True)
                 self.meter.wait(wait_s)
 

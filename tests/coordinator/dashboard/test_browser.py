@@ -171,8 +171,8 @@ def test_a_run_without_workers_says_what_it_waits_for(browser: chromium.Browser)
     service, address = DashboardService(bound, "token", silent), url(bound)
     service.start()
     try:
-        snapshot, at = ScriptedCoordinator(min_workers=2).core.snapshot(0.0), {"now_s": 1.0, "uptime_s": 1.0}
-        service.publish(build_status(snapshot, RateMeter(), software="gridtrain", address="", **at))
+        core_status, at = ScriptedCoordinator(min_workers=2).core.status(0.0), {"now_s": 1.0, "uptime_s": 1.0}
+        service.publish(build_status(core_status, RateMeter(), software="gridtrain", address="", **at))
         page = browser.page(width=1280, height=1240)
         page.open(address)
         page.until("document.getElementById('reason').textContent === 'waiting for 2 workers'")

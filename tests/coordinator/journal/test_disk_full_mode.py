@@ -64,7 +64,7 @@ class FullDiskCoordinator:
         self.now_s, self.backups = 100.0, backups
         self.lines: list[str] = []
         self.core = FakeCore()
-        self.core.status["phase"] = "training"
+        self.core.fixed_status["phase"] = "training"
         self.core.at_tick = [LogEvent("info", "tick")]
         self.transport = DescribedTransport(self.lines, [])
         self.store = JournalStore.open(folder / JOURNAL)
@@ -255,7 +255,7 @@ def test_the_status_says_so_and_enrolments_and_commands_are_refused(disk: FullDi
 def test_the_status_shows_later_heartbeats_and_broken_connections(disk: FullDiskCoordinator) -> None:
     """anna trains, bert is still receiving the state."""
     row = {"state": "active", "share": 4, "step": 40, "progress": 9, "figures": {}, "last_heard_s": 0.5}
-    disk.core.status |= {
+    disk.core.fixed_status |= {
         "step": 40,
         "members": [{**row, "rank": n, "peer": peer.hex()} for peer, n in ((ANNA, 0), (BERT, None))],
     }
@@ -290,7 +290,7 @@ def test_the_core_learns_the_last_step_of_a_worker_that_leaves(disk: FullDiskCoo
 
 def test_rates_are_not_measured_across_a_time_without_decisions(disk: FullDiskCoordinator) -> None:
     for _ in range(3):
-        disk.core.status["step"] += 10
+        disk.core.fixed_status["step"] += 10
         disk.iteration(after_s=1.0)
     assert disk.status()["steps_per_s"] == 10.0
     disk.iteration(Received(ANNA, JOIN, 80))
@@ -299,9 +299,9 @@ def test_rates_are_not_measured_across_a_time_without_decisions(disk: FullDiskCo
     disk.make_room()
     disk.iteration(after_s=1.0)
     disk.iteration(after_s=0.5)
-    disk.core.status["step"] += 600  # the next heartbeats arrive
+    disk.core.fixed_status["step"] += 600  # the next heartbeats arrive
     for _ in range(3):
-        disk.core.status["step"] += 10
+        disk.core.fixed_status["step"] += 10
         disk.iteration(after_s=1.0)
     assert disk.status()["steps_per_s"] == 10.0
 

@@ -12,7 +12,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as ev
 from gridtrain.core.member.member import MemberCore
-from gridtrain.core.planning.exchange_choice import SAMPLES_FIGURE, SECONDS_FIGURE
+from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain_coordinator.membership import readiness
 from gridtrain_coordinator.run.events import (
     DialBackResult,

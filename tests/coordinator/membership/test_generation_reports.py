@@ -90,10 +90,10 @@ def test_a_restarted_coordinator_knows_the_names_of_its_members_before_they_retu
 
 
 def test_a_restarted_coordinator_says_that_the_run_continues() -> None:
-    started = Coordinator(journal_of_term_1(), term=2).core.snapshot(0.0)["events"][0]
+    started = Coordinator(journal_of_term_1(), term=2).core.status(0.0)["events"][0]
     assert (started["event"], started["term"], started["members"]) == ("started", 2, "a, b")
     assert started["reason"] == "the run continues; generation 1 began at step 0"
-    first = Coordinator(min_workers=2).core.snapshot(0.0)["events"][0]
+    first = Coordinator(min_workers=2).core.status(0.0)["events"][0]
     assert first["event"] == "started" and "reason" not in first
 
 
@@ -120,7 +120,7 @@ def test_the_members_that_are_awaited_because_the_journal_is_older_are_named(is_
     standby.enter(A, REPORTED)
     older = "the journal is older than generation 5; waiting for that generation's 2 workers"
     older += " and for 1 other worker of generation 1, which may know a later one"
-    reason = standby.core.snapshot(standby.now_s)["reason"]
+    reason = standby.core.status(standby.now_s)["reason"]
     assert reason == f"{older}; still awaited: {C.hex()[:8]}, a, b", "no state: the wait has no limit yet"
     standby.enter(C, REPORTED)
     standby.report_at(5, A, C)
@@ -130,11 +130,11 @@ def test_the_members_that_are_awaited_because_the_journal_is_older_are_named(is_
         assert isinstance(reply, m.OperatorReply)
         assert reply.text.endswith("; still awaited, for at most 60 s: b")
     standby.now_s += 20.0
-    reason = standby.core.snapshot(standby.now_s)["reason"]
+    reason = standby.core.status(standby.now_s)["reason"]
     assert reason.startswith(older) and reason.endswith("; still awaited, for at most 40 s: b")
     standby.wait(41.0)
     assert standby.roster == "a c" and standby.view.applied == 5
-    assert "awaited" not in standby.core.snapshot(standby.now_s)["reason"]
+    assert "awaited" not in standby.core.status(standby.now_s)["reason"]
     standby.ready(A, C)
     assert standby.core.phase is (RunPhase.FINISHED if is_ended else RunPhase.TRAINING)
 

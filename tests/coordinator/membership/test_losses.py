@@ -55,7 +55,7 @@ class TimedCoordinator(ScriptedCoordinator):
         for peer in (A, B, C):
             self.say(peer, m.LinkLatencies(()), 1.0)
         self.ready(3.0, A, B, C)
-        assert self.core.snapshot(1.0)["phase"] == "training"
+        assert self.core.status(1.0)["phase"] == "training"
 
     def ready(self, now_s: float, *peers: m.PeerId) -> None:
         self.pass_to(now_s, *peers)

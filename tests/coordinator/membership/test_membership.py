@@ -182,7 +182,7 @@ def test_a_refused_worker_does_not_define_the_run(wrong: m.Setup) -> None:
 
     effects = set_up(A, wrong)
     assert [message.code for message in sent(effects, m.Refused)]
-    assert core.run.definition is None and not core.snapshot(1.0)["facts"]
+    assert core.run.definition is None and not core.status(1.0)["facts"]
     effects = set_up(B, SETUP)
     assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"] == [
         {"model": "tiny"}
@@ -339,7 +339,7 @@ def test_waiting_workers_learn_how_many_have_joined() -> None:
         effects = core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
         reasons += [message.reason for message in sent(effects, m.RunStateUpdate)]
     core.handle(MessageReceived(A, m.Leave("enough")), 1.0)
-    reasons.append(core.snapshot(1.0)["reason"])
+    reasons.append(core.status(1.0)["reason"])
     assert reasons == [
         "waiting for 3 workers",
         "waiting for 3 workers; 1 of 3 has joined",
@@ -366,7 +366,7 @@ def test_a_suspect_without_progress_is_removed() -> None:
     run.now_s += 3.0
     run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 1), (B,), 5.0, "rank 1 is silent"))
     assert Disconnect(B) in run.effects
-    assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
+    assert [member["name"] for member in run.core.status(run.now_s)["members"]] == ["a", "c"]
     assert [refused.reason for refused in sent(run.effects, m.Refused)] == [
         "made no progress for 16.0 s (limit 5.0 s) while other members waited; its share of a step is 4 "
         "samples"
@@ -384,7 +384,7 @@ def test_a_suspect_without_progress_is_removed() -> None:
 def test_the_reason_of_a_stall_names_members(said: str, shown: str) -> None:
     run = Run(A, B, C)
     run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (B,), 0.0, said))
-    events = run.core.snapshot(run.now_s)["events"]
+    events = run.core.status(run.now_s)["events"]
     logged = [event["reason"] for event in events if event["event"] == "stalled"]
     assert logged == [shown]
     assert {freeze.reason for freeze in sent(run.effects, m.Freeze)} == {f"a reports a stall: {shown}"}
@@ -394,7 +394,7 @@ def test_the_reason_of_a_stall_is_cut_if_names_make_it_too_long() -> None:
     run = Run(A, B, C)
     run.core.run.workers[B].name = "b" * 64
     run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (B,), 0.0, "rank 1 " * 73))
-    assert len(run.core.snapshot(run.now_s)["events"][-1]["reason"]) <= 512 + len("a reports a stall: ")
+    assert len(run.core.status(run.now_s)["events"][-1]["reason"]) <= 512 + len("a reports a stall: ")
     assert all(encode(freeze) for freeze in sent(run.effects, m.Freeze))
 
 
@@ -410,7 +410,7 @@ def test_a_member_that_delays_one_step_three_times_is_removed_although_it_progre
             run.report(B)
             run.start(A, B)
     run.start(A)
-    assert run.core.snapshot(run.now_s)["world_size"] == 1
+    assert run.core.status(run.now_s)["world_size"] == 1
 
 
 def test_a_report_without_a_freeze_changes_nothing() -> None:
@@ -583,7 +583,7 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     assert LogEvent("info", "removed", {"name": "b", "reason": "was put out of the run"}) in effects
     run.report(A)
     run.start(A)
-    assert run.core.snapshot(run.now_s)["world_size"] == 1
+    assert run.core.status(run.now_s)["world_size"] == 1
 
 
 def test_a_removed_worker_that_has_left_is_disconnected() -> None:
@@ -880,7 +880,7 @@ def test_shares_follow_the_speed_that_heartbeats_report() -> None:
     for peer in (A, B, C):
         run.report(peer)
     assert run.core.generation == 2 and run.shares == {A: 40, B: 10, C: 10}
-    assert run.core.snapshot(0.0)["plan_reason"].endswith(
+    assert run.core.status(0.0)["plan_reason"].endswith(
         "60 samples shared by measured speed: a 40 (40/s), b 10 (10/s), c 10 (10/s)"
     )
     run.start(A, B, C)
@@ -917,7 +917,7 @@ def test_an_exaggerated_batch_size_gets_a_bounded_share() -> None:
         run.join(peer, setup=replace(SETUP, batch_size=size))
     assert {x.peer: x.share for x in run.core.run.member_list} == sizes | {C: 512}
     reason = "each worker takes its own batch size, but at most 64 times the median batch size"
-    assert run.core.snapshot(0.0)["plan_reason"].endswith(f"{reason}: c 512 instead of {2**31 - 1}")
+    assert run.core.status(0.0)["plan_reason"].endswith(f"{reason}: c 512 instead of {2**31 - 1}")
 
 
 def test_a_newcomer_that_is_too_slow_for_its_share_gets_a_smaller_one_when_it_rejoins() -> None:
@@ -1091,11 +1091,11 @@ def test_the_coordinator_compares_digests_and_the_minority_is_notified() -> None
     assert not sent(effects, m.ReplicaDiverged)
     effects = run.say(C, m.ReplicaDigest(1, generation, 9, b"same"))
     assert receivers(effects, m.ReplicaDiverged) == [B]
-    assert run.core.snapshot(run.now_s)["drifts"] == 1
+    assert run.core.status(run.now_s)["drifts"] == 1
     for peer, digest in ((A, b"same"), (B, b"other"), (C, b"same")):
         effects = run.say(peer, m.ReplicaDigest(1, generation, 19, digest))
         assert not sent(effects, m.ReplicaDiverged), "it awaits the next generation"
-    assert run.core.snapshot(run.now_s)["drifts"] == 1
+    assert run.core.status(run.now_s)["drifts"] == 1
 
 
 def test_a_diverged_member_is_notified_again_until_it_has_received_the_state() -> None:
@@ -1320,7 +1320,7 @@ def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_w
     assert end(again) == f'the run "r" ends at its next step: {rest}', "no member has reported its step"
     again.say(A, m.Heartbeat(1, 30, 30, ()))
     assert end(again) == f'the run "r" ends at step 30 or a few later: {rest}'
-    status = again.core.snapshot(again.now_s)["reason"]
+    status = again.core.status(again.now_s)["reason"]
     assert status.endswith(f"; its owner has ended the run, which ends at step 30 or a few later: {rest}")
 
 
@@ -1330,7 +1330,7 @@ def test_one_member_alone_cannot_raise_the_step_of_the_run(false: m.Message) -> 
     run = Run(A, B)
     run.say(B, false)
     run.say(A, m.Heartbeat(1, 20, 1, ()))
-    assert run.core.run.highest_step == run.core.snapshot(run.now_s)["step"] == 20
+    assert run.core.run.highest_step == run.core.status(run.now_s)["step"] == 20
     run.say(B, m.Heartbeat(2, 2**63 - 1, 2, ((m.KEPT_STEP, 2.0**60),)))
     run.say(B, m.Leave(""))
     assert run.core.run.highest_step == run.core.run.left_step == 20
@@ -1357,15 +1357,15 @@ def test_the_answer_to_the_owner_of_a_run_with_one_member_is_in_the_singular() -
 
 def test_the_status_says_that_the_owner_has_ended_the_run_until_it_is_finished() -> None:
     run = Run(A, B)
-    assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
+    assert run.core.status(run.now_s)["reason"] == "2 workers since step 0"
     end(run)
-    assert run.core.snapshot(run.now_s)["reason"] == (
+    assert run.core.status(run.now_s)["reason"] == (
         "2 workers since step 0; its owner has ended the run, which ends at step 0 or a few later: its 2 "
         "members write the last checkpoints and the model, and all workers exit"
     )
     run.report(A, B)
     run.ready(A, B)
-    assert run.core.snapshot(run.now_s)["reason"] == "its owner has ended it after 0 steps"
+    assert run.core.status(run.now_s)["reason"] == "its owner has ended it after 0 steps"
 
 
 def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() -> None:
@@ -1387,7 +1387,7 @@ def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() 
         "worker's latest checkpoint, if there is one"
     )
     assert end(run) == f'the run "r" is finished; {missing}; 1 is paused and exits when its pause ends'
-    assert run.core.snapshot(run.now_s)["alert"] == missing
+    assert run.core.status(run.now_s)["alert"] == missing
     run = Run(A, B)
     for peer in (A, B):
         run.say(peer, m.Heartbeat(1, 30, 30, ()), m.TemporaryLeave("on battery"))
@@ -1406,30 +1406,30 @@ def test_the_owner_who_ends_a_run_learns_what_becomes_of_paused_workers() -> Non
 
 def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> None:
     run = Run(A, B)
-    assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
+    assert run.core.status(run.now_s)["reason"] == "2 workers since step 0"
     run.say(A, m.TemporaryLeave("on battery"))
     run.report(B)
     run.start(B)
-    assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
+    assert run.core.status(run.now_s)["reason"] == "1 worker since step 0"
     run.say(B, m.TemporaryLeave("hot"))
     assert run.core.reason == (
         "no connected worker holds the model; the next workers continue from a checkpoint, or start at step "
         "0 if they have none; gridtrain finish ends the run"
     )
-    assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
+    assert run.core.status(run.now_s + 60.0)["reason"] == (
         f"{run.core.reason}; no worker is training: 2 are paused (the last one: hot, for 60 s); training "
         "continues with 2 workers"
     )
     assert "paused" not in run.core.reason, "which stays when the last paused worker has ended"
     run.join(B)
-    assert run.core.snapshot(run.now_s)["reason"].endswith("; 1 of 2 has joined")
+    assert run.core.status(run.now_s)["reason"].endswith("; 1 of 2 has joined")
 
 
 def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_return() -> None:
     run = Run(A)
     run.say(A, m.TemporaryLeave("on battery"))
     again = ScriptedCoordinator(term=2, journal=run.journal)
-    assert again.core.snapshot(0.0)["reason"] == (
+    assert again.core.status(0.0)["reason"] == (
         "no worker held the model when the coordinator restarted; waiting for 1 worker; paused workers "
         "rejoin when they resume"
     )
@@ -1446,17 +1446,17 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
     run = Run(A, B)
     skips(run, A, 30, 30, 30)
     skips(run, B, 31, 31, 31)
-    status = run.core.snapshot(run.now_s)
+    status = run.core.status(run.now_s)
     assert (status["skipped_in_a_row"], status["skipped_samples"]) == (31, 248)
     assert "the last 31 steps were skipped" in status["alert"]
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
-    assert again.core.snapshot(0.0)["alert"] == ""
+    assert again.core.status(0.0)["alert"] == ""
     again.join(A, generation=1)
     skips(again, A, 35, 35, 35)  # type: ignore[arg-type]
-    assert "the last 35 steps were skipped" in again.core.snapshot(again.now_s)["alert"]
+    assert "the last 35 steps were skipped" in again.core.status(again.now_s)["alert"]
     skips(run, A, 36, 0, 35)
     skips(run, B, 36, 0, 35)
-    status = run.core.snapshot(run.now_s)
+    status = run.core.status(run.now_s)
     assert (status["alert"], status["skipped_in_a_row"], status["skipped_samples"]) == ("", 0, 280)
 
 
@@ -1470,12 +1470,12 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
 )
 def test_the_status_has_the_length_of_the_run(spec: m.LedgerSpec, length: dict[str, int | None]) -> None:
     run = ScriptedCoordinator()
-    assert dict.fromkeys(length).items() <= run.core.snapshot(0.0).items(), "not known yet"
+    assert dict.fromkeys(length).items() <= run.core.status(0.0).items(), "not known yet"
     run.join(A, setup=replace(SETUP, ledger=spec))
     run.pass_to(100.0, A)
     run.start(A)
     run.say(A, m.Heartbeat(1, 5, 5, ()))
-    assert (length | {"step": 5, "samples": 20}).items() <= run.core.snapshot(run.now_s).items()
+    assert (length | {"step": 5, "samples": 20}).items() <= run.core.status(run.now_s).items()
 
 
 @pytest.mark.parametrize(
@@ -1500,7 +1500,7 @@ def test_the_status_says_that_no_member_makes_progress(
         run.now_s += in_s
         run.say(A, m.Heartbeat(1, 7, 3, figures))
         run.say(B, m.Heartbeat(1, 7, progress, figures))
-        return str(run.core.snapshot(run.now_s)["alert"])
+        return str(run.core.status(run.now_s)["alert"])
 
     assert alert(3) == ""
     assert alert(3, in_s=after_s) == (said and f"{said}: check that the training loop of a, b continues")
@@ -1550,10 +1550,10 @@ def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:
     assert "; 240 of 240 samples of the first 30 steps were in skipped steps" in answer, "it is not over"
     run.report(A)
     run.ready(A)
-    status = run.core.snapshot(run.now_s)
+    status = run.core.status(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")
     run.say(A, m.Leave("its run is finished"))
-    assert run.core.snapshot(run.now_s)["skipped_samples"] == 240, "as when the last member left"
+    assert run.core.status(run.now_s)["skipped_samples"] == 240, "as when the last member left"
     assert status["reason"].startswith(
         "its owner has ended it after 30 steps; nothing was learned: 240 of 240 samples were in skipped "
         "steps, because"
@@ -1564,19 +1564,19 @@ def test_the_counts_of_skipped_steps_stay_without_a_look_at_them_before_the_memb
     run = Run(A)
     skips(run, A, 30, 30, 30)
     run.say(A, m.Leave("Ctrl-C"))
-    assert run.core.snapshot(run.now_s)["skipped_samples"] == 240
+    assert run.core.status(run.now_s)["skipped_samples"] == 240
 
 
 def test_a_member_that_says_too_early_that_it_could_not_write_the_model_is_not_believed() -> None:
     run = Run(A, B)
     run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
-    assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    assert "model_not_written" not in [event["event"] for event in run.core.status(run.now_s)["events"]]
 
 
 def test_a_worker_that_repeats_that_it_has_finished_is_logged_once() -> None:
     run = Run(A, B)
     run.say(A, *[m.RunFinished(9, b"history")] * 3)
-    events = [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    events = [event["event"] for event in run.core.status(run.now_s)["events"]]
     assert events.count("worker_finished") == 1
 
 
@@ -1584,8 +1584,8 @@ def test_a_member_that_does_not_write_the_model_cannot_say_that_it_is_missing() 
     run = Run(A, B)
     run.say(A, m.RunFinished(9, b"history"))
     run.say(B, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
-    assert run.core.phase is RunPhase.FINISHED and run.core.snapshot(run.now_s)["alert"] == ""
-    assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    assert run.core.phase is RunPhase.FINISHED and run.core.status(run.now_s)["alert"] == ""
+    assert "model_not_written" not in [event["event"] for event in run.core.status(run.now_s)["events"]]
 
 
 def test_the_status_of_a_finished_run_names_the_member_that_tries_again_to_write_the_model() -> None:
@@ -1599,9 +1599,9 @@ def test_the_status_of_a_finished_run_names_the_member_that_tries_again_to_write
         (A, 2.0, "the final model is not written yet: a"),
     ):
         run.say(peer, m.Heartbeat(1, 10, 10, ((m.EXPORT_ATTEMPTS, attempts),)))
-        assert run.core.snapshot(run.now_s)["alert"].partition(" could")[0] == alert
+        assert run.core.status(run.now_s)["alert"].partition(" could")[0] == alert
     run.say(A, m.Heartbeat(2, 10, 10, ((m.EXPORT_ATTEMPTS, 0.0),)))
-    assert run.core.snapshot(run.now_s)["alert"] == ""
+    assert run.core.status(run.now_s)["alert"] == ""
 
 
 def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
@@ -1610,24 +1610,24 @@ def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
     run.report(A)
     run.ready(A)
     run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
-    assert run.core.snapshot(run.now_s)["alert"] == (
+    assert run.core.status(run.now_s)["alert"] == (
         "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
         "latest checkpoint, if there is one"
     )
     assert recover_run(run.journal).end_reason == (
-        "its owner has ended it after 0 steps; " + run.core.snapshot(run.now_s)["alert"]
+        "its owner has ended it after 0 steps; " + run.core.status(run.now_s)["alert"]
     ), "also after a restart"
 
 
 def test_the_final_model_is_not_missed_if_the_next_generation_writes_it() -> None:
     run = Run(A, B)
     run.say(A, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
-    assert "model_not_written" in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
-    assert run.core.snapshot(run.now_s)["alert"] == ""
+    assert "model_not_written" in [event["event"] for event in run.core.status(run.now_s)["events"]]
+    assert run.core.status(run.now_s)["alert"] == ""
     run.report(B)
     run.ready(B)
     run.say(B, m.RunFinished(9, b"history"))
-    status = run.core.snapshot(run.now_s)
+    status = run.core.status(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")
 
 
@@ -1701,7 +1701,7 @@ def test_a_worker_that_left_last_is_awaited_with_its_checkpoint(returns: bool, r
     joined_s = run.now_s
     advance_until(run, joined_s + 50.0)
     assert run.core.generation == generation, "B alone would lose 65 steps"
-    said = run.core.snapshot(run.now_s)["reason"]
+    said = run.core.status(run.now_s)["reason"]
     assert re.search(r"; awaiting a worker with the checkpoint of step 105, for at most \d+ s$", said), said
     if returns:
         restart(run, A, step=105)
@@ -1859,7 +1859,7 @@ def test_a_checkpoint_is_not_awaited_once_the_owner_has_ended_the_run() -> None:
     leave(run)
     end(run)
     assert run.core.run.is_finished
-    assert "awaiting" not in run.core.snapshot(run.now_s)["reason"]
+    assert "awaiting" not in run.core.status(run.now_s)["reason"]
     assert not run.core.run.awaits_left_step
 
 
@@ -1882,7 +1882,7 @@ def test_a_paused_run_ends_with_the_model_of_its_latest_checkpoint() -> None:
         run.tick()
     assert (run.roster, run.view.applied, run.view.reason) == ("a b", 99, "the run's owner has ended the run")
     run.ready(A, B)
-    status = run.core.snapshot(run.now_s)
+    status = run.core.status(run.now_s)
     assert (status["phase"], status["alert"], status["step"]) == ("finished", "", 100)
     assert status["reason"] == "its owner has ended it after 100 steps"
 
@@ -1905,7 +1905,7 @@ def test_a_run_that_waits_for_workers_ends_with_the_model_of_their_latest_checkp
     restart(run, B, is_admitted=False, step=1200)
     said = "ends when its workers are admitted, with the model of step 1,200"
     assert end(run) == f'the run "r" {said}'
-    assert run.core.snapshot(run.now_s)["reason"].endswith(f"; its owner has ended the run, which {said}")
+    assert run.core.status(run.now_s)["reason"].endswith(f"; its owner has ended the run, which {said}")
     assert run.roster == ""
     while not run.roster:
         run.now_s = max(run.now_s, run.core.deadline_s)

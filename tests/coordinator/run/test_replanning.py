@@ -105,7 +105,7 @@ def test_changed_links_lead_to_another_order_but_not_at_once(
     run.next_generation()
     # B's only good link is to C: one of its two partners is still behind a thin one, the other one is C.
     assert run.order.index("b") ^ run.order.index("c") in (1, 2)
-    assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert "predicted time" in run.core.status(run.now_s)["plan_reason"]
     assert run.heartbeat_until_frozen(100.0) == "", "the same links do not lead to a further one"
 
 
@@ -115,7 +115,7 @@ def test_in_a_ring_workers_that_need_no_relay_are_neighbours() -> None:
     hosts = {A: "198.51.100.1", B: "198.51.100.2", C: "198.51.100.1", D: "198.51.100.4"}
     run = Run(setup=ring, hosts=hosts)
     assert run.order == "abdc", "in join order a and c are opposite"
-    relayed = [tuple(row[:2]) for row in run.core.snapshot(run.now_s)["relayed"]]
+    relayed = [tuple(row[:2]) for row in run.core.status(run.now_s)["relayed"]]
     assert relayed == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)], "all pairs but that of a and c"
 
 
@@ -149,9 +149,9 @@ def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generat
     run.next_generation()
     share = run.entries_shares[C]
     assert 16 <= share < 128 and [run.entries_shares[peer] for peer in (A, B, D)] == [m.WHOLE_SHARE] * 3
-    snapshot = run.core.snapshot(run.now_s)
-    assert f"c {share / 256:.0%} of k (upload 4 Mbit/s)" in snapshot["entry_shares_reason"]
-    assert snapshot["entry_shares_reason"] in snapshot["plan_reason"]
+    status = run.core.status(run.now_s)
+    assert f"c {share / 256:.0%} of k (upload 4 Mbit/s)" in status["entry_shares_reason"]
+    assert status["entry_shares_reason"] in status["plan_reason"]
     assert run.heartbeat_until_frozen(100.0) == "", "the same rates change nothing further"
 
     journalled = json.loads(json.dumps(generation_entry(run.view, run.core.run.member_list)))
@@ -168,7 +168,7 @@ def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generat
     assert run.heartbeat_until_frozen(200.0).startswith("links have changed: ")
     run.next_generation()
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
-    assert run.core.snapshot(run.now_s)["entry_shares_reason"] == ""
+    assert run.core.status(run.now_s)["entry_shares_reason"] == ""
 
 
 def test_after_a_loss_few_orders_are_tried_at_once_and_the_others_later(
@@ -193,7 +193,7 @@ def test_after_a_loss_few_orders_are_tried_at_once_and_the_others_later(
     assert searched == [(3, True)]
     assert (
         set(run.entries_shares.values()) == {m.WHOLE_SHARE}
-        and "of k" not in run.core.snapshot(run.now_s)["plan_reason"]
+        and "of k" not in run.core.status(run.now_s)["plan_reason"]
     )
     run.start(A, B, C)
     lost_s = run.now_s
@@ -331,7 +331,7 @@ def test_with_ranks_in_the_order_of_joining_links_change_nothing() -> None:
     run.rates({frozenset((A, B))})
     assert run.heartbeat_until_frozen(100.0) == ""
     run.say(D, m.Leave("enough"))
-    assert run.order == "abcd" and "as configured" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert run.order == "abcd" and "as configured" in run.core.status(run.now_s)["plan_reason"]
     assert run.core._planner.link_cost(PEERS, run.now_s) is None
     assert Run().core._planner.link_cost(PEERS, 9.0) is not None
     assert Run().core._planner.link_cost(PEERS[:2], 9.0) is None

@@ -33,12 +33,14 @@ def test_each_phase_accepts_its_own_answers() -> None:
     change = ViewChange()
     report = m.FreezeReport(1, 1, True, 0, b"", m.LedgerState(), None, b"", 0)
     assert change.is_idle and not change.has_installed and change.deadline_s == math.inf
-    change.record_report(A, report)
+    change.record_freeze_report(A, report)
     change.begin_freezing(7.0)
-    assert change.is_freezing and not change.is_idle and change.deadline_s == 7.0 and not change.reports
-    change.record_report(A, report)
-    change.discard_report(A)
-    assert not change.reports
+    assert (
+        change.is_freezing and not change.is_idle and change.deadline_s == 7.0 and not change.freeze_reports
+    )
+    change.record_freeze_report(A, report)
+    change.discard_freeze_report(A)
+    assert not change.freeze_reports
     change.record_ready(A, b"h")
     change.begin_forming(9.0, 5.0)
     assert change.is_forming and change.has_installed and not change.ready_histories

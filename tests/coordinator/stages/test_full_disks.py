@@ -48,7 +48,7 @@ def join(run: StagedRun, peer: m.PeerId) -> None:
     run.join(peer)
     run.now_s += 2.0
     run.core.tick(run.now_s)
-    if run.last_sent(A, m.Freeze) or not run.core.run.view_change.reports:
+    if run.last_sent(A, m.Freeze) or not run.core.run.view_change.freeze_reports:
         report_memory(run, A, A_HAS)
         report_memory(run, C, C_HAS)
 

@@ -90,7 +90,7 @@ def test_a_standby_replaces_a_lost_member_and_gets_the_state_from_its_replica() 
     source = run.core.run.member_list[after[standby].donor].peer
     assert before[source] == 1 and not after[source].joining
     name = standby[:1].decode()
-    assert f"{name} gets stage 1 from {source[:1].decode()}" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert f"{name} gets stage 1 from {source[:1].decode()}" in run.core.status(run.now_s)["plan_reason"]
 
 
 def test_without_a_standby_the_others_continue_with_one_replica_less() -> None:
@@ -120,14 +120,14 @@ def test_a_run_with_fewer_members_than_stages_pauses_with_a_reason() -> None:
     run = StagedRun(4, A, B, C, D)
     run.lose(C)
     run.report(A, B, D)
-    snapshot = run.core.snapshot(run.now_s)
-    assert snapshot["phase"] == "paused"
-    assert snapshot["reason"] == (
+    status = run.core.status(run.now_s)
+    assert status["phase"] == "paused"
+    assert status["reason"] == (
         "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; training continues when one "
         "joins; training stopped because c lost its connection and did not reconnect"
     )
     messages = sent(run.seen, to=A)
-    assert m.RunStateUpdate("paused", snapshot["reason"]) in messages
+    assert m.RunStateUpdate("paused", status["reason"]) in messages
     assert run.core.deadline_s > run.now_s, "no busy loop"
     run.say(D, m.Leave("Ctrl-C"))
     assert run.core.reason == (
@@ -189,7 +189,7 @@ def test_a_run_without_a_stage_rolls_back_to_the_latest_whole_step() -> None:
     assert note.fields == {"from": 24, "to": 10, "at_least": False}
     journalled = [body["rollback"] for _, body in run.journal if "rollback" in body]
     assert journalled == [{"from": 24, "to": 10, "at_least": False}]
-    assert run.core.snapshot(run.now_s)["step"] == 10
+    assert run.core.status(run.now_s)["step"] == 10
 
 
 def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
@@ -274,7 +274,7 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
         (refused,) = sent(run.effects, m.Refused, to=peer)
         assert refused.code == "finished" and refused.reason.endswith(MISSING)
     assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
-    assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
+    assert run.core.status(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
     assert recover_run(run.journal).end_reason == (
         f"its owner has ended it after 13 steps; the final model was not written: {MISSING}"
     ), "also after a restart"
@@ -331,7 +331,7 @@ def test_a_part_of_the_model_that_a_worker_could_not_write_needs_the_state_folde
     run.say(B, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
     (note,) = run.notes("model_not_written")
     assert note.fields["remedy"] == MISSING.partition("; ")[2]
-    assert run.core.snapshot(run.now_s)["alert"] == (
+    assert run.core.status(run.now_s)["alert"] == (
         f"the final model was not written: b: its disk is full; {note.fields['remedy']}"
     )
 
@@ -682,7 +682,7 @@ def test_a_run_that_its_owner_ends_waits_for_workers_that_left(event: str) -> No
     )
     waits = "ends in 60 s without a model, unless workers with the missing part join first"
     assert end(run) == f'the run "r" {waits}: {cause}'
-    assert run.core.snapshot(run.now_s)["reason"].endswith(
+    assert run.core.status(run.now_s)["reason"].endswith(
         f"; its owner has ended the run, which {waits}: {cause}"
     )
     run.tick(50)
@@ -691,7 +691,7 @@ def test_a_run_that_its_owner_ends_waits_for_workers_that_left(event: str) -> No
         run.join(B)
     elif event == "kick":
         run.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
-        assert "ends in 15 s with the model of step 10" in run.core.snapshot(run.now_s)["reason"]
+        assert "ends in 15 s with the model of step 10" in run.core.status(run.now_s)["reason"]
         run.tick(15)
     else:
         run.tick(10)

@@ -172,20 +172,20 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_are_standbys()
     assert run.roster == "a b" and run.standbys == "c"
     shares = [member.share for member in run.core.run.member_list]
     assert shares == [4, 0]
-    snapshot = run.core.snapshot(run.now_s)
-    rows = {row["name"]: row for row in snapshot["members"]}
+    status = run.core.status(run.now_s)
+    rows = {row["name"]: row for row in status["members"]}
     assert (rows["a"]["stage"], rows["b"]["stage"], rows["c"]["stage"]) == (0, 1, None)
     assert rows["c"]["state"] == "spare" and "2 stages x 1 replica use 2 workers" in rows["c"]["spare"]
-    assert snapshot["stages"] == 2
+    assert status["stages"] == 2
 
 
 def test_the_status_of_a_repartitioned_run_has_the_present_stages() -> None:
     run = repartitioned_without_b()
-    snapshot = run.core.snapshot(run.now_s)
-    assert snapshot["stages"] == 2
-    assert snapshot["facts"]["exchange"].endswith("; now 2 stages cut at [0, 3, 6]")
+    status = run.core.status(run.now_s)
+    assert status["stages"] == 2
+    assert status["facts"]["exchange"].endswith("; now 2 stages cut at [0, 3, 6]")
     run = StagedRun(2, A, B)
-    assert "now" not in run.core.snapshot(run.now_s)["facts"].get("exchange", "")
+    assert "now" not in run.core.status(run.now_s)["facts"].get("exchange", "")
 
 
 def test_standbys_make_no_generation_until_there_is_one_for_each_stage() -> None:
@@ -203,9 +203,9 @@ def test_standbys_make_no_generation_until_there_is_one_for_each_stage() -> None
 
 def test_a_run_with_fewer_workers_than_stages_waits() -> None:
     run = StagedRun(3, A, B, start=False)
-    snapshot = run.core.snapshot(run.now_s)
-    assert (snapshot["phase"], snapshot["generation"]) == ("waiting", 0)
-    assert snapshot["reason"] == "waiting for 3 workers, one for each stage of the model; 2 of 3 have joined"
+    status = run.core.status(run.now_s)
+    assert (status["phase"], status["generation"]) == ("waiting", 0)
+    assert status["reason"] == "waiting for 3 workers, one for each stage of the model; 2 of 3 have joined"
     run.join(C)
     assert run.roster == "a b c"
 
@@ -490,8 +490,8 @@ def test_a_report_of_an_impossible_generation_pauses_the_run() -> None:
     run = StagedRun(2, start=False)
     run.join(A)
     run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4), (C, 4))))
-    snapshot = run.core.snapshot(run.now_s)
-    assert snapshot["world_size"] == 3 and snapshot["phase"] == "paused"
+    status = run.core.status(run.now_s)
+    assert status["world_size"] == 3 and status["phase"] == "paused"
     assert group_by_stage([1, 2, 3], 2) == [[1, 2, 3]] and group_by_stage([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
 
 
@@ -504,7 +504,7 @@ def test_a_report_of_a_partition_that_does_not_fit_the_model_is_a_violation(
     run = StagedRun(stages, *(A, B, C)[:stages])
     effects = run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), bounds))
     assert any(isinstance(effect, RecordViolation) for effect in effects)
-    assert run.core.snapshot(run.now_s)["stages"] == stages
+    assert run.core.status(run.now_s)["stages"] == stages
 
 
 def test_a_report_before_the_run_is_defined_does_not_partition_the_model() -> None:
@@ -512,12 +512,12 @@ def test_a_report_before_the_run_is_defined_does_not_partition_the_model() -> No
     run = StagedRun(1, start=False)
     run.say(A, m.Join("r", "a", "memory://a"))
     run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (C, 4)), (0, 3, 6)))
-    assert run.core.snapshot(run.now_s)["stages"] == 2, "as A reported"
+    assert run.core.status(run.now_s)["stages"] == 2, "as A reported"
     run.join(A)
-    assert run.core.snapshot(run.now_s)["stages"] == 1
+    assert run.core.status(run.now_s)["stages"] == 1
     run.say(B, m.Join("r", "b", "memory://b"))
     run.say(B, m.CurrentGeneration(1, 6, ((B, 4),), ()))
-    assert run.core.snapshot(run.now_s)["world_size"] == 1, "A's report is dropped"
+    assert run.core.status(run.now_s)["world_size"] == 1, "A's report is dropped"
 
 
 @pytest.mark.parametrize("bounds", [(0,), (5,), (1, 2), (0, 2, 2), (0, 3, 1)])
@@ -526,7 +526,7 @@ def test_a_report_of_impossible_bounds_is_a_violation(bounds: tuple[int, ...]) -
     run.join(A)
     effects = run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), bounds))
     assert any(isinstance(effect, RecordViolation) for effect in effects)
-    assert run.core.snapshot(run.now_s)["world_size"] == 0
+    assert run.core.status(run.now_s)["world_size"] == 0
 
 
 def test_a_partition_that_does_not_fit_is_searched_once_for_the_same_workers_and_setup(

@@ -345,7 +345,7 @@ def test_a_model_overwritten_by_another_state_cannot_start_the_run(is_loaded: bo
 
 
 @pytest.mark.parametrize(
-    "event", [ev.SnapshotLoading(), ev.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
+    "event", [ev.StateSnapshotLoading(), ev.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
 )
 def test_catch_up_replaces_the_state_of_a_checkpoint(event: ev.MemberEvent) -> None:
     """After a pause at step 100 it catches up to step 140; its checkpoint of step 100 no longer counts."""

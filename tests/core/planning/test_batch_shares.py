@@ -16,6 +16,7 @@ from gridtrain.core.planning.batch_shares import (
     SECONDS_FIGURE,
     WorkerSpeeds,
     divide_samples,
+    seconds_per_sample,
     slowest_compute_s,
 )
 
@@ -326,3 +327,9 @@ def test_a_group_that_is_too_small_for_its_limits_says_so() -> None:
         "16 samples in equal shares: too little computing was measured to compare speeds; too few workers, "
         "so max_batch_size is exceeded: ann 8 instead of at most 2, bob 8 instead of at most 2"
     )
+
+
+def test_seconds_per_sample_are_read_from_figures() -> None:
+    assert seconds_per_sample({"computed_samples": 40.0, "computed_s": 2.0}) == 0.05
+    for odd in ({}, {"computed_samples": 4.0}, {"computed_samples": float("nan"), "computed_s": 1.0}):
+        assert seconds_per_sample(odd) == 0.0

@@ -9,10 +9,7 @@ import pytest
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps
 from gridtrain.core import messages as m
 from gridtrain.core.planning import exchange_choice
-from gridtrain.core.planning.exchange_choice import (
-    ExchangeChoice,
-    seconds_per_sample,
-)
+from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.core.planning.exchange_facts import exchange_of, local_steps_of, parameter_count
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.workload import ExchangeKind
@@ -282,10 +279,7 @@ def test_dense_is_chosen_for_a_model_of_unknown_size() -> None:
     assert exchanging.chosen == Dense() and "size is not known" in exchanging.description
 
 
-def test_seconds_per_sample_are_read_from_figures() -> None:
-    assert seconds_per_sample({"computed_samples": 40.0, "computed_s": 2.0}) == 0.05
-    for odd in ({}, {"computed_samples": 4.0}, {"computed_samples": float("nan"), "computed_s": 1.0}):
-        assert seconds_per_sample(odd) == 0.0
+def test_the_number_of_parameters_is_read_from_facts() -> None:
     assert parameter_count(dict(setup_of(5).facts)) == 5
 
 

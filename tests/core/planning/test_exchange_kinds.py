@@ -13,8 +13,9 @@ import gridtrain
 from gridtrain.cli.main import cli
 from gridtrain.cli.plan import plan
 from gridtrain.config import Exchange
-from gridtrain.core.planning.exchange_comparison import estimate_exchange, recommend_local_steps
 from gridtrain.core.planning.exchange_facts import parse_exchange, workload_of
+from gridtrain.core.planning.exchange_recommendation import estimate_exchange
+from gridtrain.core.planning.local_steps_proposal import recommend_local_steps
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
 from gridtrain.training.exchangers import neighbours_of

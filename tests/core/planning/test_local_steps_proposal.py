@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 import gridtrain
-from gridtrain.core.planning.exchange_comparison import estimate_exchange, recommend_local_steps
-from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+from gridtrain.core.planning.exchange_recommendation import estimate_exchange
+from gridtrain.core.planning.local_steps_proposal import propose_local_steps, recommend_local_steps
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from simulation.virtual_exchange import simulate_exchange
 
 from gridtrain.core.planning import rank_order_search
-from gridtrain.core.planning.exchange_comparison import (
+from gridtrain.core.planning.exchange_recommendation import (
     ExchangeEstimate,
     estimate_exchange,
     recommend_exchange,

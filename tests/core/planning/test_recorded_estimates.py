@@ -9,7 +9,7 @@ import pytest
 from rank_orders import plan_rank_order, reorder_reason
 from recorded_results import compare
 
-from gridtrain.core.planning import exchange_comparison, workload
+from gridtrain.core.planning import exchange_recommendation, workload
 from gridtrain.core.planning.batch_shares import divide_samples
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
@@ -121,7 +121,9 @@ def test_steps_with_each_exchange_are_as_recorded(kind: ExchangeKind) -> None:
     random, found, load = Random(2), [], Workload(kind, 400_000, 0.01)
     for size, compute_s in COMPARED:
         network = drawn_network(random, size)
-        one = exchange_comparison.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
+        one = exchange_recommendation.estimate_exchange(
+            load, network, CPU, compute_s, local_steps=1 + size % 3
+        )
         found.append((one.step_s, one.efficiency, one.speedup))
     compare(RECORDED, f"steps {kind.value}", found)
 
@@ -132,11 +134,11 @@ def test_choices_are_as_recorded() -> None:
     for size, compute_s in COMPARED:
         network = drawn_network(random, size)
         each = [
-            exchange_comparison.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
+            exchange_recommendation.estimate_exchange(load, network, CPU, compute_s, local_steps=1 + size % 3)
             for load in loads
         ]
-        best = exchange_comparison.estimate_best_order(loads[0], network, CPU, compute_s)
-        chosen = exchange_comparison.recommend_exchange(each).best.load.kind
+        best = exchange_recommendation.estimate_best_order(loads[0], network, CPU, compute_s)
+        chosen = exchange_recommendation.recommend_exchange(each).best.load.kind
         topology = choose_topology(loads[0], size, network, True)
         found.append(((best.step_s, best.efficiency, best.speedup), chosen, topology))
     compare(RECORDED, "choices", found)

@@ -232,16 +232,16 @@ def formed(*behind_nat: bytes) -> Membership:
 def test_the_view_names_the_topology_and_the_status_its_reason() -> None:
     core = formed()
     assert core.run.view is not None and core.run.view.exchange == DIRECT_DENSE
-    snapshot = core.snapshot(100.0)
-    assert "direct: 482304 bytes is small" in snapshot["plan_reason"]
-    assert snapshot["facts"]["exchange"] == DIRECT_DENSE
+    status = core.status(100.0)
+    assert "direct: 482304 bytes is small" in status["plan_reason"]
+    assert status["facts"]["exchange"] == DIRECT_DENSE
 
 
 def test_two_members_that_cannot_be_dialled_lead_to_a_ring() -> None:
     one, two = formed(A), formed(A, C)
     assert one.run.view is not None and one.run.view.exchange == DIRECT_DENSE, "A dials the others"
     assert two.run.view is not None and two.run.view.exchange == ""
-    assert "some members cannot connect directly" in two.snapshot(100.0)["plan_reason"]
+    assert "some members cannot connect directly" in two.status(100.0)["plan_reason"]
 
 
 def test_the_topology_is_in_the_journal() -> None:

@@ -22,7 +22,7 @@ from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.catch_up_receiver import (
     CatchUpReceiver,
     ReplayWork,
-    SnapshotWork,
+    StateSnapshotWork,
     progress_line,
 )
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
@@ -75,7 +75,7 @@ class Source:
 
     def __init__(self, latest: int = 11) -> None:
         self.catch_up = CatchUpSource(None, lambda call: call())
-        self.catch_up.set_receivers(ev.TakeSnapshot(4, (A,)))
+        self.catch_up.set_receivers(ev.TakeStateSnapshot(4, (A,)))
         self.catch_up._snapshot_sender.store(StateSnapshot.build(*START, b"own", COMMON))
         for update in STEPS:
             if update.step <= latest:
@@ -142,7 +142,7 @@ def test_the_snapshot_is_loaded_and_then_the_voted_updates_are_replayed() -> Non
             receiver.finish_work(work)
     snapshot, *replayed = done
     assert (
-        isinstance(snapshot, SnapshotWork)
+        isinstance(snapshot, StateSnapshotWork)
         and bytes(snapshot.shared_part) == COMMON
         and bytes(snapshot.private_part) == b"own"
     )
@@ -229,7 +229,7 @@ def test_repeated_requests_are_limited(request_: m.Message, answers: int) -> Non
 def test_a_worker_that_no_longer_catches_up_gets_no_updates() -> None:
     source = Source(latest=8)
     source.answers([(A, m.UpdatesRequest(4))])
-    source.catch_up.set_receivers(ev.TakeSnapshot(-1, ()))
+    source.catch_up.set_receivers(ev.TakeStateSnapshot(-1, ()))
     source.catch_up.record_step(STEPS[4], N)
     assert source.answers([]) == []
 

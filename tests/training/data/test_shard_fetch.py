@@ -23,7 +23,7 @@ import gridtrain
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_fetch
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, Attempts, ServerBusy, refuse_credentials
+from gridtrain.training.data.shard_fetch import RETRY_AFTER_S, FetchRetries, ServerBusy, refuse_credentials
 from gridtrain.training.data.shard_files import ShardCache, ShardFile, expand, public_name
 from gridtrain.training.data.shard_index import ShardIndex, build_index, read_index, write_index
 
@@ -213,11 +213,11 @@ def test_a_busy_server_is_asked_again_when_it_says(
     ],
 )
 def test_an_outage_of_ten_minutes_is_endured(error: Exception, waits_s: list[int]) -> None:
-    attempts, found = Attempts("https://host/a.txt", RETRY_AFTER_S), []
+    retries, found = FetchRetries("https://host/a.txt", RETRY_AFTER_S), []
     count = f"in {len(waits_s) + 1} attempts" if waits_s else "another attempt would also fail"
     with pytest.raises(DataError, match=count):
         while len(found) < 100:
-            found.append(attempts.wait_after(error, 0))
+            found.append(retries.wait_after(error, 0))
     assert found == waits_s
 
 

@@ -238,7 +238,7 @@ class CoordinatorHarness:
                     self.views.pop(peer, None)
 
     def look(self) -> None:
-        status = json.dumps(self.core.snapshot(self.now_s))
+        status = json.dumps(self.core.status(self.now_s))
         must(len(status) < MAX_SNAPSHOT_BYTES, "the status has no bound")
 
     def sent(self, peer: m.PeerId, message: m.Message) -> None:

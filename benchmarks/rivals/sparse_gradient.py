@@ -1,4 +1,4 @@
-"""The sparse gradient of a rank (k random entries of n, others on each rank), and gTop-k's published merge.
+"""The sparse gradient of a rank (k random entries of n), gTop-k's published merge, and checks of results.
 
 2 k int32:  | k indices, ascending | k float32 values, bit for bit |
 """

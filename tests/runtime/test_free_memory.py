@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.runtime.host_memory import free_memory_bytes
+from gridtrain.runtime.free_memory import free_memory_bytes
 
 
 def machine(folder: Path, available: str, **group: str) -> Path:

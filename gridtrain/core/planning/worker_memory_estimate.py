@@ -1,4 +1,4 @@
-"""Estimates the memory of a worker, in bytes per trainable parameter, for `gridtrain plan` and pipelines.
+"""Predicts the memory that a worker needs, in bytes per trainable parameter, before anything is allocated.
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps,
                           update log
@@ -7,7 +7,8 @@
     for a checkpoint      a copy of the state and the residual, until they are written
 
 Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
-included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
+included.  `tests/sdk/test_worker_memory_estimate.py` compares these figures with the memory of real workers.
+`core.stages.stage_cost` predicts the memory of a stage, and `pipeline.memory_meters` measures it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class WorkerMemory:
         return float(sum(getattr(self, each.name) for each in fields(self)))
 
 
-def worker_memory(
+def estimate_worker_memory(
     wire: Exchange,
     *,
     parameters: int,

@@ -25,11 +25,11 @@ class _StatusReader:
 
     def take_orders(self) -> Iterator[Any]:
         while not self.asked.empty():
-            self.asked.get().set_result(self._coordinator.snapshot())
+            self.asked.get().set_result(self._coordinator.status())
         return iter(())
 
 
-def snapshot_of(group: LocalGroup) -> dict[str, Any]:
+def status_of(group: LocalGroup) -> dict[str, Any]:
     """Return the phase, the members and the latest events of a group, also before and after its run."""
     coordinator, answer = group.coordinator, Future[dict[str, Any]]()
     with _attaching:
@@ -42,4 +42,4 @@ def snapshot_of(group: LocalGroup) -> dict[str, Any]:
             return answer.result(0.05)
         except TimeoutError:
             continue
-    return coordinator.snapshot()
+    return coordinator.status()

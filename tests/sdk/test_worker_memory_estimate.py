@@ -1,4 +1,4 @@
-"""The memory of real workers, counted tensor by tensor and array by array, against `worker_memory`.
+"""The memory of real workers, counted tensor by tensor and array by array, against `estimate_worker_memory`.
 
 Two workers in one process stop at the same points, so that each number is twice that of one worker.
 """
@@ -19,7 +19,11 @@ from torch import nn
 import gridtrain
 from gridtrain.config import JoinConfig
 from gridtrain.core.group.member_events import ResolveRound
-from gridtrain.core.planning.worker_memory import MAX_LOGGED_BYTES, MAX_LOGGED_STEPS, worker_memory
+from gridtrain.core.planning.worker_memory_estimate import (
+    MAX_LOGGED_BYTES,
+    MAX_LOGGED_STEPS,
+    estimate_worker_memory,
+)
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.step_rounds import StepRounds
@@ -132,7 +136,7 @@ def test_workers_use_as_much_memory_as_the_table_says(
     local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
     wire = exchange if local is None else local.exchange
     size = {"parameters": N, "workers": WORKERS, "optimizer_values": values}
-    documented = worker_memory(wire, **size, local=local, logged_steps=STEPS)
+    documented = estimate_worker_memory(wire, **size, local=local, logged_steps=STEPS)
     assert found["always"] == pytest.approx(documented.always, abs=0.3)
     assert found["state"] - found["always"] == pytest.approx(documented.state, abs=0.05)
     assert found["checkpoint"] - found["always"] == pytest.approx(documented.checkpoint, abs=0.05)
@@ -151,7 +155,7 @@ def test_the_documented_table_is_that_of_the_function() -> None:
         exchange = eval(text, vars(gridtrain))  # in this repository's own document
         local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
         wire = exchange if local is None else local.exchange
-        found = worker_memory(wire, parameters=10**8, workers=4, optimizer_values=0, local=local)
+        found = estimate_worker_memory(wire, parameters=10**8, workers=4, optimizer_values=0, local=local)
         figures = (found.flat_gradient, found.residual, found.local_steps, found.exchange)
         assert cells == [f"{figure:.3g}" for figure in figures], text
 

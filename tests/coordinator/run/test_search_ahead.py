@@ -1,4 +1,4 @@
-"""No rank orders are searched while members are frozen: the plan is prepared before, or few orders are tried.
+"""No rank orders are searched while members are frozen: the plan is searched before, or few orders are tried.
 
     train --whole search--> Freeze --reports: counted here--> MembershipView
 
@@ -144,7 +144,7 @@ def test_after_a_loss_and_a_return_members_wait_for_few_orders(exchange: str, co
     admit(run, counter)
 
 
-def test_of_a_prepared_plan_that_no_longer_fits_nothing_is_used(counter: Counter) -> None:
+def test_of_a_plan_found_ahead_that_no_longer_fits_nothing_is_used(counter: Counter) -> None:
     """One of the members is lost after the Freeze: the order for seven is not that for six."""
     run = Group("gtopk")
     run.enter(G)
@@ -156,7 +156,7 @@ def test_of_a_prepared_plan_that_no_longer_fits_nothing_is_used(counter: Counter
     assert run.core._planner._is_search_due
 
 
-def test_a_prepared_plan_is_not_used_after_links_have_changed(counter: Counter) -> None:
+def test_a_plan_found_ahead_is_not_used_after_links_have_changed(counter: Counter) -> None:
     run = Group("gtopk")
     run.enter(G)
     run.beat_until_frozen()
@@ -241,7 +241,7 @@ def test_members_that_have_not_sent_their_setup_again_are_not_planned_with() -> 
         run.join(peer, generation=before.core.generation, setup=None)
     run.tick(run.core.run.limits.settle_s)
     assert run.core.run.view_change.is_freezing
-    assert run.core._planner._prepared is None
+    assert run.core._planner._found is None
 
 
 def test_a_pipeline_that_is_divided_anew_searches_no_rank_order(counter: Counter) -> None:

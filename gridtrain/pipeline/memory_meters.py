@@ -1,4 +1,4 @@
-"""Counts the bytes of a stage (parameters, optimizer, activations) tensor by tensor, on any device.
+"""Measures the memory of a stage (by purpose) and of a computation (peak) tensor by tensor, on any device.
 
     parameters   the parameters and buffers
     gradients    the gradients of the trainable parameters
@@ -6,9 +6,10 @@
     exchange     the flat gradient, the residual and the momentum
     kept         the peak size of the tensors and inputs that are stored for backward passes
 
-Each storage is counted once, regardless of its number of views.  Memory that a layer needs only while it
-computes is not counted, nor are messages in flight.  (The size of the process is not a useful measure,
-because torch itself takes hundreds of MB.)
+Each storage is counted once, regardless of its number of views.  In a stage, memory that a layer needs only
+while it computes is not counted, nor are messages in flight.  (The size of the process is not a useful
+measure, because torch itself takes hundreds of MB.)  `core.stages.stage_cost` predicts the memory of a stage;
+`memory_limit` says how much a stage may use.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-USABLE_MEMORY_SHARE = 0.9
-"""The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
-the rest."""
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +109,43 @@ class _SavedTensor:
     def __del__(self) -> None:
         if self._meter is not None:
             self._meter.release(self._key, self._nbytes)
+
+
+class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that this thread creates while the mode is active.
+
+    It counts each storage until the storage is freed, but not memory that kernels use internally, or that an
+    allocator only reserves.
+
+    Attributes:
+        live: a weak reference to each created storage, and the storage's size in bytes.
+        peak_bytes: the largest total size of these storages at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            StorageWeakRef(tensor.untyped_storage()).cdata  # type: ignore[no-untyped-call]
+            for tensor in _tensors_with_memory((args, kwargs))
+        }
+        for tensor in _tensors_with_memory(result):
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            if reference.cdata not in given:  # otherwise a view, or written in place
+                self.live.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        self.live = {key: one for key, one in self.live.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+        return sum(nbytes for _, nbytes in self.live.values())
+
+
+def _tensors_with_memory(tree: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.device.type != "meta"]

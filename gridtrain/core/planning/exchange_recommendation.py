@@ -1,20 +1,18 @@
-"""Compares exchanges by predicted step time, and prefers a dense one that is nearly as fast as the fastest.
+"""Estimates the step time with each exchange and recommends one, for plan, doctor and `exchange_choice`.
 
-    allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
+    allowed exchanges, a network, compute time --> predicted step time with each --> a recommendation
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
-dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
-lets workers compute for a desired share of the time.  `exchange_choice` holds a run's choice.
+dense exchange that takes little more time.  It keeps no state; `exchange_choice` holds a run's choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gridtrain.core.planning.cost_model import ExchangeCost, exchange_cost
-from gridtrain.core.planning.local_steps_proposal import LocalStepsProposal, propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import best_order
 from gridtrain.core.planning.workload import CpuCosts, Workload
@@ -164,84 +162,6 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
 def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
     """Return the estimate with the shortest step time; if several tie, the first of them."""
     return min(estimates, key=lambda each: each.step_s)
-
-
-# -- how many local steps --------------------------------------------------------------------------
-
-MAX_DENSE_LOCAL_STEPS = 32
-"""Local steps with a dense exchange are recommended up to this number.  In docs/local-steps.md, `Dense()`
-every 32 steps learns as well as `GTopK(density=0.03)` every 4 steps."""
-
-
-def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> LocalStepsProposal:
-    """Propose the fewest local steps that let workers compute for the share `computing` of the time.
-
-    Args:
-        computing: the desired share, 0 < computing < 1.
-    """
-    return propose_local_steps(
-        each.compute_s,
-        each.cost.exchange_s,
-        target_share=1.0 - computing,
-        hidden_s=each.hideable_s if overlap else 0.0,
-    )
-
-
-def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
-    """Return a text that recommends an exchange and a number of local steps.
-
-    With these, workers compute for the share `computing` of the time or, if no number suffices, for as much
-    of it as possible.  A dense exchange is recommended if it needs at most `MAX_DENSE_LOCAL_STEPS` steps,
-    otherwise the exchange that needs the fewest.  The exchange overlaps with the next local steps, unless one
-    step is enough without overlap.
-
-    Args:
-        estimates: estimates of at least one exchange, all for the same network.
-        computing: the desired share, 0 < computing < 1.
-
-    Raises:
-        ConfigError: `computing` is out of range.
-    """
-    waiting, overlapped = (
-        [propose_for(each, computing, overlap=overlap).every for each in estimates]
-        for overlap in (False, True)
-    )
-    names = [format_exchange(replace(each, local_steps=1)) for each in estimates]
-    shown = ", ".join(
-        f"{name} {every} ({fewer})" for name, every, fewer in zip(names, waiting, overlapped, strict=True)
-    )
-    workers = estimates[0].world_size
-    text = (
-        f"Local steps for {computing:.0%} computing with {workers} workers (in brackets: with overlap=True): "
-        f"{shown}."
-    )
-
-    def preference(at: int) -> tuple[bool, int]:
-        is_lossless = not estimates[at].load.kind.has_density
-        return not (is_lossless and overlapped[at] <= MAX_DENSE_LOCAL_STEPS), overlapped[at]
-
-    best = min(range(len(estimates)), key=preference)
-    overlaps, every = waiting[best] > 1, overlapped[best]
-    if not overlaps and not estimates[best].load.kind.has_density:
-        return f"{text} AdamW does not need them here: {names[best]} takes only a small part of each step."
-    share = replace(estimates[best], local_steps=every, overlapped=float(overlaps)).efficiency
-    options = f"every={every}, exchange={_as_call(estimates[best].load)}"
-    options += ", overlap=True" if overlaps else ""
-    missed = "" if share >= computing - 0.005 else f"; {computing:.0%} would take more than {every}"
-    return (
-        f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing{missed}."
-    )
-
-
-def _as_call(load: Workload) -> str:
-    """Return the expression that creates this exchange in a script."""
-    options = [f"density={load.density:g}", f'values="{load.values}"'] if load.kind.is_sparse else []
-    if load.is_rounded:
-        options.append(f'values="{load.dense_values}"')
-    exchange = load.kind.exchange
-    if load.kind is not Workload.of(exchange(), 1).kind:
-        options.append(f'topology="{load.kind.topology}"')
-    return f"{exchange.__name__}({', '.join(options)})"
 
 
 # -- in words --------------------------------------------------------------------------------------

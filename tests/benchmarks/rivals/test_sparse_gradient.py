@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rivals.contract import Request
-from rivals.entries import check, drawn, gathered, merge, merged_by_tree, scatter_add
+from rivals.sparse_gradient import check, drawn, gathered, merge, merged_by_tree, scatter_add
 
 
 def entries(entries: dict[int, float]) -> np.ndarray:
