@@ -81,9 +81,9 @@ class _Sparse:
         chunk: the length of the chunks; the largest elements of each chunk are selected (SparseLoCo, arXiv
             2508.15706).  0 selects the largest elements overall, as merges of `GTopK` always do.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
-            whose beta is 1 - residual_decay; 0 drops nothing.  Dropped values are lost; `gridtrain status`
-            shows the sum of their magnitudes as decayed_mass.  The residual of a worker that is absent from a
-            step does not decay.
+            whose beta is 1 - residual_decay; 0 drops nothing.  Dropped values are lost; `gridtrain status
+            --json` shows the sum of their magnitudes as decayed_mass.  The residual of a worker that is
+            absent from a step does not decay.
     """
 
     density: float = 0.01

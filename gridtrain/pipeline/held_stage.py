@@ -73,7 +73,6 @@ class HeldStage:
         self.trackers: dict[str, serialization.Stateful] = {}
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
-        self._lost_magnitude = 0.0
         # Since the last applied or dropped step, the script has requested the batch of another step.
         self._is_in_turn = False
         # The schedulers' learning rates after that step or request; None after a step that was dropped.
@@ -111,7 +110,9 @@ class HeldStage:
             self._restore_start = self._restore_start or self.capture_settings()
             self._report_lost_residual()
             self.release()  # frees its memory before the next one is built
-            self.current = StageState(stage, stages, self._make_optimizer, self.options)
+            self.current = StageState(
+                stage, stages, self._make_optimizer, self.options, self._session.increase_figure
+            )
             self.base.mark(self.current.module)
             self.base.check_unchanged(self.current.module)
             self.optimizer.set_inner(self.current.inner)
@@ -206,8 +207,7 @@ class HeldStage:
         is_saved, self._is_saved = self._is_saved, False
         magnitude = self.current.residual.magnitude if self.current is not None else 0.0
         if magnitude and not is_saved and self.current is not None:
-            self._lost_magnitude += magnitude
-            self._session.report_figures({"lost_mass": self._lost_magnitude})
+            self._session.increase_figure("lost_mass", magnitude)
             log.warning(
                 "the residual of stage %d, of magnitude %.3g, is lost, because this worker now holds "
                 "another stage",

@@ -419,7 +419,7 @@ class Pipeline:
         if every and (plan.compare_after or is_comparison_due(plan.step, every)):
             self._session.report_digest(plan.step, serialization.replica_digest(state.module, state.inner))
         self.timings["step_s"] = time.perf_counter() - began_s
-        self._session.report_figures(self.timings | state.residual.figures | {"stage": float(state.stage)})
+        self._session.report_figures(self.timings | {"stage": float(state.stage)})
         return mine.summaries.loss
 
     def _update_micro_batches(self, plan: StepPlan, summaries: StageSummaryBuffer) -> None:

@@ -175,6 +175,9 @@ _ByShapes = tuple[tuple[TensorTreeSpec, ...], Callable[[], tuple[str, bool]]]
 class StageState:
     """One stage in memory, with its optimizer, flat gradient, exchanger and residual.
 
+    Args:
+        increase_figure: see `WorkerResidual`.
+
     Attributes:
         has_stepped: whether an update has been applied since the stage was built or restored.
         applied: the last committed step, whose update was applied or skipped; None if there is none, or while
@@ -183,7 +186,12 @@ class StageState:
     """
 
     def __init__(
-        self, stage: int, staging: ModelStages, make: MakeOptimizer, options: PipelineOptions
+        self,
+        stage: int,
+        staging: ModelStages,
+        make: MakeOptimizer,
+        options: PipelineOptions,
+        increase_figure: Callable[[str, float], None],
     ) -> None:
         self.stage, self._options, self._cuts = stage, options, staging.cuts
         self.blocks = Span(*staging.block_range(stage))
@@ -191,7 +199,7 @@ class StageState:
         self.inner = make_optimizer(make, self.module.parameters(), f"stage {stage}")
         self.flat = FlatGradient(self.module, self.inner)
         self.exchanger = make_exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
-        self.residual = WorkerResidual(self.exchanger, self.flat.n)
+        self.residual = WorkerResidual(self.exchanger, self.flat.n, increase_figure)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
         self._known_shapes: dict[str, _ByShapes] = {}  # the least recently used first

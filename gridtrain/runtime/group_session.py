@@ -660,6 +660,10 @@ class GroupSession:
         """Add or replace figures, which the heartbeats send and `gridtrain status` shows."""
         self._loop.heartbeat.add_figures(figures)
 
+    def increase_figure(self, name: str, amount: float) -> None:
+        """Add to a figure that is the total since the script began to take part."""
+        self._loop.heartbeat.increase_figure(name, amount)
+
     def average(self, value: float) -> float:
         """Return the mean of the workers' values.
 

@@ -46,6 +46,12 @@ class HeartbeatSource:
             self._figures.update(figures)
             self._mailbox.count_progress()
 
+    def increase_figure(self, name: str, amount: float) -> None:
+        """Add to a figure that is a total; it is not reported before it exceeds 0."""
+        if amount:
+            with self._mailbox.condition:
+                self._figures[name] = self._figures.get(name, 0.0) + amount
+
     @property
     def figures(self) -> dict[str, float]:
         """The latest value of each figure, by name."""
@@ -56,8 +62,7 @@ class HeartbeatSource:
 
     def count_missed_step(self) -> None:
         """Count a step that committed without the trainer."""
-        with self._mailbox.condition:
-            self._figures[MISSED_STEPS] = self._figures.get(MISSED_STEPS, 0.0) + 1.0
+        self.increase_figure(MISSED_STEPS, 1.0)
 
     def make_heartbeat(self, traffic: TrafficCounters, left_bytes: int) -> ev.HeartbeatDue:
         """Return the event that makes the core send a heartbeat.

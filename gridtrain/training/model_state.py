@@ -130,7 +130,6 @@ class ModelState(ABC):
         self._session, self._options = session, options
         self._facts: Facts = ()
         self._left: LeftResidual | None = None  # of this worker when it left or paused; not added back yet
-        self._received_magnitude = 0.0
         self._has_initial_weights = True
         self._has_taken_part = False  # in a step, since this process joined the run
         self._store: CheckpointStore | StageCheckpointStore | None = None  # a subclass opens it
@@ -511,6 +510,7 @@ class ModelState(ABC):
             self._left = replace(left, residual_N=older.residual_N + left.residual_N)
         else:
             self._left, lost = (older, left) if older.applied > left.applied else (left, older)
+            self._session.increase_figure("lost_mass", float(np.abs(lost.residual_N).sum(dtype=np.float64)))
             log.warning("the residual of %sstep %d is lost", lost.text, lost.applied + 1)
 
     def _transfer_residual(self, budget_bytes: int) -> LeftResidual | None:
@@ -524,15 +524,13 @@ class ModelState(ABC):
         return left
 
     def _restore_left_residuals(self, snapshot: WorkerSnapshot) -> None:
-        left_residuals = self._take_left()
-        added = lost = 0.0
-        for left in left_residuals:
+        for left in self._take_left():
             fits = (left.applied, left.history) == (snapshot.applied, snapshot.history)
             indices_K = np.flatnonzero(left.residual_N)
             entries = SparseVector(indices_K, left.residual_N[indices_K])
             magnitude = residual_pieces.magnitude_sum(entries)
             is_added = fits and self._add_left(left, entries, snapshot)
-            added, lost = (added + magnitude, lost) if is_added else (added, lost + magnitude)
+            self._session.increase_figure("read_back_mass" if is_added else "lost_mass", magnitude)
             log.warning(
                 "the residual of %sstep %d, of magnitude %.3g, is %s; the run is at step %d",
                 left.text,
@@ -541,15 +539,12 @@ class ModelState(ABC):
                 "read back" if is_added else "lost",
                 snapshot.applied + 1,
             )
-        if left_residuals:
-            self._session.report_figures({"read_back_mass": added, "lost_mass": lost})
 
     def _add_residual(self, name: str, entries: SparseVector) -> None:
         """Add the residual of a member that has left, so that this worker sends it in later steps."""
         residual, magnitude = self._residual, residual_pieces.magnitude_sum(entries)
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
-        self._received_magnitude += magnitude if is_added else 0.0
-        self._session.report_figures({"inherited_mass": self._received_magnitude})
+        self._session.increase_figure("inherited_mass" if is_added else "lost_mass", magnitude)
         keeps_residual = residual is not None and residual.size
         cause = "the sum is too large to send" if keeps_residual else "this worker keeps no residual"
         log.warning(

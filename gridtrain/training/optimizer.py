@@ -193,7 +193,9 @@ class GridOptimizer(WrappingOptimizer):
         self._step = -1
         self._compare_next = False
         self._has_exchanged = False
-        self.residual = WorkerResidual(self._exchanger, self._flat.n)
+        self.residual = WorkerResidual(
+            self._exchanger, self._flat.n, lambda name, amount: session.increase_figure(name, amount)
+        )
         self.backwards_per_step = self.requested_batches = 1
         # Of the latest turn, until its round is over.
         self._turn_start: serialization.TurnStartState | None = None
@@ -481,7 +483,7 @@ class GridOptimizer(WrappingOptimizer):
             within_s = self._overlapper.end_step()
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
-        self._session.report_figures(self._take_turn_timings() | self.residual.figures)
+        self._session.report_figures(self._take_turn_timings())
         self._end_step()
 
     def _take_turn_timings(self) -> dict[str, float]:

@@ -171,7 +171,7 @@ def _merge_received(
             residual_pieces.magnitude_sum(entries),
         )
     if lost_magnitude:
-        session.report_figures({"lost_mass": lost_magnitude})
+        session.increase_figure("lost_mass", lost_magnitude)
         log.warning(
             "magnitude %.3g of other workers' residuals is lost, because this worker accepted it and "
             "is leaving before the transfer is confirmed",

@@ -33,13 +33,19 @@ class WorkerResidual:
 
     Args:
         n: the number of elements in the flat gradient.
+        increase_figure: a function that adds to a figure, by name: to decayed_mass the magnitudes that decay
+            has dropped, to lost_mass those that were lost with rounds of unknown outcome.
     """
 
-    def __init__(self, exchanger: Exchanger, n: int) -> None:
-        self._exchanger, self._n = exchanger, n
+    def __init__(
+        self,
+        exchanger: Exchanger,
+        n: int,
+        increase_figure: Callable[[str, float], None] = lambda name, amount: None,
+    ) -> None:
+        self._exchanger, self._n, self._increase_figure = exchanger, n, increase_figure
         self._part: ExchangePart | None = None
         self._is_committing = False
-        self._lost_magnitude = 0.0
 
     @property
     def size(self) -> int:
@@ -51,15 +57,6 @@ class WorkerResidual:
         """The sum of the residual's absolute values."""
         feedback = self._exchanger.feedback
         return 0.0 if feedback is None else float(feedback.residual_N.abs().sum(dtype=torch.float64))
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """The figures to report, unless they are 0: the sums of the magnitudes by which decay has reduced the
-        residual, and that were lost with rounds of unknown outcome."""
-        feedback = self._exchanger.feedback
-        dropped = 0.0 if feedback is None else feedback.decayed_magnitude
-        figures = {"decayed_mass": dropped, "lost_mass": self._lost_magnitude}
-        return {name: value for name, value in figures.items() if value}
 
     def mark_sent(self, part: ExchangePart) -> None:
         """Record that `part` is about to be sent.  From now on, its round can be committed even if this
@@ -74,7 +71,7 @@ class WorkerResidual:
         """
         self._part = None
         if outcome.is_unknown and (magnitude := self.magnitude):
-            self._lost_magnitude += magnitude
+            self._increase_figure("lost_mass", magnitude)
             self._exchanger.clear_residual()
             log.warning(
                 "the residual, of magnitude %.3g, is lost, because the outcome of this worker's last round "
@@ -89,8 +86,12 @@ class WorkerResidual:
         twice.
         """
         self._part, self._is_committing = None, True
+        feedback = self._exchanger.feedback
+        before = 0.0 if feedback is None else feedback.decayed_magnitude
         update = self._exchanger.commit(part)
         self._is_committing = False
+        if feedback is not None:
+            self._increase_figure("decayed_mass", feedback.decayed_magnitude - before)
         return update
 
     def take(self, resolve: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:

@@ -34,6 +34,7 @@ def worker_of_two_stages() -> tuple[Any, Pipeline]:
         snapshot=REQUESTED,
         tasks=SimpleNamespace(resize_residual=lambda n: None),
         report_figures=lambda figures: None,
+        increase_figure=None,
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))

@@ -256,7 +256,9 @@ def test_a_checkpoint_has_the_stage_of_its_turn_after_a_change_of_members() -> N
     """Otherwise a checkpoint of another stage would have that stage's initial values."""
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
     session = SimpleNamespace(
-        snapshot=WorkerSnapshot(rank=0, world_size=2), tasks=SimpleNamespace(resize_residual=lambda n: None)
+        snapshot=WorkerSnapshot(rank=0, world_size=2),
+        tasks=SimpleNamespace(resize_residual=lambda n: None),
+        increase_figure=None,
     )
     staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, sgd, options, session)  # type: ignore[arg-type]
@@ -384,9 +386,9 @@ def test_an_optimizer_of_a_list_without_parameters_in_a_stage_is_refused_with_th
     blueprint = Blueprint(lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
     staging = ModelStages(blueprint, 2, cuts=None, device=torch.device("cpu"))
     options = PipelineOptions(2, 1, gridtrain.Dense(), loss_fn)
-    assert len(StageState(0, staging, make, options).inner.param_groups) == 2
+    assert len(StageState(0, staging, make, options, ignore_figure).inner.param_groups) == 2
     with pytest.raises(ConfigError, match=r"without parameters for stage 1 -> .*\{\"params\": parameters\}"):
-        StageState(1, staging, make, options)
+        StageState(1, staging, make, options, ignore_figure)
 
 
 @pytest.mark.parametrize("ahead", [-1.0, math.inf, math.nan])
@@ -511,7 +513,11 @@ def test_the_shapes_that_were_used_last_are_remembered(monkeypatch: pytest.Monke
 def first_of_two_stages(model: Layers) -> tuple[StageState, ModelStages]:
     staging = ModelStages(Blueprint(model), 2, cuts=None, device=torch.device("cpu"))
     options = PipelineOptions(stages=2, micro_batches=2, exchange=gridtrain.Dense(), loss=loss_fn)
-    return StageState(0, staging, sgd, options), staging
+    return StageState(0, staging, sgd, options, ignore_figure), staging
+
+
+def ignore_figure(name: str, amount: float) -> None:
+    pass
 
 
 # -- autocast ------------------------------------------------------------------------------------------

@@ -136,7 +136,9 @@ def test_a_run_that_starts_over_has_its_initial_rate_and_scheduler() -> None:
 
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
     session = SimpleNamespace(
-        snapshot=WorkerSnapshot(rank=0, world_size=2), tasks=SimpleNamespace(resize_residual=lambda n: None)
+        snapshot=WorkerSnapshot(rank=0, world_size=2),
+        tasks=SimpleNamespace(resize_residual=lambda n: None),
+        increase_figure=None,
     )
     staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=RATE), options, session)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridtrain.core.messages import STATE_BYTES
+from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES
 from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.mailbox.mailbox import Mailbox
@@ -30,3 +30,14 @@ def test_relayed_payloads_and_state_count_but_neither_control_nor_what_is_forwar
         progress.append(beat.progress)
     assert progress == [1, 2, 3, 4, 4]
     assert (dict(beat.metrics)["exchanged_bytes"], dict(beat.metrics)[STATE_BYTES]) == (30.0, 30.0)
+
+
+def test_a_total_grows_by_what_is_added_and_is_no_progress() -> None:
+    source = HeartbeatSource(Mailbox(lambda: None))
+    source.increase_figure("lost_mass", 0.0)
+    source.count_missed_step()
+    assert source.figures == {MISSED_STEPS: 1.0}
+    for amount in (2.5, 0.5):
+        source.increase_figure("lost_mass", amount)
+    beat = source.make_heartbeat(TrafficCounters(), 0)
+    assert dict(beat.metrics)["lost_mass"] == 3.0 and beat.progress == 0

@@ -255,6 +255,7 @@ ADDED = {
     (m.LedgerState, "leases"),
     (m.LedgerState, "restart_generation"),
     (m.Member, "entries_share"),
+    (m.StandbyNotice, "decided_round"),
 }
 """Fields that classes did not have when the baseline was recorded; all histories have their defaults, or show
 them in the journal."""

@@ -115,7 +115,7 @@ class _Session:
 
     def __init__(self, network, rank):
         self.network, self.rank = network, rank
-        self.notes = []
+        self.notes, self.totals = [], {}
         self.computed_shares = []
         self.plans = []
         self.tasks = SimpleNamespace(disable_replay=lambda reason: None)
@@ -161,6 +161,9 @@ class _Session:
 
     def report_figures(self, figures):
         self.notes.append(dict(figures))
+
+    def increase_figure(self, name, amount):
+        self.totals[name] = self.totals.get(name, 0.0) + amount
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from gridtrain.config import Deadlines
 from gridtrain.core.messages import KEPT_STEP, CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.heartbeat import HeartbeatSource
+from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint import checkpoint_store, model_export
 from gridtrain.training.checkpoint.checkpoint_store import (
@@ -46,10 +48,14 @@ def state(tmp_path: Path) -> Any:
         return left  # type: ignore[no-any-return]
 
     made: Any = WholeModelState.__new__(WholeModelState)
-    made.reported = {}
+    source = HeartbeatSource(Mailbox(lambda: None))
+    made.reported = source._figures
     tasks = SimpleNamespace(settle_absences=lambda timeout_s: True)
     made._session = SimpleNamespace(
-        tasks=tasks, report_figures=made.reported.update, has_ended_by=lambda error: False
+        tasks=tasks,
+        report_figures=source.add_figures,
+        increase_figure=source.increase_figure,
+        has_ended_by=lambda error: False,
     )
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._has_taken_part = True
@@ -77,19 +83,24 @@ def test_a_worker_that_leaves_reports_the_checkpoint_that_it_keeps(
 
 
 @pytest.mark.parametrize(
-    ("untransferred", "expected"),
+    ("untransferred", "expected", "lost"),
     [
-        ([OWN, None], [1.0, 0.0, 2.0]),
-        ([None, OF_A_PEER], [0.0, 4.0, 8.0]),
-        ([OWN, OF_A_PEER], [1.0, 4.0, 10.0]),
-        ([OWN, ELSEWHERE], [0.0, 4.0, 8.0]),  # the group has gone on without its own
-        ([ELSEWHERE, OWN], [0.0, 4.0, 8.0]),  # its own is of the checkpoint with which it was started again
+        ([OWN, None], [1.0, 0.0, 2.0], 0),
+        ([None, OF_A_PEER], [0.0, 4.0, 8.0], 0),
+        ([OWN, OF_A_PEER], [1.0, 4.0, 10.0], 0),
+        ([OWN, ELSEWHERE], [0.0, 4.0, 8.0], 3),  # the group has gone on without its own
+        ([ELSEWHERE, OWN], [0.0, 4.0, 8.0], 3),  # its own is of the checkpoint with which it began again
     ],
     ids=["own", "received", "both", "received later", "restarted"],
 )
 @pytest.mark.parametrize("ending", ["pause", "leave"])
 def test_a_residual_received_between_two_pauses_is_left_as_well(
-    state: Any, tmp_path: Path, untransferred: list[LeftResidual | None], expected: list[float], ending: str
+    state: Any,
+    tmp_path: Path,
+    untransferred: list[LeftResidual | None],
+    expected: list[float],
+    lost: float,
+    ending: str,
 ) -> None:
     state.untransferred = list(untransferred)
     state.rest(1000)
@@ -100,7 +111,7 @@ def test_a_residual_received_between_two_pauses_is_left_as_well(
         state.leave(1000, between_steps=False)
         state.close(0.0, is_run_over=False)
         left = load_left_residual(tmp_path, (), 3)
-    assert not state.untransferred
+    assert not state.untransferred and state.reported.get("lost_mass", 0) == lost
     assert left is not None and left.residual_N.tolist() == expected
 
 
@@ -261,16 +272,16 @@ def test_a_residual_that_stays_says_why(
 @pytest.mark.parametrize(
     ("size", "cause"), [(4, "the sum is too large to send"), (0, "this worker keeps no residual")]
 )
-def test_a_residual_that_is_not_added_says_why(
+def test_a_residual_that_is_not_added_says_why_and_is_added_to_what_is_lost(
     state: Any, size: int, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state._optimizer = SimpleNamespace(
         residual=SimpleNamespace(size=size, add=lambda entries, world_size: False)
     )
-    state._session.snapshot, state._session.report_figures = (
-        WorkerSnapshot(world_size=2),
-        lambda figures: None,
-    )
-    state._received_magnitude = 0.0
+    state._session.snapshot = WorkerSnapshot(world_size=2)
     state._add_residual("bert", SparseVector(np.array([1]), np.array([3.0], np.float32)))
     assert caplog.messages == [f"the residual of bert, 1 entry of magnitude 3, is lost, because {cause}"]
+    for _ in range(2):  # what it left at two pauses; the run has gone on
+        state._left = OWN
+        state._restore_left_residuals(WorkerSnapshot(applied=9))
+    assert state.reported == {"lost_mass": 3.0 + 3.0 + 3.0}

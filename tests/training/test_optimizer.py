@@ -298,7 +298,7 @@ def test_the_part_that_a_decay_drops_is_counted_and_reported(network):
             parameter.grad = torch.tensor(gradient)
             optimizer.step()
             residuals.append(optimizer.residual.state()["residual"].tolist())
-        return residuals, session.notes[-1]["decayed_mass"]
+        return residuals, session.totals["decayed_mass"]
 
     ((residuals, dropped),) = network(samples=[1], aborts={(1, 0)}).train(worker)
     assert residuals == [[0, 3, -1.5, 0], [0, 2.25, -1.125, 0], [0, 2.25, -1.125, 0]]

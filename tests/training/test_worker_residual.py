@@ -66,14 +66,15 @@ def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left
 def test_a_round_that_may_have_been_committed_clears_the_residual(caplog: pytest.LogCaptureFixture) -> None:
     """What was sent of it would count twice; it is reported as lost."""
     sparse, part = a_round()
-    residual = WorkerResidual(sparse, 4)
+    lost: list[tuple[str, float]] = []
+    residual = WorkerResidual(sparse, 4, lambda name, amount: lost.append((name, amount)))
     assert residual.add(INHERITED, 1)
     residual.mark_sent(part)
     residual.mark_ended(outcome(committed=False))
-    assert residual.magnitude == 2.5 and residual.figures == {}
+    assert residual.magnitude == 2.5 and lost == []
     residual.mark_sent(part)
     residual.mark_ended(RoundOutcome(False, False, is_unknown=True))
-    assert residual.magnitude == 0.0 and residual.figures == {"lost_mass": 2.5}
+    assert residual.magnitude == 0.0 and lost == [("lost_mass", 2.5)]
     assert "of magnitude 2.5, is lost" in caplog.text
 
 
@@ -107,6 +108,7 @@ def stage_of_two() -> Pipeline:
         snapshot=WorkerSnapshot(rank=0, world_size=2),
         tasks=SimpleNamespace(resize_residual=lambda n: None),
         report_figures=lambda figures: None,
+        increase_figure=None,
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))

@@ -273,7 +273,8 @@ class PipelineRecovery:
             run.workers[peer].standby_reason = ""
         for peer in peers:
             run.workers[peer].standby_reason = reason
-        notice = m.StandbyNotice(run.term, run.generation, view.applied, view.history, view.ledger, reason)
+        position = view.decided_round, view.applied, view.history, view.ledger
+        notice = m.StandbyNotice(run.term, run.generation, *position, reason)
         return [Send(peer, notice) for peer in peers]
 
     # -- end of the run ----------------------------------------------------------------------------
@@ -365,9 +366,8 @@ class PipelineRecovery:
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
         """Finish a run that some members left at its end; notify the others, but install no generation."""
         run, reason = self._run, "the run is over"
-        notice = m.StandbyNotice(
-            run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason
-        )
+        position = outcome.decided_round, outcome.applied, outcome.history, outcome.ledger
+        notice = m.StandbyNotice(run.term, run.generation + 1, *position, reason)
         run.view_change.reset()
         present = [peer for peer in run.view_change.freeze_reports if peer in run.workers]
         return [*(Send(peer, notice) for peer in present), *self._departures.finish_run()]

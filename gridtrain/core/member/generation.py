@@ -50,6 +50,7 @@ from gridtrain.core.member.required_peers import RequiredPeers
 from gridtrain.core.member.scalar_means import MeanKey, ScalarMeans
 from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.quantities import MAX_NAMES, list_first
 
 MAX_REASON_LENGTH = 200
 _STATE_MESSAGES = (m.StateRequest, m.StateDigest, m.StateBlock, m.CheckpointRequest, m.CheckpointBlock)
@@ -252,7 +253,7 @@ class Generation:
             reason = f"attempts at step {step} were aborted: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
         if (missing := required.missing) and not self._context.is_declared_finished:
-            names = ", ".join(map(self.rank_assignment.name_of, missing))
+            names = list_first([self.rank_assignment.name_of(peer) for peer in missing], MAX_NAMES)
             # A peer that violated the protocol was disconnected on purpose.
             excluded = self._context.peer_links.excluded
             unreachable = required.report_unreachable([peer for peer in missing if peer not in excluded])

@@ -265,9 +265,7 @@ class MemberCore:
         peers = catch_up.take_unreachable(now_s)
         if not peers:
             return []
-        names = ", ".join(peer.hex()[:8] for peer in catch_up.sources)
-        is_offline = not self._context.peer_links.connected
-        log = LogEvent("offline", {}) if is_offline else LogEvent("no_route", {"peers": names})
+        log = self._context.peer_links.log_unreachable([peer.hex()[:8] for peer in catch_up.sources])
         return [log, Send(self.coordinator, m.PeersUnreachable(self.term, 0, peers))]
 
     def _extend_timeouts(self, now_s: float) -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gridtrain.core.group.member_events import Dial, Disconnect, MemberEffect
+from gridtrain.core.group.member_events import Dial, Disconnect, LogEvent, MemberEffect
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.messages import PeerId, relay_of
+from gridtrain.quantities import MAX_NAMES, list_first
 
 MAX_EXPECTED = 512
 
@@ -61,6 +62,12 @@ class PeerLinks:
     def peer_disconnected(self, peer: PeerId) -> None:
         self.connected.discard(peer)
         self.lost.add(peer)
+
+    def log_unreachable(self, names: Sequence[str]) -> LogEvent:
+        """Return the event for the log if the peers with these names, or nobody at all, cannot be reached."""
+        if not self.connected:
+            return LogEvent("offline", {})
+        return LogEvent("no_route", {"peers": list_first(names, MAX_NAMES)})
 
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
         """Dial the peers, given as (peer, address) pairs; a peer with an empty address dials this worker.

@@ -124,7 +124,8 @@ class ReplicaState:
         Args:
             prepared: the round of the prepared update; None if there is none.
             digest: the digest of that update.
-            is_joining: whether `view` lists this worker as one that does not hold the state.
+            is_joining: whether `view` lists this worker as one that does not hold the state, or puts it on
+                standby.
 
         Returns:
             Whether the prepared update was applied; None if it was not, although the others may have
@@ -199,7 +200,6 @@ def _is_committed(prepared: m.RoundId, view: m.MembershipView | m.StandbyNotice)
     """
     if view.applied < prepared.step:
         return False
-    decided = view.decided_round if isinstance(view, m.MembershipView) else None
-    if view.applied > prepared.step or decided is None:
+    if view.applied > prepared.step or view.decided_round is None:
         return None
-    return decided.generation == prepared.generation
+    return view.decided_round.generation == prepared.generation

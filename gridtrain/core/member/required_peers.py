@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.io_loop_stalls import extend_start
-from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, TrainerJoined
+from gridtrain.core.group.member_events import MemberEffect, Send, TrainerJoined
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 
@@ -155,18 +155,17 @@ class RequiredPeers:
         A peer's absence is logged once; if this worker has no connection at all, that is logged instead.
         """
         self._forming_since_s = math.inf
-        assignment = self._rank_assignment
+        assignment, links = self._rank_assignment, self._context.peer_links
         dialled = tuple(peer for peer in missing if self._addresses[peer])
-        is_new, is_offline = not self._logged.issuperset(missing), not self._context.peer_links.connected
+        effects: list[MemberEffect] = []
+        if not self._logged.issuperset(missing) and (dialled or not links.connected):
+            names = [f"{assignment.name_of(peer)} at {self._addresses[peer]}" for peer in dialled]
+            effects = [links.log_unreachable(names)]
         self._logged.update(missing)
-        effects: list[MemberEffect] = [LogEvent("offline", {})] if is_new and is_offline else []
-        if not dialled:
-            return effects
-        if is_new and not is_offline:
-            names = ", ".join(f"{assignment.name_of(peer)} at {self._addresses[peer]}" for peer in dialled)
-            effects = [LogEvent("no_route", {"peers": names})]
-        report = m.PeersUnreachable(assignment.term, assignment.generation, dialled)
-        return [*effects, Send(self._context.coordinator, report)]
+        if dialled:
+            report = m.PeersUnreachable(assignment.term, assignment.generation, dialled)
+            effects.append(Send(self._context.coordinator, report))
+        return effects
 
     def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
         """Restart the wait if the missing peers were already reported, or `peer` is the only one missing.

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridtrain.core import messages as m
+from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.attempts import NO_VOTE
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, ProbePeers, Send, TakeStateSnapshot
 from gridtrain.core.group.rank_layout import RankAssignment
@@ -251,7 +252,10 @@ class ViewChanges:
         effects: list[MemberEffect] = [LogEvent("spare", fields)]
         if before is not None:
             # Only for a former member: a newcomer may have checkpoints of later steps from an earlier run.
-            effects += [*context.checkpoints.discard(notice.applied), *before.end(notice)]
+            effects += context.checkpoints.discard(notice.applied)
+            setup = context.setup
+            is_over = setup is not None and data_ledger.is_finished(setup.ledger, notice.ledger)
+            effects += before.end(notice, is_joining=not is_over)  # the state is needed only at the end
             context.checkpoints.enter_standby()
             context.replica_state.enter_standby(notice.ledger)
             if context.is_at_end:

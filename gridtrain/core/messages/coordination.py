@@ -526,10 +526,10 @@ class MembershipView(GenerationMessage):
 class StandbyNotice(GenerationMessage):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
-    `applied`, `history` and `ledger` are as in the MembershipView, so that a former member executes the same
-    verdict.
+    The other fields are as in the MembershipView, so that a former member executes the same verdict.
     """
 
+    decided_round: RoundId | None
     applied: AppliedStep
     history: Digest
     ledger: LedgerState

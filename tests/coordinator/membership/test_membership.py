@@ -1340,6 +1340,18 @@ def test_one_member_alone_cannot_raise_the_step_of_the_run(false: m.Message) -> 
     assert run.core.run.highest_step == 30, "no other member is left to confirm it"
 
 
+def test_a_false_step_is_forgotten_when_the_members_have_agreed_on_theirs() -> None:
+    """After a restart nobody contradicts the first member that is back."""
+    again = ScriptedCoordinator(term=2, journal=Run(A, B).journal, min_workers=2)
+    again.join(B, generation=1)
+    again.say(B, m.Heartbeat(1, 2**63 - 1, 1, ()))
+    again.say(B, m.Leave(""))
+    again.join(A, generation=1)
+    again.say(A, m.FreezeReport(2, 1, True, 19, bytes(32), m.LedgerState(step=20), None, b"", 0))
+    assert again.view.applied == 19 and again.core.run.highest_step == 20
+    assert not again.notes("rollback")
+
+
 def test_the_last_member_to_leave_cannot_raise_the_step_of_the_run_either() -> None:
     run = Run(A, B)
     run.say(A, m.Heartbeat(1, 20, 1, ()))
@@ -1548,7 +1560,7 @@ def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:
     answer = end(run)
     assert answer.startswith('the run "r" ends at step 30 or a few later: '), "it waits for the open step"
     assert "; 240 of 240 samples of the first 30 steps were in skipped steps" in answer, "it is not over"
-    run.report(A)
+    run.say(A, m.FreezeReport(1, 1, True, 29, bytes(32), m.LedgerState(step=30), None, b"", 0))
     run.ready(A)
     status = run.core.status(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")

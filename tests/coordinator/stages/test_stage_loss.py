@@ -98,12 +98,14 @@ def test_without_a_standby_the_others_continue_with_one_replica_less() -> None:
     stages = {member.peer: run.stage_of(member.peer) for member in run.core.run.member_list}
     lost = [peer for peer, stage in stages.items() if stage == 0][1]
     run.lose(lost)
-    run.report(*(peer for peer in stages if peer != lost))
+    at = {"applied": 9, "history": b"h9", "ledger": m.LedgerState(step=10)}
+    run.report(*(peer for peer in stages if peer != lost), **at)
     assert len(run.core.run.member_list) == 2 and len(run.standbys.split()) == 1
     assert not any(member.joining for member in run.core.run.member_list)
     (left_over,) = [w.peer for w in run.core.run.workers.values() if w.standby_reason]
     (notice,) = run.last_sent(left_over, m.StandbyNotice)
     assert isinstance(notice, m.StandbyNotice) and "replaces a worker that leaves" in notice.reason
+    assert notice.decided_round == m.RoundId(1, 1, 9, 0)
 
 
 def test_the_loss_of_a_member_freezes_all_others_at_once() -> None:
@@ -470,6 +472,7 @@ def test_the_run_is_finished_when_each_stage_has_reported_it_although_some_membe
     assert run.core.phase is RunPhase.FINISHED
     (notice,) = run.last_sent(order[0], m.StandbyNotice)
     assert isinstance(notice, m.StandbyNotice) and notice.ledger == final
+    assert notice.decided_round == m.RoundId(1, 1, 24, 0)
 
 
 def test_the_run_is_not_finished_while_a_stage_lacks_its_final_state() -> None:

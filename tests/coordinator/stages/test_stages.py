@@ -394,7 +394,7 @@ def test_a_standby_leaves_the_group_and_returns_as_a_joining_member() -> None:
     member = Member(B, 2)
     member.view(1, (A, B), {})
     member.hear(ev.PeerConnected(A))
-    notice = m.StandbyNotice(1, 2, -1, member.core.history, m.LedgerState(), "no rank")
+    notice = m.StandbyNotice(1, 2, None, -1, member.core.history, m.LedgerState(), "no rank")
     member.core._context.peer_links._dialled_addresses[A] = "tcp://a"
     assert ev.Disconnect(A) in member.say(notice)
     assert member.core.phase is ev.MemberPhase.APART and not member.core.is_synced
@@ -481,7 +481,7 @@ def test_a_standby_keeps_its_checkpoints() -> None:
     """It was a member until now, and has later checkpoints than the step at which the generation began."""
     stored = m.CheckpointInfo(19, b"i", m.LedgerState(step=20), layers=m.Span(1, 2))
     member = Member(C, 2, (stored,))
-    effects = member.say(m.StandbyNotice(1, 3, 5, b"g", m.LedgerState(step=6), "no rank"))
+    effects = member.say(m.StandbyNotice(1, 3, None, 5, b"g", m.LedgerState(step=6), "no rank"))
     assert not [effect for effect in effects if isinstance(effect, ev.DiscardCheckpoints)]
     assert member.core._context.checkpoints.stored == (stored,)
 

@@ -111,6 +111,13 @@ def test_the_root_times_out_members_without_progress_but_not_waiting_ones() -> N
     assert root.deadline_s == math.inf
 
 
+def test_a_reason_names_only_the_first_ranks() -> None:
+    late = round_of(0, world_size=8)
+    late.prepare(b"u", 0.0)
+    expected = "no vote and no progress from rank 1, rank 2, rank 3 and 4 more for 5.0 s"
+    assert late.tick(5.0)[0] == Decision(ID, ABORT, expected)
+
+
 def test_the_root_aborts_when_no_member_makes_progress() -> None:
     """A payload was lost with a connection; all members wait for it, and none is suspected."""
     root = round_of(0)

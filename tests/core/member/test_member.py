@@ -536,6 +536,21 @@ def test_a_member_without_a_route_is_logged_by_name_and_once_while_it_is_missing
     assert logged(worker.core.tick(worker.core.deadline_s)) == expected
 
 
+def test_the_log_names_only_the_first_peers_without_a_connection() -> None:
+    worker, peers = Worker(), [bytes([number]) * 32 for number in range(1, 6)]
+    members = [m.Member(peer, f"w{peer[0]}", f"tcp://w{peer[0]}:1", 4, False) for peer in peers]
+    worker.install(1, [m.Member(ME, "m", "", 4, False), *members])
+    (event,) = logged(worker.core.tick(LIMITS.route_s))
+    assert event.fields["peers"] == "w1 at tcp://w1:1, w2 at tcp://w2:1, w3 at tcp://w3:1 and 2 more"
+    for peer in peers:
+        worker.hear(ev.PeerConnected(peer))
+    worker.say(m.StartGeneration(1, 1))
+    for peer in peers:
+        worker.hear(ev.PeerDisconnected(peer, "timed out"))
+    told = {event.event: event.fields for event in logged(worker.core.tick(worker.core.deadline_s))}
+    assert told["stalled"] == {"reason": "no connection to w1, w2, w3 and 2 more"}
+
+
 def test_members_say_which_newcomers_they_wait_for() -> None:
     worker = Worker()
     members = (m.Member(p, p[:1].decode(), "", 4, p == A) for p in (ME, A))
@@ -659,8 +674,8 @@ def test_a_round_that_is_open_on_standby_is_aborted(ended: m.LedgerState) -> Non
     worker.say(m.Freeze(1, 1, "b returns"))
     open_round, before = m.RoundId(1, 1, 0, 0), worker.core.current_generation
     assert before is not None and before.doomed_round == open_round
-    assert worker.say(m.StandbyNotice(1, 1, -1, EMPTY_HISTORY, ended, "outdated")) == []
-    effects = worker.say(m.StandbyNotice(1, 2, -1, EMPTY_HISTORY, ended, "b is faster"))
+    assert worker.say(m.StandbyNotice(1, 1, None, -1, EMPTY_HISTORY, ended, "outdated")) == []
+    effects = worker.say(m.StandbyNotice(1, 2, None, -1, EMPTY_HISTORY, ended, "b is faster"))
     assert ev.ResolveRound(open_round, False, 0, "b is faster") in effects
     after = worker.core.current_generation
     assert (after is None) == (ended.step == 0) and worker.core.next_round is None
@@ -745,6 +760,24 @@ def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_may_b
     assert resolved.is_unknown == (not is_ours and committed_in is None)
     requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
     assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)
+
+
+@pytest.mark.parametrize(
+    ("committed_in", "is_over", "is_ours"),
+    [(1, False, True), (2, False, False), (None, False, False), (2, True, False), (None, True, True)],
+)
+def test_a_standby_that_was_prepared_applies_its_update_unless_the_step_may_be_repeated(
+    committed_in: int | None, is_over: bool, is_ours: bool
+) -> None:
+    """It returned while the group had no rank for it; the others have committed an equal update."""
+    worker, _ = prepared_worker()
+    decided = m.RoundId(1, committed_in, 0, 0) if committed_in is not None else None
+    ledger = m.LedgerState(step=1, **({"cursor": 100, "consumed": 100} if is_over else {}))
+    history = extend_history(EMPTY_HISTORY, b"d" * 32)
+    effects = worker.say(m.StandbyNotice(1, 3, decided, 0, history, ledger, "no rank"))
+    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
+    assert (resolved.round, resolved.committed) == (m.RoundId(1, 1, 0, 0), is_ours)
+    assert resolved.is_unknown == (not is_ours and committed_in is None)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_standby_sends_and_stores_no_state() -> None:
     sender = worker.loop.state_sender._state_sender
     sender.store(5, [b"own", b"common"])
     worker.request(C, 5)
-    worker.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "standby"))
+    worker.say(m.StandbyNotice(1, 6, None, 9, b"h", LEDGER, "standby"))
     assert worker.tasks == ()
     assert sender._captured[1] == [] and not sender._queues
 
@@ -112,7 +112,7 @@ def test_a_member_that_learns_of_the_last_step_from_a_notice_ends() -> None:
     worker.say(m.StartGeneration(1, 5))
     worker.say(m.Freeze(1, 5, "b is lost"))
     last = m.LedgerState(step=1, cursor=100, consumed=100)
-    worker.say(m.StandbyNotice(1, 6, worker.core.applied, worker.core.history, last, "the run is over"))
+    worker.say(m.StandbyNotice(1, 6, None, worker.core.applied, worker.core.history, last, "the run is over"))
     assert worker.snapshot.is_finished
     assert worker.snapshot.is_synced and worker.snapshot.world_size == 2
 
