@@ -1,4 +1,4 @@
-"""The exchanges that a script can choose (`Dense`, ...), the settings of `join`, the port, and all timeouts.
+"""The exchanges that a script can choose (`Dense`, ...), the settings of `join`, the port, and timeouts.
 
 This module imports neither torch nor sockets.
 """

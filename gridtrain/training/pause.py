@@ -3,7 +3,7 @@
 The volunteer's agent decides when the script pauses, and manages the byte budget.
 
     between two steps: the directive is "pause", or the next step may exceed the budget
-        residual to another worker --> Pausing to the coordinator --> every connection is closed
+        residual to another worker --> TemporaryLeave to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
     the script ends        --> Join, then Leave: the worker is no longer paused

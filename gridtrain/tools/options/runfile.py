@@ -24,7 +24,7 @@ from gridtrain.tools.options.option_table import PROGRAMS, Option, OptionKind, O
 RUN_FILE = "run.toml"
 MAX_FILE_BYTES = 1 << 16
 MAX_TEXT = 512
-MAX_ITEMS = 64
+MAX_ITEMS = 128  # of a list; a bundle has as many files (bundle_archive.py)
 RUN_KEYS = ("name", "about", "script", "digest", "arguments", "files", "requires", "image", "data")
 DATA_KEYS = ("index", "file", "digest", "url", "bytes", "where")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

@@ -10,7 +10,7 @@ import pytest
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.bundle.bundle import run_to_toml
-from gridtrain.tools.bundle.bundle_archive import pack
+from gridtrain.tools.bundle.bundle_archive import MAX_FILES, pack
 from gridtrain.tools.options import RunFile
 
 SCRIPT = b"print('hello')\n"
@@ -120,6 +120,14 @@ def test_invalid_files_are_refused(folder: Path, old: str, new: str, words: str)
     with pytest.raises(ConfigError, match=words) as caught:
         made(folder)
     assert caught.value.remedy
+
+
+def test_a_run_names_as_many_files_as_a_bundle_holds(folder: Path) -> None:
+    named = [f"lib/m{n}.py" for n in range(MAX_FILES - 2)]  # beside train.py and run.toml
+    for name in named:
+        (folder / name).touch()
+    (folder / "run.toml").write_text(TOML.replace('"lib/model.py"', str(named)[1:-1].replace("'", '"')))
+    assert len(made(folder).files) == MAX_FILES
 
 
 def test_a_bundle_with_another_digest_is_refused(folder: Path) -> None:

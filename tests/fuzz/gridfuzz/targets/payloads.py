@@ -1,4 +1,4 @@
-"""Payloads of the sparse exchanges into `wire.sparse.decode`, and two of them into `merge`.
+"""Payloads of the sparse exchanges into `sparse_payload.decode`, and two of them into `merge`.
 
 input:  u8 n, u8 largest K, u8 kind of values (indices of the tables below), then the payload
         merge: the same, u16 length of the first payload, both payloads
