@@ -1,10 +1,10 @@
-"""A worker's residual while it trains: replaced at a commit, kept after an abort, and taken when it leaves.
+"""A worker's residual while it trains: replaced at a commit, kept after an abort, taken when it leaves, and
+lost if the group's state replaces the state to which it belongs.
 
 The same object serves a whole model and a stage of a pipeline.
 
     mark_sent(attempt) --> the round is committed      --> commit       stores the attempt's new residual
                            it is aborted or skipped    --> mark_ended   leaves the residual unchanged
-                           its outcome is unknown      --> mark_ended   clears the residual, as lost
           |
           +-- if training is interrupted here, `take` waits for the end of the round before it returns the
               residual; after an interrupted `commit`, there is no residual until `clear` or a later commit
@@ -50,12 +50,14 @@ class WorkerResidual:
     def magnitude(self) -> float:
         """The sum of the residual's absolute values."""
         feedback = self._exchanger.feedback
-        return 0.0 if feedback is None else float(feedback.residual_N.abs().sum(dtype=torch.float64))
+        if feedback is None or not feedback.residual_N.any():  # of a newcomer: the sum takes memory
+            return 0.0
+        return float(feedback.residual_N.abs().sum(dtype=torch.float64))
 
     @property
     def figures(self) -> dict[str, float]:
         """The figures to report, unless they are 0: the sums of the magnitudes by which decay has reduced the
-        residual, and that were lost with rounds of unknown outcome."""
+        residual, and that were dropped."""
         feedback = self._exchanger.feedback
         dropped = 0.0 if feedback is None else feedback.decayed_magnitude
         figures = {"decayed_mass": dropped, "lost_mass": self._lost_magnitude}
@@ -66,21 +68,9 @@ class WorkerResidual:
         worker is interrupted."""
         self._attempt = attempt
 
-    def mark_ended(self, outcome: RoundOutcome) -> None:
-        """Record that the round was aborted or skipped, which leaves the residual unchanged.
-
-        If the others may have committed the round, the residual is cleared, because what was sent of it would
-        count twice.
-        """
+    def mark_ended(self) -> None:
+        """Record that the round was aborted or skipped, which leaves the residual unchanged."""
         self._attempt = None
-        if outcome.is_unknown and (magnitude := self.magnitude):
-            self._lost_magnitude += magnitude
-            self._exchanger.clear_residual()
-            log.warning(
-                "the residual, of magnitude %.3g, is lost, because the outcome of this worker's last round "
-                "is unknown",
-                magnitude,
-            )
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """Apply `attempt` to the residual and return the update.
@@ -145,6 +135,17 @@ class WorkerResidual:
         """Set the residual to zero and discard the attempt in flight."""
         self._attempt, self._is_committing = None, False
         self._exchanger.clear_residual()
+
+    def drop(self) -> None:
+        """Clear the residual and report it as lost, because the group's state replaces the state to which it
+        belongs: the group may have received a part of it since, or may compute its gradients again."""
+        if magnitude := self.magnitude:
+            self._lost_magnitude += magnitude
+            log.warning(
+                "the residual, of magnitude %.3g, is lost, because the group's state replaces this worker's",
+                magnitude,
+            )
+        self.clear()
 
     def state(self) -> dict[str, Tensor]:
         """Return the residual for a checkpoint; empty if there is none."""
