@@ -222,7 +222,7 @@ class Pipeline:
                     self._input_dtypes = dtypes
                     self._committed_autocast.add(autocast_dtype(self.held.defined.device))
                 return self._apply(state, plan, outcome, mine, began_s)
-            state.residual.mark_ended(outcome)
+            state.residual.mark_ended()
             if mine is not None:
                 self._check_same_settings(plan, mine.summaries)
 
@@ -395,7 +395,7 @@ class Pipeline:
         self.last_skipped, state.applied = outcome.is_skipped, None
         self._unapplied_step = plan.step
         if outcome.is_skipped:
-            state.residual.mark_ended(outcome)
+            state.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=mine.part.skip)
         else:
             state.flat.load_update(state.residual.commit(mine.part))

@@ -727,10 +727,8 @@ class WholeModelState(ModelState):
         return self._optimizer.residual
 
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
-        if self._is_resumed:
-            # The residual belongs to the checkpoint's step; the part that was sent since would be sent twice.
-            self._residual.clear()
-            self._is_resumed = False
+        self._residual.drop()
+        self._is_resumed = False
         self._optimizer.restore_state(blobs)
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:

@@ -377,7 +377,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._stopwatch.lap("waiting_s")
                 if outcome.is_committed:
                     break
-                self.residual.mark_ended(outcome)
+                self.residual.mark_ended()
             plan = self._session.begin()
             self._stopwatch.lap("waiting_s")
             if plan is None:
@@ -408,14 +408,14 @@ class GridOptimizer(WrappingOptimizer):
             self._stopwatch.lap("communicating_s")
             if outcome.is_committed:
                 break
-            self.residual.mark_ended(outcome)
+            self.residual.mark_ended()
             if compared is not None:
                 self._check_hyperparameters(plan, compared)
         self.last_skipped = self.last_overflowed = outcome.is_skipped
         self._step, self._compare_next = plan.step, plan.compare_after
         self.unapplied_step = plan.step
         if outcome.is_skipped:
-            self.residual.mark_ended(outcome)
+            self.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=part.skip, is_scaled=self._is_scaled)
             if part.skip:
                 self._statistics.restore()

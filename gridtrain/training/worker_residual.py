@@ -1,10 +1,9 @@
-"""A worker's residual while it trains: replaced at a commit, kept after an abort, and taken when it leaves.
+"""A worker's residual: replaced at a commit, kept after an abort, taken on leaving, lost with its state.
 
 The same object serves a whole model and a stage of a pipeline.
 
     mark_sent(part) -----> the round is committed      --> commit       stores the part's new residual
                            it is aborted or skipped    --> mark_ended   leaves the residual unchanged
-                           its outcome is unknown      --> mark_ended   clears the residual, as lost
           |
           +-- if training is interrupted here, `take` waits for the end of the round before it returns the
               residual; after an interrupted `commit`, there is no residual until `clear` or a later commit
@@ -34,7 +33,7 @@ class WorkerResidual:
     Args:
         n: the number of elements in the flat gradient.
         increase_figure: a function that adds to a figure, by name: to decayed_mass the magnitudes that decay
-            has dropped, to lost_mass those that were lost with rounds of unknown outcome.
+            has dropped, to lost_mass those that are lost with the worker's state.
     """
 
     def __init__(
@@ -56,28 +55,18 @@ class WorkerResidual:
     def magnitude(self) -> float:
         """The sum of the residual's absolute values."""
         feedback = self._exchanger.feedback
-        return 0.0 if feedback is None else float(feedback.residual_N.abs().sum(dtype=torch.float64))
+        if feedback is None or not feedback.residual_N.any():  # of a newcomer: the sum takes memory
+            return 0.0
+        return float(feedback.residual_N.abs().sum(dtype=torch.float64))
 
     def mark_sent(self, part: ExchangePart) -> None:
         """Record that `part` is about to be sent.  From now on, its round can be committed even if this
         worker is interrupted."""
         self._part = part
 
-    def mark_ended(self, outcome: RoundOutcome) -> None:
-        """Record that the round was aborted or skipped, which leaves the residual unchanged.
-
-        If the others may have committed the round, the residual is cleared, because what was sent of it would
-        count twice.
-        """
+    def mark_ended(self) -> None:
+        """Record that the round was aborted or skipped, which leaves the residual unchanged."""
         self._part = None
-        if outcome.is_unknown and (magnitude := self.magnitude):
-            self._increase_figure("lost_mass", magnitude)
-            self._exchanger.clear_residual()
-            log.warning(
-                "the residual, of magnitude %.3g, is lost, because the outcome of this worker's last round "
-                "is unknown",
-                magnitude,
-            )
 
     def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
         """Apply `part` to the residual and return the update.
@@ -146,6 +135,17 @@ class WorkerResidual:
         """Set the residual to zero and discard the part in flight."""
         self._part, self._is_committing = None, False
         self._exchanger.clear_residual()
+
+    def drop(self) -> None:
+        """Clear the residual and report it as lost, because the group's state replaces the state to which it
+        belongs: the group may have received a part of it since, or may compute its gradients again."""
+        if magnitude := self.magnitude:
+            self._increase_figure("lost_mass", magnitude)
+            log.warning(
+                "the residual, of magnitude %.3g, is lost, because the group's state replaces this worker's",
+                magnitude,
+            )
+        self.clear()
 
     def state(self) -> dict[str, Tensor]:
         """Return the residual for a checkpoint; empty if there is none."""

@@ -84,6 +84,13 @@ class Faults:
         one_way = self.random.random() < 0.3
         self.world.partition(side, self.random.choice((0.3, 1.5, 5.0)), one_way=one_way)
 
+    def deafen(self) -> None:
+        """A member receives nothing from the others, which receive what it sends."""
+        for worker in self.some():
+            others = {other.peer for other in self.world.alive if other is not worker}
+            others |= {COORDINATOR} if self.random.random() < 0.5 else set()
+            self.world.partition(others, self.random.choice((0.3, 1.0, 3.0)), one_way=True)
+
     def freeze(self) -> None:
         for worker in self.some():
             worker.freeze(self.random.choice((0.1, 1.9, 3.0)))

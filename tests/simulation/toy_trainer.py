@@ -57,6 +57,10 @@ class ToyTrainer:
         kind: the exchange, unless the coordinator chooses one.
         book: where the attempts of all workers are noted.
         gradient: of the sample at a position, with `n` elements.
+
+    Attributes:
+        changes: in order, what bears on the residual: attempts to which it was contributed, what was added to
+            it, None where it was cleared, and its bytes where they were taken.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ToyTrainer:
         self._book, self._gradient, self._n = book, gradient, n
         self.attempt: ToyTrainer.Attempt
         self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker
+        self.changes: list[ToyTrainer.Attempt | np.ndarray | bytes | None] = []
 
     class Attempt:
         """One worker's contribution to one round, and the residual that a commit leaves it."""
@@ -131,6 +136,7 @@ class ToyTrainer:
         payload = contribution_to(self.kind, acc)
         buffers = self._begin(round_id, assignment, (self.residual, contribution), payload)
         self.attempt = self.attempts[round_id]
+        self.changes.append(self.attempt)
         if self.kind not in DENSE:
             mine = decode(payload, n=self._n, max_entries=K, kind=ValueKind.FP16)
             self.attempt.left = acc.copy()
@@ -150,7 +156,7 @@ class ToyTrainer:
         mine = buffers[m.Channel()]
         attempt = next(each for each in self.attempts.values() if each.buffer is mine)
         self.model = self.model + attempt.update
-        self.residual = self.residual + attempt.residual
+        self._add(attempt.residual)
 
     def commit(self, buffers: Buffers, skip: bool) -> None:
         if skip:
@@ -165,10 +171,16 @@ class ToyTrainer:
         self.model = state
 
     def take_residual(self) -> Any:
-        return self.residual.tobytes()
+        self.changes.append(taken := self.residual.tobytes())
+        return taken
 
     def clear_residual(self) -> None:
         self.residual = np.zeros_like(self.residual)
+        self.changes.append(None)
 
     def add_residual(self, residual: Any) -> None:
-        self.residual = self.residual + np.frombuffer(residual, np.float32)
+        self._add(np.frombuffer(residual, np.float32))
+
+    def _add(self, values_N: np.ndarray) -> None:
+        self.residual = self.residual + values_N
+        self.changes.append(values_N)

@@ -64,7 +64,7 @@ class SimTrainer(Protocol):
         """Add the residual that another worker has transferred."""
 
     def clear_residual(self) -> None:
-        """Clear the residual, because the outcome of this worker's last round is unknown."""
+        """Clear the residual, which belongs to the state that has been replaced, and report it as lost."""
         ...
 
 
@@ -319,10 +319,8 @@ class SimWorker:
                 digest = b"" if is_skipped(flags) else self._buffers[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
                 return self._run_core(ev.DigestComputed(digest + bytes([flags, flipped])))
-            case ev.ResolveRound(round_id, committed, flags, _, is_unknown):
+            case ev.ResolveRound(round_id, committed, flags):
                 self._resolve(round_id, committed, is_skipped(flags))
-                if is_unknown:
-                    self.trainer.clear_residual()
             case ev.Dial(peer, address):
                 world.dial(self.peer, peer, address)
             case ev.Disconnect(peer):
@@ -523,6 +521,7 @@ class SimWorker:
         self._batch, self._batch_step = (), -1  # a batch in hand was for another model
         self._missed.clear()  # the state contains these steps
         self.trainer.restore(block.payload)
+        self.trainer.clear_residual()
         self.handle(ev.StateLoaded(block.term, block.generation))
 
     def _submit(self) -> None:
@@ -657,6 +656,7 @@ class World:
         self.edges = edges
         self.log = History()
         self.workers: dict[m.PeerId, SimWorker] = {}
+        self.processes: list[SimWorker] = []  # all that have started
         self.restarted_processes: set[m.PeerId] = set()  # keys with which another process has started
         self._make_trainer = make_trainer
         self._setup = setup
@@ -705,6 +705,7 @@ class World:
             trainer.restore(disk.state)
         worker = self.make_worker(peer, trainer, setup)
         self.workers[peer] = worker
+        self.processes.append(worker)
         self.connect(peer, COORDINATOR)
         if enters_after_s:
             self.later(enters_after_s, peer, worker.enter)

@@ -269,6 +269,19 @@ def test_a_residual_that_stays_says_why(
     assert caplog.messages == ([said] if text else []), "after the end of the run, nothing is lost"
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_residual_is_lost_with_the_state_to_which_it_belongs(state: Any, is_resumed: bool) -> None:
+    """The group may have received a part of it in a round whose end this worker has not seen."""
+    done: list[str] = []
+    state._is_resumed = is_resumed
+    state._optimizer = SimpleNamespace(
+        residual=SimpleNamespace(drop=lambda: done.append("dropped")),
+        restore_state=lambda blobs: done.append("restored"),
+    )
+    state._load_state([b""])
+    assert sorted(done) == ["dropped", "restored"] and not state._is_resumed
+
+
 @pytest.mark.parametrize(
     ("size", "cause"), [(4, "the sum is too large to send"), (0, "this worker keeps no residual")]
 )

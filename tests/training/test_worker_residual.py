@@ -63,17 +63,19 @@ def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left
     assert taken_N is None if left_N is None else np.array_equal(taken_N, left_N)
 
 
-def test_a_round_that_may_have_been_committed_clears_the_residual(caplog: pytest.LogCaptureFixture) -> None:
-    """What was sent of it would count twice; it is reported as lost."""
+def test_an_aborted_round_keeps_the_residual_and_another_state_loses_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sparse, part = a_round()
     lost: list[tuple[str, float]] = []
     residual = WorkerResidual(sparse, 4, lambda name, amount: lost.append((name, amount)))
+    residual.drop()
+    assert lost == [] and not caplog.text, "there is none"
     assert residual.add(INHERITED, 1)
     residual.mark_sent(part)
-    residual.mark_ended(outcome(committed=False))
+    residual.mark_ended()
     assert residual.magnitude == 2.5 and lost == []
-    residual.mark_sent(part)
-    residual.mark_ended(RoundOutcome(False, False, is_unknown=True))
+    residual.drop()
     assert residual.magnitude == 0.0 and lost == [("lost_mass", 2.5)]
     assert "of magnitude 2.5, is lost" in caplog.text
 
