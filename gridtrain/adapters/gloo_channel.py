@@ -28,7 +28,7 @@ class GlooChannel:
     """Sends and receives this process's messages within a group.
 
     Args:
-        group: a group of torch.distributed with the gloo backend; all ranks are ranks in this group.
+        group: a torch.distributed process group with the gloo backend; methods take ranks in this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
-"""The seeds of dropout and of initial values in a pipeline; they do not depend on the number of stages.
+"""The seeds for dropout and for initial values in a pipeline; they do not depend on the number of stages.
 
-The seed of a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
-layer's number in the whole model.  Dropout is therefore the same for every partition, and the same when an
+The seed for a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
+layer's index in the whole model.  Dropout is therefore the same for every partition, and the same when an
 activation is recomputed.
 
 torch's generators are shared by the whole process.  A lock therefore ensures that only one stage at a time

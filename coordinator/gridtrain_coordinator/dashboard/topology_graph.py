@@ -23,7 +23,7 @@ def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> dict[st
     kind: ring, direct, butterfly, tree, star, all-gather or stages
     size: the number of members
     stages: the number of stages of a pipeline; otherwise 1
-    edges: for each pair that exchanges, the two ranks, the rate in bytes per second, the round trip in
+    edges: for each pair that exchanges data, the two ranks, the rate in bytes per second, the round trip in
         seconds, and the rank of the relay (-1 for the coordinator).  A rate or round trip is None if unknown;
         the relay is None if the route is direct.  No edges if there are more than `MAX_DRAWN_NODES` members.
     """
