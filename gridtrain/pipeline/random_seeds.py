@@ -30,7 +30,7 @@ def derive_initial_seed(*where: object) -> int:
     """Return a seed for initial values, from 0 to 2**63 - 1.
 
     Args:
-        where: the run's seed, the block's number and, optionally, the path of a module in the block.
+        where: the run's seed, the block's index and, optionally, the path of a module in the block.
     """
     text = " ".join(map(str, ("gridtrain initial values", *where)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -49,7 +49,7 @@ def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
 
     Args:
         step_seed: the result of `derive_step_seed`.
-        layer: the number of the layer in the whole model.
+        layer: the index of the layer in the whole model.
     """
     return _hash_seed(step_seed, micro_batch, layer)
 

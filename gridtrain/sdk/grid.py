@@ -289,7 +289,7 @@ class Grid:
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
-            unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
+            unused: "zero" gives a parameter that has no gradient on any worker a zero gradient, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
                 optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
                 and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  `unused` must
@@ -377,8 +377,8 @@ class Grid:
                 parameter groups to each optimizer, `SGD([{"params": matrices}], lr=0.1)`: a stage may have no
                 parameters for it, and torch rejects an empty list.
             stages: the number of stages, S; a run needs at least this many workers.
-            loss_fn: a function of the last layer's output and the targets that returns the mean over the
-                samples as a scalar tensor.
+            loss_fn: a function that takes the last layer's output and the targets, and returns the mean loss
+                over the samples as a scalar tensor.
             micro_batches: the number of pieces into which a batch is divided; with "auto", the first four
                 steps try 4 and 8 micro-batches per stage, and then all workers use the number that is best
                 according to the measured times.
@@ -497,7 +497,7 @@ class Grid:
                 the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
                 exists), and every worker skips the samples of the other workers.  For data that the loop
                 generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
-                an iterable data set that generates different samples each time is refused.
+                an iterable data set that generates different samples each time is rejected.
             batch_size: the number of samples in one yielded batch on this worker.  A batch has fewer, at
                 least one, at the end of a pass, or if `batch_size` exceeds 64 times the median of all
                 workers' batch sizes; the coordinator logs the latter.

@@ -1,4 +1,4 @@
-"""Builds the web page's graph, which shows which members of a generation exchange with each other.
+"""Builds the web page's graph, which shows which members of a generation exchange data.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """
