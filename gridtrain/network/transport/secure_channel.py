@@ -35,7 +35,7 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
                                       that have seen none of its keys
     drop, delay                       not prevented, as in any network: the connection goes down
 
-There are two packet classes because control messages overtake bulk messages (see `send_queue`).  Bulk is
+There are two packet classes because control messages overtake bulk messages (see `send_queue`), which are
 split into pieces, so that a relay can forward the first piece while the second piece arrives.
 """
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 ENCRYPTED_BULK = 3
-"""The first byte of an encrypted packet with a bulk message; a relay learns nothing else about the content."""
+"""The first byte of an encrypted packet with a bulk message; a relay learns nothing else of the content."""
 
 MAX_ENCRYPTED_CONTROL_BYTES = 130 * 1024
 """The maximum size of an encrypted control packet.  Larger packets count as bulk messages, so that no peer

@@ -161,7 +161,7 @@ class ZeroMQTransport:
         self._reachability.start(peer, addresses, time.monotonic() + timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        """See `Transport.hang_up`.  Queued bulk messages are dropped; queued control messages are sent now."""
+        """See `Transport.hang_up`.  Queued bulk messages are dropped; control messages are sent now."""
         connections = self._connections.get(peer, [])
         self._router_full_s = math.inf  # the full queue may have been this connection's
         for queued in self._send_queue.drain_control(peer):
