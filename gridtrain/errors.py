@@ -71,7 +71,7 @@ class LineBroken(GridtrainError):
     """A pipeline's attempt cannot continue because a stage failed, left or sent invalid data.
 
     Attributes:
-        peer: the number of that stage; None if it is unknown.
+        peer: the index of that stage; None if it is unknown.
     """
 
     def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:

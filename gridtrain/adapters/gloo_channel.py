@@ -3,10 +3,10 @@
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
     uint8   | payload |                                     only if it is not empty
 
-Messages between two processes arrive in the order in which they were sent.  A process that waits for
-one that has exited gets an error from gloo as soon as the connection breaks, or at the timeout.  A message is
-sent only when its receiver waits for it, so two processes that both call `wait_sent` before they receive
-would deadlock.  A timeout breaks the connections to all processes of the group.  Nothing is pickled.
+Messages between two processes arrive in the order in which they were sent.  A process that waits for a
+process that has exited gets an error from gloo as soon as the connection breaks, or at the timeout.  A
+message is sent only when its receiver waits for it, so two processes that both call `wait_sent` before they
+receive would deadlock.  A timeout breaks the connections to all processes of the group.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GlooChannel:
     """Sends and receives this process's messages within a group.
 
     Args:
-        group: a group of torch.distributed with the gloo backend; all ranks are ranks in this group.
+        group: a torch.distributed process group with the gloo backend; methods take ranks in this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -309,7 +309,7 @@ class Site:
 
     @property
     def _another(self) -> str:
-        """How an error names a process that is not this one."""
+        """How an error names another process."""
         return "another process" if self.is_leader else "the leader"
 
     def _announce(self, word: _SiteMessage, payload: bytes = b"") -> None:

@@ -17,6 +17,6 @@ from gridtrain.cli.option_flags import run_options
 def ban(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member and refuse its key even with an invitation.
 
-    WHO is the member's name, at least its key's first 6 digits, or the complete key of an unknown worker.
+    WHO is the member's name, at least the first 6 digits of its key, or the whole key of an unknown worker.
     """
     remove_member(who, reason, run, state, ban=True)

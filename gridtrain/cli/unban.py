@@ -17,7 +17,7 @@ from gridtrain.cli.output import wrap_text
 def unban(who: str, run: str, state: Path | None) -> None:
     """Lift a ban, so that the worker can return with a new invitation.
 
-    WHO is the worker's name when it was banned, or at least its key's first 6 digits.
+    WHO is the worker's name when it was banned, or at least the first 6 digits of its key.
     """
     from gridtrain.core.messages import Unban
 

@@ -86,7 +86,7 @@ class MiniBatchStatistics:
         found = {module: None for layer in layers for module in layer.modules()}
         if any(isinstance(module, nn.SyncBatchNorm) for module in found):
             raise ConfigError(
-                "SyncBatchNorm communicates over a process group in the middle of a stage's forward pass",
+                "a pipeline cannot contain SyncBatchNorm, which communicates during a stage's forward pass",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
         self._norms = [m for m in found if is_torch_norm(m) and m.running_mean is not None]

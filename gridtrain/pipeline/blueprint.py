@@ -6,7 +6,7 @@
                 |
     blueprint.build(start, stop)               allocates and initializes only these blocks
 
-A block's values depend only on the run's seed and the block's number, so the initial model is the same for
+A block's values depend only on the run's seed and the block's index, so the initial model is the same for
 every partition, bit for bit.  Values are drawn on the CPU, whose generator gives the same numbers on all
 machines, and then moved to the device.  A tied parameter gets its value from the first block that holds it.
 
@@ -45,7 +45,7 @@ class TiedParameterName:
     """A parameter that several blocks share.
 
     Attributes:
-        index: the number of this parameter among the model's tied parameters.
+        index: the index of this parameter among the model's tied parameters.
         places: the pairs (block, name of the parameter in that block), in ascending order; the first block
             determines the value.
         parameter_bytes: the size of one copy.
@@ -75,7 +75,7 @@ class Blueprint:
         model: a model created under `torch.device("meta")`, or a function that creates it, which is called
             under that device.  The model must be a chain of blocks; see `model_blocks`.
         seed: the seed of the run's initial values.
-        init: a function that is called with each block and its number after `reset_parameters`, under that
+        init: a function that is called with each block and its index after `reset_parameters`, under that
             block's seed.  It may set any value in the block.
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
         reset: whether to call `reset_parameters`, which is unnecessary if `init` sets every value.
@@ -155,7 +155,7 @@ class Blueprint:
         """Return the trained parameters that this stage shares with other stages, for `Stage(tied=)`.
 
         Args:
-            cuts: the number of each stage's first block, followed by the number of blocks.
+            cuts: the index of each stage's first block, followed by the total number of blocks.
             built: the result of `build(cuts[stage], cuts[stage + 1])`.
         """
         found = []

@@ -56,7 +56,7 @@ def infer_boundary_specs(
     Args:
         layers: all layers of the model in order, on any device; each is copied to the meta device.
         example: an input of the model with at least one sample, and the samples in the first dimension.
-        wire: the precision in which floating-point tensors and their gradients are sent.
+        wire: the precision at which floating-point tensors and their gradients are sent.
         device: the device on which the layers will run.
 
     Raises:

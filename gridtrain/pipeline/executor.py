@@ -69,7 +69,7 @@ class StageExecutor:
 
     Args:
         stage: the stage in this worker's memory.
-        number: the number of the stage, 0 .. stages - 1.
+        number: the index of the stage, 0 .. stages - 1.
         stages: S, the number of stages in the pipeline.
         schedule: a function of the numbers of stages and of micro-batches that returns the schedule; the same
             on all stages.

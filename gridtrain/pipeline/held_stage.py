@@ -87,7 +87,7 @@ class HeldStage:
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage in memory; None if there is none.
+        """The index of the stage in memory; None if there is none.
 
         It may differ from the stage of this worker's current rank.
         """

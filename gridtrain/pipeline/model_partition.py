@@ -63,7 +63,7 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The number of each stage's first block, followed by the number of blocks."""
+        """The index of each stage's first block, followed by the total number of blocks."""
         return self.cut.cuts
 
     @property

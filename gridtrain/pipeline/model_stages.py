@@ -57,8 +57,8 @@ class ModelStages:
     Args:
         blueprint: the model.
         stages: S, the number of stages.
-        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to choose cuts by the
-            sizes of the parameters.
+        cuts: (S + 1,) the index of each stage's first block, then the total number of blocks; None to choose
+            cuts by the sizes of the parameters.
         device: the device on which this worker builds its stage.
 
     Attributes:
@@ -105,7 +105,7 @@ class ModelStages:
         return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
 
     def block_range(self, stage: int) -> tuple[int, int]:
-        """Return the numbers of the stage's first block and of the first block after the stage."""
+        """Return the indices of the stage's first block and of the first block after the stage."""
         return self.cuts[stage], self.cuts[stage + 1]
 
     def describe(self) -> str:
@@ -176,7 +176,7 @@ class StagePlaces:
         return RankLayout.for_world_size(self.stages(place).stages, place.world_size)
 
     def stage(self, place: WorkerSnapshot | StepPlan) -> int:
-        """Return the stage number of this worker's rank."""
+        """Return the index of the stage of this worker's rank."""
         return self.layout(place).stage_of(place.rank)
 
     def layers(self, place: WorkerSnapshot | StepPlan) -> Span:

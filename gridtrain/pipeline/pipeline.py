@@ -1,7 +1,6 @@
 """`pipe = grid.pipeline(...)`, `pipe.step(...)`: runs a training step of a staged model, including the vote.
 
-`Pipeline` computes and exchanges, `HeldStage` keeps the stage in memory, and `StageModelState` saves and
-exports it.
+`Pipeline` runs the steps, `HeldStage` keeps the stage in memory, and `StageModelState` saves and exports it.
 
 In each attempt at a step,
 
@@ -134,7 +133,7 @@ class Pipeline:
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage that this worker's rank holds; None if this worker has no rank.
+        """The index of the stage that this worker's rank holds; None if this worker has no rank.
 
         The coordinator may assign another rank to this worker.
         """

@@ -96,7 +96,7 @@ def profile(
             samples are in the first dimension.
         device: the device to measure on; by default CUDA if it is available.
         repeats: the number of runs of each block, of which the fastest is used.
-        wire: the precision in which activations are sent, which determines their size.
+        wire: the precision at which activations are sent, which determines their size.
         clock: a function that returns the time in seconds.
 
     Raises:

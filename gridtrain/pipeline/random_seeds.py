@@ -1,7 +1,7 @@
-"""The seeds of dropout and of initial values in a pipeline; they do not depend on the number of stages.
+"""The seeds for dropout and for initial values in a pipeline; they do not depend on the number of stages.
 
-The seed of a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
-layer's number in the whole model.  Dropout is therefore the same for every partition, and the same when an
+The seed for a layer's dropout depends on the run's seed, the step, the replica, the micro-batch and the
+layer's index in the whole model.  Dropout is therefore the same for every partition, and the same when an
 activation is recomputed.
 
 torch's generators are shared by the whole process.  A lock therefore ensures that only one stage at a time
@@ -30,7 +30,7 @@ def derive_initial_seed(*where: object) -> int:
     """Return a seed for initial values, from 0 to 2**63 - 1.
 
     Args:
-        where: the run's seed, the block's number and, optionally, the path of a module in the block.
+        where: the run's seed, the block's index and, optionally, the path of a module in the block.
     """
     text = " ".join(map(str, ("gridtrain initial values", *where)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -49,7 +49,7 @@ def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
 
     Args:
         step_seed: the result of `derive_step_seed`.
-        layer: the number of the layer in the whole model.
+        layer: the index of the layer in the whole model.
     """
     return _hash_seed(step_seed, micro_batch, layer)
 

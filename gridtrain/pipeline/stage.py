@@ -38,7 +38,7 @@ class TiedParameter:
     """A parameter of which several stages hold copies.
 
     Attributes:
-        index: the number of this parameter among the model's tied parameters, the same on all stages.
+        index: the index of this parameter among the model's tied parameters, the same on all stages.
         stages: the stages that hold a copy, in ascending order.
         parameter: this stage's copy.
     """
@@ -77,7 +77,7 @@ class Stage:
         output: the spec of the values that are sent to the next stage; None for the last stage.
         loss: a function of (output, targets) that returns the mean over the samples as a scalar tensor; only
             for the last stage.
-        first_layer: the number, in the whole model, of this stage's first layer.
+        first_layer: the index of this stage's first layer in the whole model.
         tied: the parameters of which other stages also hold copies.
         rematerialise: whether to store only inputs and repeat the forward pass before the backward pass
             (GPipe, section 2.3).
@@ -149,7 +149,7 @@ class Stage:
         """Run the forward pass of micro-batch m; return its output, or None on the last stage.
 
         Args:
-            m: the number of the micro-batch, which must increase from call to call.
+            m: the index of the micro-batch, which must increase from call to call.
             received: the values from the previous stage, which must match `input`; unused on the first stage.
             backward_follows: whether the next call is m's backward pass; if so, the forward pass need not
                 be repeated.
@@ -264,7 +264,7 @@ class Stage:
         """Run the backward pass of micro-batch m and add its gradients to `parameter.grad`.
 
         Args:
-            m: the number of the micro-batch, whose forward pass must have run; it must increase from call to
+            m: the index of the micro-batch, whose forward pass must have run; it must increase from call to
                 call.
             gradients: the gradient of each leaf of `output` that has a gradient; None on the last stage.
 

@@ -1,7 +1,7 @@
 """Sends and receives activations and gradients between the stages of a pipeline in the group's open round.
 
 Each payload is sent and received by a collective of the open round (`ActivationSendBuffer`,
-`ActivationReceiveBuffer`).  The collectives end with the round, so no wait is endless.  The payloads that
+`ActivationReceiveBuffer`).  The collectives end with the round, so every wait ends.  The payloads that
 `round_parts` expects are received even before `receive` is called; the core stores others until that call.
 """
 

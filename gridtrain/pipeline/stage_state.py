@@ -210,7 +210,7 @@ class StageState:
     def set_position(self, staging: ModelStages, stage: int) -> None:
         """Use the layers in memory as stage `stage` of `staging`.
 
-        If the stage's number or the cuts have changed, its executor is dropped and its tied parameters are
+        If the stage's index or the cuts have changed, its executor is dropped and its tied parameters are
         determined again.
         """
         if (stage, staging.cuts) != (self.stage, self._cuts):

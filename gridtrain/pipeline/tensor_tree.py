@@ -46,7 +46,7 @@ class Leaf:
         rows_per_sample: the number of rows in the first dimension per sample; None if that dimension is
             fixed.
         has_gradient: whether the gradient of the value is sent back.
-        wire: the precision in which the value is sent; always EXACT except for floating-point tensors.
+        wire: the precision at which the value is sent; always EXACT except for floating-point tensors.
         number: the type of a number: bool, int or float; None for a tensor.
     """
 

@@ -33,7 +33,7 @@ class Contribution:
     """The contribution of one worker so far.
 
     Attributes:
-        step: the number of the run's next step.
+        step: the run's next step.
         steps, samples: the number of committed steps in which this worker took part, and the number of this
             worker's samples in those steps.
         run_samples: the number of samples that all workers have processed since the run began.

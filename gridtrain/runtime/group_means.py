@@ -72,7 +72,7 @@ class GroupMeans:
 
         Args:
             step: the number of the next `optimizer.step()`.
-            generation: the number of the current generation.
+            generation: the current generation.
             value: this worker's value.
             is_before_step: whether the script has the batch of this step.
 

@@ -131,7 +131,7 @@ class TrainerTasks:
     ) -> None:
         """Set the functions that capture this worker's state and load another worker's state.
 
-        A state from another worker is refused if it is larger than `max_state_bytes`.
+        A state from another worker is rejected if it is larger than `max_state_bytes`.
         """
         self._capture, self._restore, self._max_state_bytes = capture, restore, max_state_bytes
         self.connect(self._loop)

@@ -289,7 +289,7 @@ class Grid:
             exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
                 memory, so that a GPU holds only the model's own tensors; entries are then selected by the
                 CPU.  It may differ between workers.  The default is the device of the parameters.
-            unused: "zero" gives a parameter that has no gradient on any worker a gradient of zero, so that
+            unused: "zero" gives a parameter that has no gradient on any worker a zero gradient, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
                 optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
                 and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  `unused` must
@@ -371,36 +371,36 @@ class Grid:
 
         Args:
             model: a chain of blocks (`nn.Sequential`, a list, `gridtrain.pipeline.Sequence`) on the meta
-                device, a function that creates it and is called on the meta device, or a `Blueprint`.
+                device, a function that makes it (called under `torch.device("meta")`), or a `Blueprint`.
             optimizer: a function that makes a stage's optimizer, or a list of optimizers, from the stage's
-                parameters: `torch.optim.SGD` with bound arguments, or
-                `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.  In a list, make each
-                optimizer with groups, `SGD([{"params": matrices}], lr=0.1)`, because a stage may have no
-                parameters for it.
+                parameters: `functools.partial(torch.optim.SGD, lr=0.1)`.  If it returns a list, pass
+                parameter groups to each optimizer, `SGD([{"params": matrices}], lr=0.1)`: a stage may have no
+                parameters for it, and torch rejects an empty list.
             stages: the number of stages, S; a run needs at least this many workers.
-            loss_fn: a function of the last layer's output and the targets that returns the mean over the
-                samples as a scalar tensor.
+            loss_fn: a function that takes the last layer's output and the targets, and returns the mean loss
+                over the samples as a scalar tensor.
             micro_batches: the number of pieces into which a batch is divided; with "auto", the first four
                 steps try 4 and 8 micro-batches per stage, and then all workers use the number that is best
                 according to the measured times.
             exchange: the exchange among the replicas of a stage; `Dense()` by default, which needs no
                 residual, and sends nothing while a stage has one replica.
-            cuts: (S + 1,) the number of the first block of each stage, and the number of blocks; the same on
-                all workers, for example `gridtrain.pipeline.partition(...).cuts`.  By default the cuts are
-                chosen by the bytes of the parameters, or by the coordinator if the workers' devices differ.
+            cuts: (S + 1,) the index of the first block of each stage, then the total number of blocks; the
+                same on all workers, for example `gridtrain.pipeline.partition(...).cuts`.  By default the
+                largest stage has as few parameter bytes as possible; if the workers' devices differ, the
+                coordinator chooses the cuts.
             schedule: "1f1b", or "fill-drain" as in GPipe, which stores more micro-batches.
             ahead: with 1F1B, the number of additional micro-batches in flight per following stage, so that
                 the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).
             wire: the encoding of activations and their gradients: "exact", "fp16", "bf16" or "int8".
             clip_norm: the maximum 2-norm of the whole model's update.
             average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
-                stage's replicas; as in `optimizer`.
+                stage's replicas; as in `Grid.optimizer`.
             compare_every: the interval, in steps, at which the states of a stage's replicas are compared; as
-                in `optimizer`.
+                in `Grid.optimizer`.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
                 other activations.
             device: the device of this worker's stage.
-            seed: the seed of the initial parameters and of dropout; the same on all workers.
+            seed: the seed for the initial parameters and for dropout; the same on all workers.
             init: the function that initializes a block; see `gridtrain.pipeline.Blueprint`, which also
                 describes the supported models.
             profile: a profile of the blocks (`gridtrain.pipeline.profile`), which is used to repartition the
@@ -408,7 +408,7 @@ class Grid:
                 bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
                 GPU's memory or, on a CPU, of the host's free memory.
-            base, send_frozen: as in `optimizer`, for the whole model.
+            base, send_frozen: as in `Grid.optimizer`, for the whole model.
 
         Raises:
             ConfigError: an argument is invalid, the model cannot be partitioned in this way, or a model was
@@ -497,7 +497,7 @@ class Grid:
                 the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
                 exists), and every worker skips the samples of the other workers.  For data that the loop
                 generates, as in reinforcement learning, pass `range(n)`, whose numbers can serve as seeds:
-                an iterable data set that generates different samples each time is refused.
+                an iterable data set that generates different samples each time is rejected.
             batch_size: the number of samples in one yielded batch on this worker.  A batch has fewer, at
                 least one, at the end of a pass, or if `batch_size` exceeds 64 times the median of all
                 workers' batch sizes; the coordinator logs the latter.

@@ -147,7 +147,7 @@ def _place(config: JoinConfig) -> tuple[int, int, str]:
 
 def _warn_of_open_grid(config: JoinConfig) -> None:
     """Warn if this thread, such as the thread of a notebook whose cells are run again, holds another worker
-    of the run: that worker's loop cannot run while this thread runs the new one's, but the group waits for
+    of the run: that worker's loop cannot run while this thread runs the new worker's, but the group waits for
     it."""
     for place, grid, name in list(_open):
         if place == _place(config) and not grid.finished:

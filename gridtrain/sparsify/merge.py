@@ -64,7 +64,7 @@ class MergeResult:
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
         """Return the truncated entries with index % modulus == residue.
 
-        Of the members that computed the same merge, this one adds these entries to its residual, and the
+        Of the members that computed the same merge, this member adds these entries to its residual, and the
         others add the rest.
         """
         if modulus == 1:

@@ -7,7 +7,7 @@
 All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
 overlap_trial decides whether overlap saves time, and grad_scaler makes workers share the loss scale.
 
-When the worker joins, model_check refuses a model with NaN values; during training it checks the batches.
+When the worker joins, model_check rejects a model with NaN values; during training it checks the batches.
 
 These modules act during a step: batch_weights, overlap (sends buckets during the backward pass),
 single_samples, running_statistics and buffer_averaging (batch norm), hyperparameter_check (after an aborted

@@ -46,7 +46,7 @@ class BatchWeights:
         gradients instead.
 
         Args:
-            number: the number of the micro-batch in its step, counted from 0.
+            number: the index of the micro-batch in its step.
             weights: the weights of all micro-batches of the step.
         """
         self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches

@@ -71,9 +71,7 @@ def check_hyperparameters(plan: StepPlan, optimizer: torch.optim.Optimizer, sums
     """
     table = sums.update.reshape(plan.world_size, ROW_BYTES)
     if not np.array_equal(table[plan.rank], _make_row(optimizer)):
-        text = (
-            "step %d: the workers' settings are not compared, because another worker altered this one's row"
-        )
+        text = "step %d: workers' settings are not compared, because another worker altered this worker's row"
         log.warning(text, plan.step + 1)
         return
     read = [_read_row(row) for row in table]

@@ -239,8 +239,8 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if the previous checkpoint is still being written after `timeout_s`, so that this one was
-            not started; otherwise True.  The failure is logged unless `timeout_s` is 0.
+            False if the previous checkpoint is still being written after `timeout_s`, so that this checkpoint
+            was not started; otherwise True.  The failure is logged unless `timeout_s` is 0.
         """
         snapshot = self._session.snapshot
         if not (

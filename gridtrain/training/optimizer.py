@@ -94,8 +94,8 @@ class GridOptimizer(WrappingOptimizer):
         compare_every: the interval, in steps, at which the whole state is compared with the other workers'
             states; within the first interval, it is compared after steps 1, 2, 4, 8, ...; 0 disables
             comparisons.
-        overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
-            overlap, gradients must not be changed between `backward()` and `step`.
+        overlap: how to exchange gradients during the backward pass; with None, `step` does the whole
+            exchange.  With overlap, gradients must not be changed between `backward()` and `step`.
         wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
             loops have stalled, and to use their gradients in a later step.
         base: the frozen parameters that are not part of the state; by default, all frozen parameters.
@@ -103,7 +103,7 @@ class GridOptimizer(WrappingOptimizer):
             that the script passes to `weigh`.
         exchange_device: the device of the flat gradient, the residual and the tensors that local steps keep:
             "cpu" for host memory; by default the device of the parameters.
-        unused: "zero" to treat a parameter that has a gradient on no worker like one with a gradient of zero;
+        unused: "zero" to treat a parameter that has a gradient on no worker like one with a zero gradient;
             "skip" to leave its `grad` None, so that `inner` skips it.
 
     Attributes:
@@ -128,7 +128,7 @@ class GridOptimizer(WrappingOptimizer):
     delay = 0  # `LedgerSpec.delay`
     shares_scale = True  # whether a GradScaler's scale must be the same on all workers
     calls_per_turn = 1  # to `step`, in one step of the run
-    local_calls = 0  # calls to `step` in this turn that have not exchanged yet
+    local_calls = 0  # calls to `step` in this turn without an exchange yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
     def __init__(

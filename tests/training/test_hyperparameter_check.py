@@ -114,7 +114,7 @@ def test_no_worker_leaves_because_another_one_altered_its_row(caplog):
     assert "rank 1 has lr=0.1" in rank_1, "a member cannot check the rows of others"
     assert (
         caplog.messages
-        == ["step 8: the workers' settings are not compared, because another worker altered this one's row"]
+        == ["step 8: workers' settings are not compared, because another worker altered this worker's row"]
         * 2
     )
 

@@ -97,7 +97,7 @@ def test_the_exchange_gives_the_same_bits_in_host_memory(network, local, dtype, 
 
 def test_the_exchange_on_another_device_is_refused(network):
     model = small_model()
-    with pytest.raises(ConfigError, match="exchange_device is cuda:1; the model is on cpu"):
+    with pytest.raises(ConfigError, match=r"exchange_device is cuda:1; .* the model's device, cpu"):
         GridOptimizer(sgd(model), model, Dense(), network().session(), exchange_device="cuda:1")
 
 
@@ -120,7 +120,7 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch, asked, own, c
     if chosen is not None:
         assert exchange_device(asked, torch.device(own)) == torch.device(chosen)
         return
-    with pytest.raises(ConfigError, match=f"exchange_device is {asked}; the model is on {own}"):
+    with pytest.raises(ConfigError, match=rf"exchange_device is {asked}; .* the model's device, {own}"):
         exchange_device(asked, torch.device(own))
 
 

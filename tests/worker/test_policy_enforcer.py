@@ -399,9 +399,9 @@ def test_resume_says_that_the_rules_still_pause_the_worker(make: Callable[..., P
     make(hours="22:00-07:00")
     for words, hint in (("pause", False), ("resume", True), ("show", False)):
         lines = CliRunner().invoke(cli, ["worker", words, "--table"]).output.splitlines()
-        assert lines[0].startswith("anna () is paused: ") and "outside its hours" in lines[0]
+        assert lines[0].startswith("anna () is paused: ") and "outside its permitted hours" in lines[0]
         assert (lines[1] == "  its rules pause it; to change them, run gridtrain worker set") is hint
-    assert lines[0].endswith("is paused: outside its hours, until 22:00")
+    assert lines[0].endswith("is paused: outside its permitted hours, until 22:00")
 
 
 def test_a_worker_whose_run_waits_is_not_shown_as_training(

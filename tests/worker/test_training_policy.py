@@ -50,14 +50,14 @@ def test_without_rules_everything_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("clock", "expected"),
     [
-        ("21:59", "outside its hours, until 22:00"),
+        ("21:59", "outside its permitted hours, until 22:00"),
         ("22:00", ""),
         ("23:59", ""),
         ("00:00", ""),
         ("06:59", ""),
-        ("07:00", "outside its hours, until 12:00"),
+        ("07:00", "outside its permitted hours, until 12:00"),
         ("12:15", ""),
-        ("13:00", "outside its hours, until 22:00"),
+        ("13:00", "outside its permitted hours, until 22:00"),
     ],
 )
 def test_hours_can_include_midnight(clock: str, expected: str) -> None:
@@ -151,7 +151,7 @@ def test_the_owner_cannot_end_a_pause_for_which_a_rule_is_a_reason_too() -> None
 def test_all_reasons_are_shown_and_a_time_only_if_all_have_one() -> None:
     controls = TrainingPolicy(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
     both = said(controls, SensorReadings(on_battery=False), moved=1000)
-    assert both == "outside its hours, the day's traffic budget is used up, until 00:00"
+    assert both == "outside its permitted hours, the day's traffic budget is used up, until 00:00"
     assert said(controls, SensorReadings(on_battery=True), moved=1000).endswith("used up, battery")
 
 

@@ -1,4 +1,4 @@
-"""Decides from a volunteer's rules (hours, battery, GPU, idle, temperature, budget) whether to train now.
+"""Decides from a volunteer's rules (times of day, battery, GPU, idle, temperature, budget) whether to train.
 
     rules (gridtrain worker set) ------+
     readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)
@@ -307,7 +307,7 @@ class TrainingPolicy:
         if self.is_paused:
             blocking.append((ON_REQUEST, self._paused_until))
         if self.rules.hours and not self._open(now):
-            blocking.append(("outside its hours", self._next_open(now)))
+            blocking.append(("outside its permitted hours", self._next_open(now)))
         if self.rules.budget_bytes and moved_today_bytes >= self.rules.budget_bytes:
             blocking.append(("the day's traffic budget is used up", _midnight(now)))
         for name in self.rules.sensors:

@@ -1,4 +1,4 @@
-"""Builds the web page's graph, which shows which members of a generation exchange with each other.
+"""Builds the web page's graph, which shows which members of a generation exchange data.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """
@@ -23,7 +23,7 @@ def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> dict[st
     kind: ring, direct, butterfly, tree, star, all-gather or stages
     size: the number of members
     stages: the number of stages of a pipeline; otherwise 1
-    edges: for each pair that exchanges, the two ranks, the rate in bytes per second, the round trip in
+    edges: for each pair that exchanges data, the two ranks, the rate in bytes per second, the round trip in
         seconds, and the rank of the relay (-1 for the coordinator).  A rate or round trip is None if unknown;
         the relay is None if the route is direct.  No edges if there are more than `MAX_DRAWN_NODES` members.
     """

@@ -35,7 +35,7 @@ class GenerationReports:
 
     Args:
         members: the members of the journal's last generation.
-        generation: the number of the journal's last generation.
+        generation: the journal's last generation.
     """
 
     def __init__(self, members: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:

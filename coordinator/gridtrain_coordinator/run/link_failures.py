@@ -64,7 +64,7 @@ class LinkFailures:
         return max(sum(n for pair, n in recent.items() if pair[end] == peer) for end in (0, 1))
 
     def suspected_ends(self, peer: PeerId, root: PeerId, members: int, now_s: float) -> frozenset[PeerId]:
-        """Return the members that may be at fault for this one's failures within `WINDOW_S`; empty if none.
+        """Return the members that may be at fault for failures of `peer` within `WINDOW_S`; empty if none.
 
         anna - mallory                    anna and mallory: either may be at fault
         anna - mallory, bert - mallory    mallory, even if `peer` is anna or bert

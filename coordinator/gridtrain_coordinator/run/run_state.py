@@ -45,7 +45,7 @@ class RunState:
 
     Attributes:
         phase: the phase of the run, which the status shows together with `reason`.
-        generation: the number of the latest generation; 0 if none was installed.
+        generation: the latest generation; 0 if none was installed.
         definition: the setup that every worker's setup must match; None until a worker has defined the run.
         workers: registered workers, in joining order.
         view: the view of the latest generation; None if no worker holds the model, or if only the members

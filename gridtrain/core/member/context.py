@@ -1,6 +1,6 @@
 """The parts of a worker's state machine that outlive a generation: links, state, checkpoints and residuals.
 
-ViewChanges --- Generation     rank assignment, attempts, means, incoming state     one generation
+ViewChanges --- Generation     rank assignment, attempts, averages, incoming state  one generation
                    |
                    v
              MemberContext     links, state, checkpoints, catch-up, residuals       lifetime of the worker

@@ -58,8 +58,8 @@ class IncomingState:
     def shared_position(self) -> tuple[int, bytes] | None:
         """The missing state's (applied, history) if all sources have the same shared part; otherwise None.
 
-        The shared part (`training.checkpoint.serialization`) may differ before the first step, because each
-        member may have built its own state, and for a model in stages, because a stage is either captured
+        The sources' shared parts (`training.checkpoint.serialization`) may differ before the first step,
+        because each member may have built its own state, and in a pipeline, because a stage may be captured
         from memory or read from disk.
         """
         applied, history = self._replica_state.position

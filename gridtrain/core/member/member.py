@@ -6,8 +6,8 @@
              ViewChanges       follows the generations that the coordinator announces, routes messages
                  |
                  v
-             Generation        one at a time, with `Attempts` at the open step, means, the incoming state
-                 |
+             Generation        one at a time, with `Attempts` at the open step, the averages of `grid.mean`
+                 |             and the incoming state
                  v
              MemberContext     for the lifetime of the worker: links to coordinator and peers, replica state,
                                checkpoints, catch-up, residual transfer, step pace

@@ -22,7 +22,7 @@ BLOCK_TIMEOUT_S = 10.0
 """Time to wait for a block before asking the source.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
 
 MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
-"""Longest time to wait for the first block, which passes through all joining members before this one.
+"""Longest time to wait for the first block, which all joining members before this member forward.
 
 A member waits `BLOCK_TIMEOUT_S` for each of these members, but not longer than this limit.
 """
@@ -35,8 +35,8 @@ class StateForwarding:
         chained: whether the joining members form a chain, as for the whole state of an unpartitioned model.
 
     Attributes:
-        upstream: the member that forwards the state to this one; None if the source sends it.
-        downstream: the member to which this one forwards the state; None if there is none.
+        upstream: the member that forwards the state to this member; None if the source sends it.
+        downstream: the member to which this member forwards the state; None if there is none.
     """
 
     def __init__(self, assignment: RankAssignment, *, chained: bool) -> None:

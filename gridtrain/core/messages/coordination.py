@@ -304,7 +304,7 @@ part of it, but could not."""
 
 @message(17)
 class Leave(Message):
-    """Notice that the worker is leaving the run."""
+    """Report that the worker is leaving the run."""
 
     reason: Reason
 
@@ -318,21 +318,21 @@ ON_REQUEST = "on request"
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether a pause with this reason was ordered only by the owner, so that `gridtrain worker
-    resume` ends it."""
+    """Return whether this reason means that only the worker's owner has ordered the pause, so that
+    `gridtrain worker resume` ends it."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
 @message(83)
 class TemporaryLeave(Message):
-    """Notice that the worker is leaving the run until its owner's rules allow it to rejoin."""
+    """Report that the worker is leaving the run until its owner's rules allow it to rejoin."""
 
     reason: Reason
 
 
 @message(18)
 class RunFinished(Message):
-    """Notice that the sender has reached the end of the run, which may have been ended early."""
+    """Report that the sender has reached the end of the run, which may have been ended early."""
 
     applied: AppliedStep
     history: Digest
@@ -349,7 +349,7 @@ class Welcome(Message):
 
 @message(31)
 class Refused(Message):
-    """Notice that a Join or a Setup is refused, or that the worker is dismissed.
+    """Tells the receiver that its Join or Setup is refused, or that it is dismissed.
 
     Only `code` is stable; the other fields are for display.
     """
@@ -375,7 +375,7 @@ class Reachability(Message):
 
 @message(47)
 class ReplicaDiverged(GenerationMessage):
-    """Notice that the receiver's replica digest after `step` differs from the majority's.
+    """Tells the receiver that its replica digest after `step` differs from the majority's.
 
     The next generation replaces the receiver's state.
     """
@@ -524,7 +524,7 @@ class MembershipView(GenerationMessage):
 
 @message(78)
 class StandbyNotice(GenerationMessage):
-    """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
+    """Tells the receiver that it is admitted, but on standby, because this generation has no rank for it.
 
     The other fields are as in the MembershipView, so that a former member executes the same verdict.
     """

@@ -4,7 +4,7 @@
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
                 one hop; the ranks beyond a power of two, whose payloads take two more hops, get fast links
     star, tree  rank 0, through which all data pass, has the fastest link of the members that may be rank 0
-    direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
+    direct      all members exchange data; rank 0, the root of the vote, is chosen as for a star
 
 For up to 7 members, or 6 if members are waiting for the plan, all orders are tried with each candidate for
 rank 0.  Otherwise, good starting orders are improved in a limited number of trials, by swapping two members

@@ -65,7 +65,7 @@ class ExchangeKind(StrEnum):
 
 
 TopologyName = Literal["ring", "direct", "all-gather", "butterfly", "tree", "star"]
-"""Who exchanges with whom.  Each topology has one schedule of messages, regardless of their content."""
+"""Who exchanges data with whom.  Each topology has one schedule of messages, regardless of their content."""
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
@@ -148,7 +148,7 @@ class CpuCosts:
 
 
 NO_CPU_COSTS = CpuCosts(*(0.0,) * 16)
-"""Costs of zero, for a prediction in which only the network matters."""
+"""Zero costs, for a prediction in which only the network matters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,8 @@ def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: 
 def _stop_ranges(count: int, stages: int, least: StageCostFunction, within: float) -> list[range]:
     """Return the range of layers before which each stage may end; [] if no partition is within the bound.
 
-    A range is limited by how far the stages up to this one can reach, and by how far back the later stages
-    can reach.  The ranges are slightly too wide, because they allow empty stages.
+    A stage's range is limited by how far the stages up to and including it can reach, and by how far back the
+    later stages can reach.  The ranges are slightly too wide, because they allow empty stages.
     """
     lasts, at = [], 0
     for stage in range(stages):

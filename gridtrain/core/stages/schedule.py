@@ -139,12 +139,12 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 
 def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
     """Return the `ahead` that makes 1F1B as fast as fill-drain if a payload takes `hop_s` per hop.
 
-    A micro-batch returns to a stage with h later stages after (h + 1)(forward + backward) + 2 h hop seconds.
-    To have work for that time, the stage needs 2 hop / (forward + backward) additional micro-batches for each
-    hop.  It needs one more for each hop, because forward and backward passes alternate strictly, regardless
-    of which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5 (forward + backward),
-    schedules without this last addition took up to 22 % longer than fill-drain; with the addition, they never
-    took longer.
+    If h stages follow a stage, a micro-batch returns to it after (h + 1)(forward + backward) + 2 h hop
+    seconds.  To have work for that time, the stage needs 2 hop / (forward + backward) additional
+    micro-batches for each hop.  It needs one more for each hop, because forward and backward passes alternate
+    strictly, regardless of which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5
+    times (forward + backward), schedules without this last addition took up to 22 % longer than fill-drain;
+    with the addition, they never took longer.
     """
     return 1 + 2 * hop_s / (forward_s + backward_s) if hop_s > 0 else 0.0
 

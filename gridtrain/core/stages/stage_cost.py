@@ -3,7 +3,7 @@
     bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 
     parameters      parameters and buffers
-    copies          gradients, optimizer's state and residual: `copies` x the trainable parameters
+    copies          gradients, optimizer state and residual: `copies` x the trainable parameters
     activations     b (k input + kept + output)   with re-materialization: one micro-batch is recomputed
                     b k (input + kept + output)   without re-materialization
                     + b work + fixed work         each for the layer in which it is largest

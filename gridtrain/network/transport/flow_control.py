@@ -1,7 +1,7 @@
 """Flow control by credit: limits the sent bytes that a peer has not processed yet (the window).
 
-Bulk (`send_queue.BULK_MESSAGES`) waits for credit.  Control messages never wait, so Credit, which is one of
-them, always arrives.
+Bulk messages (`send_queue.BULK_MESSAGES`) wait for credit.  Control messages never wait, so Credit, which is
+one of them, always arrives.
 
     sender                                                     receiver
     loop -- send --> waiting --fits?--> inner =========> inner --exceeds?--> Received --> loop
@@ -54,7 +54,7 @@ Waiting = tuple[Message, Frames, int]
 
 
 def needs_credit(message: Message) -> bool:
-    """Return whether the message is bulk, which a peer holds in memory until it is processed."""
+    """Return whether this is a bulk message, which a peer holds in memory until it is processed."""
     return type(message) in BULK_MESSAGES
 
 
@@ -122,9 +122,9 @@ class FlowControlTransport(WrappingTransport):
         self._window_bytes = window_bytes
         self._queue_bytes = queue_bytes
         self._accounts: dict[PeerId, _CreditAccount] = {}
-        self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all resets
+        self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk messages, over all resets
         self._blocked: set[PeerId] = set()  # peers for which the queue of the inner transport was full
-        self._unprocessed: set[PeerId] = set()  # peers whose bulk was received, but not fully processed
+        self._unprocessed: set[PeerId] = set()  # peers whose received bulk messages are not all processed
 
     # -- Transport -----------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class FlowControlTransport(WrappingTransport):
         self._inner.hang_up(peer)
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
-        """See `Transport.send`; bulk waits for credit.
+        """See `Transport.send`; bulk messages wait for credit.
 
         Raises:
             TransportError: the peer is not connected, or its queue is full.
@@ -178,7 +178,7 @@ class FlowControlTransport(WrappingTransport):
     # -- for the loop --------------------------------------------------------------------------
 
     def return_credit(self, held_bytes: Callable[[PeerId], int]) -> None:
-        """Mark as processed all bulk that `poll` has returned, except `held_bytes(peer)` bytes per peer.
+        """Mark as processed all bulk messages that `poll` returned, except `held_bytes(peer)` bytes per peer.
 
         Call this method after handling the events of `poll`.
         """
@@ -190,7 +190,7 @@ class FlowControlTransport(WrappingTransport):
                 self._unprocessed.discard(peer)
 
     def mark_processed(self, peer: PeerId, nbytes: int) -> None:
-        """Record that `nbytes` of bulk from `peer` were processed, that is, used, forwarded or dropped.
+        """Record that `nbytes` of bulk messages from `peer` were used, forwarded or dropped.
 
         If the connection is down, the call has no effect.
         """
@@ -213,7 +213,7 @@ class FlowControlTransport(WrappingTransport):
         match event:
             case PeerUp(peer):
                 self._accounts[peer] = _CreditAccount()
-                if event.pending_key is None:  # a pending member sends no bulk
+                if event.pending_key is None:  # a pending member sends no bulk messages
                     self._reset_account(peer)
             case PeerDown(peer):
                 self._accounts.pop(peer, None)

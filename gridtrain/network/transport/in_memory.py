@@ -184,7 +184,7 @@ class _DialedAddress:
 
 
 class MemoryTransport:
-    """An endpoint in memory; implements `Transport`.  Addresses are "memory://name".
+    """An in-memory endpoint; implements `Transport`.  Addresses are "memory://name".
 
     Args:
         me: this endpoint's key.

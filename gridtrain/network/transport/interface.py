@@ -199,8 +199,8 @@ class Transport(Protocol):
         over.
 
         Bulk messages (`send_queue.is_bulk`) arrive in the order in which they were sent, and so do control
-        messages, but control may overtake bulk.  At `PeerDown`, messages that were queued or in transit may
-        be lost."""
+        messages, but control messages may overtake bulk messages.  At `PeerDown`, messages that were queued
+        or in transit may be lost."""
 
     def backlog_bytes(self, peer: PeerId) -> int:
         """Return the number of bytes queued for `peer` in this process."""

@@ -35,8 +35,8 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
                                       that have seen none of its keys
     drop, delay                       not prevented, as in any network: the connection goes down
 
-There are two packet classes because control overtakes bulk (see `send_queue`).  Bulk is split into pieces, so
-that a relay can forward the first piece while the second piece arrives.
+There are two packet classes because control messages overtake bulk messages (see `send_queue`), which are
+split into pieces, so that a relay can forward the first piece while the second piece arrives.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SecureSession:
         self._pieces_bytes = 0
 
     def encrypt(self, frames: Frames, *, bulk: bool) -> list[bytes]:
-        """Return the packets for these frames; a control message that is too long is encrypted as bulk."""
+        """Return the packets for these frames; an overlong control message is encrypted as a bulk message."""
         head = _BODY.pack(len(frames), len(frames[0]) if frames else 0)
         nbytes = len(head) + sum(map(len, frames))
         bulk = bulk or nbytes > codec.MAX_HEADER_BYTES

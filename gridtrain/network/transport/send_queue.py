@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 ENCRYPTED_BULK = 3
-"""The first byte of an encrypted packet that carries bulk; a relay learns nothing else about the content."""
+"""The first byte of an encrypted packet with a bulk message; a relay learns nothing else of the content."""
 
 MAX_ENCRYPTED_CONTROL_BYTES = 130 * 1024
-"""The maximum size of an encrypted control packet.  Larger packets count as bulk, so that no peer can make a
-relay send megabytes as control."""
+"""The maximum size of an encrypted control packet.  Larger packets count as bulk messages, so that no peer
+can make a relay send megabytes as control."""
 
 
 BULK_MESSAGES = frozenset(
@@ -59,7 +59,7 @@ BULK_MESSAGES = frozenset(
 
 
 def is_bulk(message: Message) -> bool:
-    """Return whether the message is bulk, which waits for the rate cap; control is sent before bulk."""
+    """Return whether this is a bulk message, which waits for the rate cap and for control messages."""
     if type(message) in BULK_MESSAGES:
         return True
     if isinstance(message, (RelayRequest, RelayedMessage)):

@@ -2,7 +2,7 @@
 
     loop                      uses `Transport`; calls return_credit(held_bytes) after handling a poll's events
       |                       dial(peer, "tcp://..." | "relay:<key>")
-    FlowControlTransport      bulk waits for credit, end to end
+    FlowControlTransport      bulk messages wait for credit, end to end
       |
     RelayTransport            encrypted connections through a third peer; relaying for peers, if `may_relay`
       |

@@ -49,7 +49,7 @@ class LevelCode:
         top: the lower bound of a block's largest magnitude, as a multiple of the scale; the magnitude is less
             than twice this bound.
         steps: the number of scales between two successive powers of two.
-        max_scale: the number of the largest scale.
+        max_scale: the index of the largest scale.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _scale_values(words_B: npt.NDArray[np.integer], code: LevelCode) -> DoubleAr
 def _choose(
     values_K: FloatArray, starts_B: IndexArray, counts_B: IndexArray, code: LevelCode
 ) -> tuple[IndexArray, ByteArray]:
-    """Return the number of each block's scale and the number of each entry's level.
+    """Return the index of each block's scale and of each entry's level.
 
     The largest magnitude of a block is between top and 2 top times the scale.  Of the scales with this
     property, the one with the least squared error is chosen; ties go to the largest.
@@ -189,7 +189,7 @@ def _levels(
     scales_B: IndexArray,
     code: LevelCode,
 ) -> ByteArray:
-    """Return the number of the level to which each magnitude is rounded, in blocks with these scales."""
+    """Return the index of the level to which each magnitude is rounded, in blocks with these scales."""
     units_B = _scale_values(scales_B, code)
     multiples_K = magnitudes_K / np.repeat(units_B, counts_B)
     # Never round up beyond the block's largest magnitude.

@@ -173,9 +173,9 @@ class BlobReceiver:
     """The receiver's side: joins the blocks of a state.
 
     Block 0 is the table of the blobs' lengths, which determine the number and the size of all other blocks.
-    A state that is too large, or whose number of blocks does not match its table, is therefore refused before
-    its content arrives.  Blocks after a gap are dropped, because a broken connection may have lost blocks,
-    and the receiver requests the missing blocks again.  If the state source itself sends block 0, the
+    A state that is too large, or whose number of blocks does not match its table, is therefore rejected
+    before its content arrives.  Blocks after a gap are dropped, because a broken connection may have lost
+    blocks, and the receiver requests the missing blocks again.  If the state source itself sends block 0, the
     transfer starts over.
 
     Blocks that another receiver has forwarded are accepted when all blocks have arrived and their digest is

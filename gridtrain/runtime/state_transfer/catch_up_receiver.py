@@ -89,8 +89,8 @@ class CatchUpReceiver:
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
-        """The number of received blocks, the number of all blocks, the step of the trainer's model (-1 if no
-        snapshot has been loaded), and the latest step."""
+        """The number of received blocks, the total number of blocks, the step of the trainer's model (-1 if
+        no snapshot has been loaded), and the latest step."""
         here, total = self._snapshot.progress
         return here, total, -1 if self.position is None else self.position[0], self.latest_step
 

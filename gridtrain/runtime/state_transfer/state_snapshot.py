@@ -254,7 +254,7 @@ class SnapshotReceiver:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of received blocks, and the number of all blocks."""
+        """The number of received blocks, and the total number of blocks."""
         total = 0 if self._chosen is None else self._buffer.layout.block_count
         return len(self._buffer.received), total
 

@@ -1,7 +1,7 @@
 """Bundles: a run's script and description as one archive, identified by its digest.
 
     run.toml [run] + train.py + files --Bundle.from_run_file--> tar --sha256--> digest
-    tar, digest --Bundle.from_archive--> run, files      (otherwise refused; nothing is written)
+    tar, digest --Bundle.from_archive--> run, files      (otherwise rejected; nothing is written)
 
 This package executes nothing.
 """

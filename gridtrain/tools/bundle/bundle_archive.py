@@ -2,11 +2,11 @@
 
     header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
     content, padded to a multiple of 512                   |
-    1024 bytes of zero
+    1024 zero bytes
 
-`unpack` repacks the files that it has read, and refuses the archive unless the bytes are equal.  An
-archive therefore has no links, devices, modes, owners, times, extensions or gaps in which something could be
-hidden.  This module does not access the disk.
+`unpack` repacks the files that it has read, and rejects the archive unless the bytes are equal.  An archive
+therefore has no links, devices, extensions or gaps in which something could be hidden; modes, owners and
+times are fixed.  This module does not access the disk.
 """
 
 from __future__ import annotations

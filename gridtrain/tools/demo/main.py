@@ -27,8 +27,8 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     """Run the demo, print its results, and write the report.
 
     Raises:
-        ConfigError: torch or the standard library's source is missing, the cap is not a rate, or the
-            folder for the results cannot be created.
+        ConfigError: torch or the standard library's source is missing, the rate cap is invalid, or the folder
+            for the results cannot be created.
         GridtrainError: a process failed, or no step was committed for too long; the message contains the last
             lines of the logs.
     """

@@ -50,7 +50,7 @@ WARNING_INTERVAL_S = 600.0
 """The interval at which a worker repeats the message that it cannot write or upload checkpoints."""
 
 START_FROM_MODEL = "to train its model with other settings, load the model before grid.optimizer in a new run"
-"""What to do with a model whose checkpoint is refused."""
+"""What to do with a model whose checkpoint is rejected."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".step-*.partial"

@@ -352,7 +352,7 @@ def exchange_device(asked: torch.device | str, own: torch.device) -> torch.devic
     if device == own:
         return own
     raise ConfigError(
-        f"exchange_device is {asked}; the model is on {own}",
+        f"exchange_device is {asked}; it must be the CPU or the model's device, {own}",
         remedy='use exchange_device="cpu" for host memory, or omit exchange_device',
     )
 
@@ -371,8 +371,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor], *, allows_sparse:
         raise ConfigError(
             f"the optimizer's groups lack {format_count(len(missing), 'trainable parameter')} of the model, "
             f"such as {missing[0]!r}",
-            remedy="add them to the optimizer, pass a list with the optimizer that has them, or freeze them "
-            "with parameter.requires_grad_(False)",
+            remedy="add them to the optimizer, pass a list that also contains the optimizer that has them, "
+            "or freeze them with parameter.requires_grad_(False)",
         )
     if lazy := [name for name, p in named if isinstance(p, nn.parameter.UninitializedParameter)]:
         raise ConfigError(

@@ -76,7 +76,7 @@ class Packer:
                     f"{where} is a tensor of {value.dtype}, which cannot be saved or sent to a newcomer",
                     remedy="store it with a different dtype in state_dict()",
                 )
-            if self._copies:  # always, because safetensors refuses memory that two tensors share
+            if self._copies:  # always, because safetensors rejects memory that two tensors share
                 value = value.to("cpu", copy=True).contiguous()
             self.tensors[name] = value.detach()
             return {"tensor": name}

@@ -44,7 +44,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 """The default maximum size of each file of a whole model: transformers' default before version 5."""
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
-_METADATA = {"format": "pt"}  # transformers refuses a file without it
+_METADATA = {"format": "pt"}  # transformers rejects a file without it
 _PEFT_MODEL = ("peft.peft_model", "PeftModel")
 _PLACE_OF_BASE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
 """Settings of an adapter that may differ between workers."""

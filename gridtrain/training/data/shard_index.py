@@ -30,7 +30,7 @@ from gridtrain.training.data.shard_formats import FORMATS, ShardFormat, format_n
 from gridtrain.training.data.token_packing import Tokenize
 
 VERSION = 1
-"""The value of `version` in an index; readers refuse any other value."""
+"""The value of `version` in an index; readers reject any other value."""
 
 MAX_INDEX_BYTES = 256 << 20
 """The maximum size of an index."""

@@ -158,7 +158,7 @@ class Shards(ShardedDataset):
             raise ConfigError(
                 f"no file has {self._pack} tokens", remedy="pack shorter sequences, or write larger files"
             )
-        self._starts = list(accumulate(self._sizes, initial=0))  # of each file, and the number of all samples
+        self._starts = list(accumulate(self._sizes, initial=0))  # of each file, then the total
         per_shard = -(-len(self._files) // MAX_SHARDS)
         self._first_files = [*range(0, len(self._files), per_shard), len(self._files)]  # of each shard
         bounds = [self._starts[first] for first in self._first_files]

@@ -46,7 +46,7 @@ RECEIVE_MESSAGES = 0
 """The number of received messages that libzmq queues; 0 means no limit.  A limit can crash libzmq 4.3.5
 (`!_io_error`, stream_engine_base.cpp): libzmq stops reading when the queue is full, and if the connection is
 then reset while a ZMTP ping remains to be answered or sent, an assertion aborts the process.  A peer could
-cause this crash.  Instead, flow control limits the bulk that a peer may have in this queue, and
+cause this crash.  Instead, flow control limits the bulk messages that a peer may have in this queue, and
 `FloodDetector` limits all other messages; a connection that exceeds these limits is closed."""
 
 HEARTBEAT_TIMEOUT_S = 6

@@ -161,7 +161,7 @@ class ZeroMQTransport:
         self._reachability.start(peer, addresses, time.monotonic() + timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        """See `Transport.hang_up`.  Queued bulk is dropped, and queued control messages are sent now."""
+        """See `Transport.hang_up`.  Queued bulk messages are dropped; control messages are sent now."""
         connections = self._connections.get(peer, [])
         self._router_full_s = math.inf  # the full queue may have been this connection's
         for queued in self._send_queue.drain_control(peer):
@@ -426,7 +426,7 @@ class ZeroMQTransport:
                 self._deliver(connection, received, incoming.wire_bytes)
 
     def _deliver(self, connection: Connection, event: Received, wire_bytes: int) -> None:
-        """Deliver control immediately, and bulk when the download cap permits."""
+        """Deliver control messages immediately, and bulk messages when the download cap permits."""
         is_bulk_message = is_bulk(event.message)
         if is_bulk_message and self._receive_queue.is_idle:
             self._events.append(event)
