@@ -212,15 +212,15 @@ def test_local_steps_are_proposed_for_the_target_share() -> None:
     every, overlapped = found["proposed_local_steps"], found["proposed_overlapped_local_steps"]
     assert 9 * (found["exchange_s"] - 1) < every < 9 * (found["exchange_s"] + 1) and overlapped < every / 5
     text = run(*both).output
-    assert (
-        "Local steps for 90% computing with 4 workers (in brackets: with overlap=True): dense 512 (" in text
-    )
+    shown = "Local steps for 90% computing with 4 workers (in brackets: with overlap=True): dense over 512 ("
+    assert shown in text and f", gtopk at density 0.01 {every} ({overlapped})." in text
     options = f'every={overlapped}, exchange=GTopK(density=0.01, values="fp16"), overlap=True'
     assert f"For AdamW and similar optimizers use LocalSteps({options}): 9" in text
     half = figures(*both, "--computing", "0.5")["gtopk", 4]
     assert half["proposed_local_steps"] == pytest.approx(every / 9, abs=1)
     assert run(*both, "--computing", "1").exit_code == 2
     thin = run("--parameters", "124M", "--link", "1Mbit", "--workers", "4", "--exchange", "dense").output
+    assert "overlap=True): dense over 512 (over 512)." in " ".join(thin.split())
     assert "% computing; 90% would take more than 512." in " ".join(thin.split())
 
 

@@ -144,14 +144,11 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     Raises:
         ConfigError: `computing` is out of range.
     """
-    waiting, overlapped = (
-        [propose_for(each, computing, overlap=overlap).every for each in estimates]
-        for overlap in (False, True)
-    )
+    proposals = [[propose_for(each, computing, overlap=on) for each in estimates] for on in (False, True)]
+    waiting, overlapped = ([each.every for each in proposed] for proposed in proposals)
+    texts = [[_every_text(each, computing) for each in proposed] for proposed in proposals]
     names = [format_exchange(replace(each, local_steps=1)) for each in estimates]
-    shown = ", ".join(
-        f"{name} {every} ({fewer})" for name, every, fewer in zip(names, waiting, overlapped, strict=True)
-    )
+    shown = ", ".join(f"{name} {every} ({fewer})" for name, every, fewer in zip(names, *texts, strict=True))
     workers = estimates[0].world_size
     text = (
         f"Local steps for {computing:.0%} computing with {workers} workers (in brackets: with overlap=True): "
@@ -173,6 +170,11 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     return (
         f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing{missed}."
     )
+
+
+def _every_text(proposal: LocalStepsProposal, computing: float) -> str:
+    suffices = proposal.share <= 1.0 - computing + 1e-6
+    return f"{proposal.every}" if suffices else f"over {proposal.every}"
 
 
 def _as_call(load: Workload) -> str:

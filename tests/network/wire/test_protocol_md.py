@@ -87,3 +87,4 @@ def test_the_code_of_hello_never_changes() -> None:
 
 def test_the_version_is_the_codes() -> None:
     assert f"# The gridtrain protocol, version {m.PROTOCOL_VERSION}\n" in TEXT
+    assert f"\nHello(peer=bytes(range(32)), version={m.PROTOCOL_VERSION}, " in TEXT
