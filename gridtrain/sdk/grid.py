@@ -667,7 +667,7 @@ class Grid:
         Before the first batch, a worker receives its own value, and a warning is logged once.
         """
         self._warn_before_first_batch()
-        number = value.item() if isinstance(value, torch.Tensor) else float(value)
+        number = float(value.item() if isinstance(value, torch.Tensor) else value)
         if weight is None:
             return self._session.average(number)
         if not 0 <= (own := float(weight)) < math.inf:
