@@ -78,6 +78,20 @@ def with_two_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [first]}, {"params": others}], lr)
 
 
+def with_a_set(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [*parameters], "layers": {0, 1}}], lr)
+
+
+@dataclass
+class Table:
+    """Tracked; its state contains an array."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": np.ones(2)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 @pytest.fixture
 def refusal(new_group: Any) -> Any:
     """The first script defines the run; returns the refusal of the second one."""
@@ -275,6 +289,14 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
         (
             Script(reported="low"),
             r"the figure loss is 'low'; it must be a number -> call grid.report\(loss=0.5",
+        ),
+        (
+            Script(tracked=Table()),
+            r"object\.rates is a ndarray, which cannot be sent to a newcomer -> store o",
+        ),
+        (
+            Script(kind=with_a_set),
+            r"optimizer\.param_groups\[0\]\.layers is a set, which cannot be sent to a n",
         ),
         (Script(tracked=3), "grid.track was given object=3, which does not have state_dict or load_state_"),
         (
