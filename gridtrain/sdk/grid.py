@@ -623,7 +623,8 @@ class Grid:
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
         try:
-            tokens = int(count)
+            if (tokens := int(count)) != count:
+                raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"the weight of a batch is {count!r}; it must be a number of tokens",
