@@ -66,7 +66,7 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
         case "rejoin":
             log.warning("the coordinator removed this worker while it was disconnected; it is rejoining")
         case _ if event in EVENT_TEXTS:
-            log.warning(EVENT_TEXTS[event], fields)
+            log.warning("%s", EVENT_TEXTS[event] % fields)
         case "awaited":
             log.info("%s", describe_awaited(fields["names"]))
         case "reach":

@@ -154,7 +154,7 @@ class GroupSession:
         """Raise `ConfigError` if this worker has joined.  Call this method before reading from the disk."""
         if self._joined is not None:
             raise ConfigError(
-                "a second data set was given; a run can have only one",
+                "another data set, size or length was given; a run keeps those of the first call",
                 remedy="call grid.batches(...) or grid.sampler(...) again only with the same arguments, to "
                 "continue the run; epochs= or steps= is the length of the whole run",
             )

@@ -617,7 +617,8 @@ class Grid:
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
         try:
-            tokens = int(count)
+            if (tokens := int(count)) != count:
+                raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"the weight of a batch is {count!r}; it must be a number of tokens",
@@ -661,7 +662,7 @@ class Grid:
         Before the first batch, a worker receives its own value, and a warning is logged once.
         """
         self._warn_before_first_batch()
-        number = value.item() if isinstance(value, torch.Tensor) else float(value)
+        number = float(value.item() if isinstance(value, torch.Tensor) else value)
         if weight is None:
             return self._session.average(number)
         if not 0 <= (own := float(weight)) < math.inf:

@@ -10,6 +10,7 @@ arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from pathlib import Path
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.group.invitation import parse
+from gridtrain.errors import ConfigError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -86,11 +88,17 @@ def join(
         unencrypted: whether to disable encryption, for benchmarks; the coordinator must also disable it.
 
     Raises:
-        ConfigError: an argument or variable is malformed, or there is no invitation.
+        ConfigError: an argument or variable is malformed, there is no invitation, or a child process of
+            multiprocessing imports the script.
         CoordinatorUnreachable: the coordinator did not answer in time.
         JoinRefused: the coordinator refused this worker; the message says why.
     """
     install_error_hook()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself checks
+        raise ConfigError(
+            "gridtrain.join() was called while a child process, such as a reader of data, imports the script",
+            remedy='call it under `if __name__ == "__main__":`, or use the start method "fork"',
+        )
     arguments: dict[str, str | None] = {
         "name": name or None,
         "listen": listen,

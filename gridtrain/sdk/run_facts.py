@@ -5,12 +5,16 @@ They are compared as text, also with the facts in a checkpoint, so their wording
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 
+import numpy as np
 import torch
 
-from gridtrain.core.messages import Facts
+from gridtrain.core.messages import GROUPS_FACT, Facts
 from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.quantities import format_count
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
 from gridtrain.training.checkpoint.pretrained import adapter_facts
@@ -37,7 +41,20 @@ def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
         *((("unused", trainer.unused),) if trainer.unused != "zero" else ()),
         *trainer.base.facts(),
         *adapter_facts(trainer.model),
+        *_group_facts(trainer),
     )
+
+
+def _group_facts(trainer: GridOptimizer | Pipeline) -> Facts:
+    """Return the fact that describes which parameters are in which of the optimizer's groups, and in which
+    order: the optimizer's state identifies parameters by their position."""
+    named = canonical_parameters(trainer.model)
+    names = {id(parameter): name for name, parameter in named}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in trainer.inner.param_groups]
+    if groups == [[name for name, parameter in named if parameter.requires_grad]]:
+        return ()
+    digest = hashlib.blake2b(repr(groups).encode(), digest_size=6).hexdigest()
+    return ((GROUPS_FACT, f"{format_count(len(groups), 'group')}, digest {digest}"),)
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> str:
@@ -54,7 +71,9 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
 def _describe_one(inner: torch.optim.Optimizer) -> str:
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
-    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
+    options = {
+        name: v.tolist() if isinstance(v, torch.Tensor | np.generic) else v for name, v in first.items()
+    }
     shown = ", ".join(
         f"{name}={value}"
         for name, value in sorted(options.items())

@@ -151,6 +151,7 @@ class GridOptimizer(WrappingOptimizer):
         check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
+        serialization.check_stateful({"optimizer": inner})
         if wait not in WAITS:
             raise ConfigError(
                 f"wait is {wait!r}; it must be one of {', '.join(WAITS)}",

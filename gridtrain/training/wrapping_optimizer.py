@@ -6,9 +6,11 @@ the inner optimizer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from gridtrain.errors import ConfigError
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
@@ -20,6 +22,12 @@ class WrappingOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would build groups.  __setstate__, which unpickling uses, sets up everything
         # else (hooks, profiling).
         self.__setstate__({"inner": inner})
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "the group's optimizer cannot be copied or pickled",
+            remedy="copy or save optimizer.state_dict()",
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

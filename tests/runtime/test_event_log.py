@@ -51,6 +51,7 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     log_event("drifted", {"step": 500})
     log_event("left_behind", {"step": 993})
     log_event("set_back", {"step": 993, "to": 806})
+    log_event("offline", {})
     assert caplog.messages == [
         "the step is making no progress (no vote from rank 2); a new generation is being requested",
         "this worker's model differs from the other members' models at step 500; this worker is receiving "
@@ -60,4 +61,6 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
         "is receiving the group's state",
         "the group returned to step 806 without this worker, which had completed step 993; this worker has "
         "rejoined and is receiving the group's state",
+        "this worker reaches neither the coordinator nor any other worker, so its own network is probably "
+        "down; it keeps trying to reconnect",
     ]

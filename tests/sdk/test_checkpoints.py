@@ -825,7 +825,7 @@ def test_a_second_loop_is_refused_and_changes_neither_model_nor_disk(every: int,
         wrapped = grid._optimizer
         assert wrapped is not None
         before = wrapped.model.weight.detach().clone()
-        with pytest.raises(ConfigError, match="a second data set was given; a run can have only one"):
+        with pytest.raises(ConfigError, match="another data set, size or length was given; a run keeps"):
             next(iter(grid.batches(DATA, global_batch_size=6, steps=100_000)))
         assert torch.equal(wrapped.model.weight, before)
 

@@ -166,7 +166,7 @@ ERRORS = {
     an_exchange_for_each_part_of_one: f"{TOO_EARLY} -> call optimizer.step() once per 2 batches",
     a_local_step_for_each_part_of_one: f"{TOO_EARLY} -> call optimizer.step() once per 2 batches",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
-    a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
+    a_second_data_set: "another data set, size or length was given; a run keeps those of the first call -> c",
     a_loop_for_each_epoch: "the run of 1 epoch has ended -> iterate once, not once for each epoch",
     a_loop_after_close: "this worker has left the run: its grid was closed -> call gridtrain.join()",
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "

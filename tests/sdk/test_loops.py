@@ -493,6 +493,11 @@ def test_an_impossible_weight_of_a_mean_is_refused(weight: float) -> None:
         gridtrain.local(lambda grid: grid.mean(1.0, weight=weight), workers=1)
 
 
+def test_a_mean_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(TypeError, match="complex"):
+        gridtrain.local(lambda grid: grid.mean(torch.tensor(1j)), workers=1)
+
+
 @pytest.mark.parametrize("is_lost", [False, True], ids=["three workers", "one is lost"])
 def test_workers_evaluate_their_shares_of_a_test_set(is_lost: bool, outcomes: Any) -> None:
     """The share of a worker that is lost is missing in the result, which is the same on all others."""

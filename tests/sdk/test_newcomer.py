@@ -93,6 +93,20 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
 # -- the invitation ----------------------------------------------------------------------------------------
 
 
+CHILD = """\
+import multiprocessing
+import sys
+import gridtrain
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=print)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode == 0)
+gridtrain.join()
+"""
+
+
 def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import gridtrain; gridtrain.join()")
@@ -103,6 +117,17 @@ def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -
         "to join -> start the script with `gridtrain worker INVITATION -- python train.py`, or pass the "
         'invitation: gridtrain.join("gridtrain1:...")'
     )
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_process_that_imports_the_script_does_not_join(method: str, tmp_path: Path) -> None:
+    """It would replace its parent in the run."""
+    script = tmp_path / "train.py"
+    script.write_text(CHILD)
+    done = run(sys.executable, str(script), method)
+    assert done.returncode == 0, done.stderr
+    assert "ConfigError: gridtrain.join() was called while a child process, such as" in done.stderr
+    assert 'call it under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_malformed_coordinator_key_is_refused() -> None:

@@ -69,6 +69,29 @@ def two(parameters: Any, lr: float) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([first], lr), torch.optim.Adagrad(others, lr)]
 
 
+def backwards(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters][::-1], lr)
+
+
+def with_two_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others}], lr)
+
+
+def with_a_set(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [*parameters], "layers": {0, 1}}], lr)
+
+
+@dataclass
+class Table:
+    """Tracked; its state contains an array."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": np.ones(2)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 @pytest.fixture
 def refusal(new_group: Any) -> Any:
     """The first script defines the run; returns the refusal of the second one."""
@@ -119,6 +142,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(lr=0.2), r"optimizer is SGD\(lr=0\.2\) here and SGD\(lr=0\.1\) in the run"),
         (Script(kind=torch.optim.Adagrad), r"optimizer is Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
         (Script(kind=two), r"optimizer is SGD\(lr=0\.1\) \+ Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
+        (Script(kind=backwards), r"groups is 1 group, digest \w+ here and missing in the run"),
         (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and none in the run"),
         (
             Script(exchange=gridtrain.Dense(), unused="skip"),
@@ -134,7 +158,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
     ],
     ids=[
         "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "two optimizers",
-        "clip_norm", "unused", "steps", "epochs", "seed", "global_batch_size",
+        "order", "clip_norm", "unused", "steps", "epochs", "seed", "global_batch_size",
     ],
 )  # fmt: skip
 def test_a_different_setup_is_refused(refusal: Any, second: Script, expected: str) -> None:
@@ -176,6 +200,16 @@ def test_a_refusal_names_all_differences(refusal: Any) -> None:
         "optimizer",
         "clip_norm",
     ]
+
+
+def test_parameters_in_another_group_are_refused(refusal: Any) -> None:
+    def other_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        first, second, *others = parameters
+        return torch.optim.SGD([{"params": [first, second]}, {"params": others}], lr)
+
+    error = refusal(Script(kind=with_two_groups), Script(kind=other_groups))
+    assert [part.split(" is ")[0] for part in error.reason.partition(": ")[2].split("; ")] == ["groups"]
+    assert "list the optimizer's parameters in the same order on all of them: a set has none" in error.remedy
 
 
 def test_batch_sizes_may_differ(outcomes: Any) -> None:
@@ -255,6 +289,14 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
         (
             Script(reported="low"),
             r"the figure loss is 'low'; it must be a number -> call grid.report\(loss=0.5",
+        ),
+        (
+            Script(tracked=Table()),
+            r"object\.rates is a ndarray, which cannot be sent to a newcomer -> store o",
+        ),
+        (
+            Script(kind=with_a_set),
+            r"optimizer\.param_groups\[0\]\.layers is a set, which cannot be sent to a n",
         ),
         (Script(tracked=3), "grid.track was given object=3, which does not have state_dict or load_state_"),
         (

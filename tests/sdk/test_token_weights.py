@@ -281,10 +281,11 @@ def test_options_that_do_not_allow_weights_by_tokens_are_refused(options: dict[s
     [
         ("tokens", None, "a batch without a weight -> .*, as GridTrainer and GridSFTTrainer do"),
         ("tokens", -1, "is -1"),
+        ("tokens", 0.5, r"is 0\.5; it must be a number of tokens"),
         ("samples", 1, "weighted by samples"),
     ],
 )
-def test_a_missing_or_invalid_count_is_reported(weigh_by: str, count: int | None, says: str) -> None:
+def test_a_missing_or_invalid_count_is_reported(weigh_by: str, count: Any, says: str) -> None:
     def train(grid: gridtrain.Grid) -> None:
         inner = torch.optim.SGD((model := _model()).parameters(), lr=RATE)
         optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(), weigh_by=weigh_by)

@@ -57,6 +57,7 @@ def test_a_first_attempt_sends_no_rows():
         ([0.1, 0.2, 0.1, 0.2], [1, 3]),
         ([0.3, 0.1, 0.2], [1, 2]),
         ([0.1, 0.1, 0.1 + 1e-12], [2]),
+        ([np.float32(0.1), np.float32(0.1), np.float32(0.2)], [2]),
     ],
 )
 @pytest.mark.parametrize("skipping", [(), (0,)], ids=["", "a gradient is not finite"])

@@ -5,6 +5,7 @@ Loops of groups, with schedulers, parameter groups or compiled models, are in te
 
 import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -443,6 +444,13 @@ def test_closures_and_late_groups_are_refused():
         wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copied):
+    """A copy would lack the exchange; torch.save would write a file that cannot be loaded."""
+    with pytest.raises(ConfigError, match=r"cannot be copied or pickled -> .*optimizer\.state_dict\(\)"):
+        copied(wrap(sgd))
+
+
 @EITHER
 def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
     model = small_model()
@@ -455,9 +463,9 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
 
 
 @EITHER
-@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("taken", [0, 2, 40])
 def test_a_parameter_that_is_replaced_later_is_refused(network, exchange, taken):
-    """Otherwise the run ends without having trained it; it is checked in steps 1, 2, 4, 8, ..."""
+    """Otherwise the run ends without having trained it; it is checked in steps 1, 2, 4, 8, 16, 32, 48, ..."""
     model = small_model()
     optimizer = wrapped(network().session(), model, exchange)
     for step in range(taken):

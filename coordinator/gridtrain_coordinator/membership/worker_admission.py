@@ -147,11 +147,12 @@ class WorkerAdmission:
         Returns None if no fact is missing or this worker may not add any.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
-        if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:
+        is_first = all(worker.setup is None for worker in run.workers.values())
+        if run.definition is None or not has_checkpoint or not is_first:
             return None
         known = dict(run.definition.facts)
         added = [fact for fact in setup.facts if fact[0] in m.LATER_FACTS and fact[0] not in known]
-        if not added or any(worker.setup is not None for worker in run.workers.values()):
+        if not added or (m.BASE_FACT, "any") in added:
             return None
         return replace(run.definition, facts=(*run.definition.facts, *added))
 
@@ -260,7 +261,10 @@ def _remedy(reference: m.Setup, setup: m.Setup) -> str:
             f"{remedy}; if the run was started with an earlier version, a worker with one of its checkpoints "
             "must join first"
         )
-    if [name for name in run_facts if facts.get(name) != run_facts[name]] == ["data"]:
+    differing = [name for name in run_facts if facts.get(name) != run_facts[name]]
+    if differing == [m.GROUPS_FACT]:
+        return f"{remedy}; list the optimizer's parameters in the same order on all of them: a set has none"
+    if differing == ["data"]:
         return f"{remedy}; a script that draws or shuffles its data must seed it equally on all of them"
     if run == here:
         return remedy

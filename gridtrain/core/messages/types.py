@@ -53,7 +53,11 @@ BASE_FACT = "base"
 BASE_ORIGIN = "base_origin"
 """Name of the text in `WorkerInfo` that says where the worker loaded its base from."""
 
-LATER_FACTS = (BASE_FACT, "adapter")
+GROUPS_FACT = "groups"
+"""Name of the fact that describes which parameters an optimizer's groups contain; an optimizer with a single
+group in the model's order lacks this fact."""
+
+LATER_FACTS = (BASE_FACT, "adapter", GROUPS_FACT)
 """Names of facts that earlier versions did not record.  A run may have one of these facts even if its journal
 or checkpoint lacks it.  A version that adds a fact to existing runs must list it here."""
 

@@ -161,10 +161,10 @@ class FlatGradient:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector, or has given the
-        optimizer other parameters; the first, second, fourth, ... call also checks whether parameters were
-        replaced."""
+        optimizer other parameters; the first, second, fourth, eighth and every 16th call also checks whether
+        parameters were replaced."""
         self._checks += 1
-        if self._checks & (self._checks - 1) == 0:
+        if self._checks in (1, 2, 4, 8) or self._checks % 16 == 0:
             self._check_not_replaced()
         if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
@@ -181,8 +181,8 @@ class FlatGradient:
 
     def _check_not_replaced(self) -> None:
         known = {id(parameter) for _, parameter in (*self._named, *self._frozen)}
-        named = canonical_parameters(self._model)
-        if replaced := [name for name, p in named if p.requires_grad and id(p) not in known]:
+        named = self._model.named_parameters()
+        if replaced := canonical_names([n for n, p in named if p.requires_grad and id(p) not in known]):
             raise ConfigError(
                 f"parameter {replaced[0]!r} was added or replaced after the optimizer was wrapped, so "
                 "the optimizer does not train it",

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,8 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
         return own.fill_(value)
     if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
         return type(own)(_convert_like(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
+    if isinstance(own, np.generic):
+        own = own.item()
     numbers = (int, float)
     alike = isinstance(own, bool) == isinstance(value, bool)
     if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
@@ -73,7 +76,7 @@ def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """Return the plain fields of each group: numbers, strings, None and lists of these."""
     groups = []
     for group in param_groups:
-        fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
+        fields = {k: v.tolist() if isinstance(v, Tensor | np.generic) else v for k, v in group.items()}
         groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
     return groups
 

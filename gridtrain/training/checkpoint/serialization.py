@@ -82,7 +82,8 @@ class TurnStartState:
 
 
 def check_stateful(trackers: Trackers) -> None:
-    """Raise `ConfigError` for an object without `state_dict` or `load_state_dict`."""
+    """Raise `ConfigError` for an object without `state_dict` or `load_state_dict`, or whose state cannot be
+    sent: the members would fail when the first newcomer joins, and could not save their states either."""
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
@@ -90,6 +91,7 @@ def check_stateful(trackers: Trackers) -> None:
                 "load_state_dict",
                 remedy="track an object that has both, such as a scheduler",
             )
+        Packer(copies=False).pack(each.state_dict(), name)
 
 
 INTERNAL_PREFIX = ":"

@@ -280,6 +280,13 @@ def test_missing_facts_are_those_of_the_first_worker_that_returns_with_a_checkpo
     assert "adapter is missing here" in refusals(run.set_up(D, "", facts=(*SETUP.facts, later[0])))[0]
 
 
+def test_a_run_with_any_base_gets_its_missing_facts_too() -> None:
+    run, facts = OldRun(), (*SETUP.facts, ("base", "any"))
+    run.core.run.define(replace(SETUP, facts=facts))
+    groups = ("groups", "2 groups, digest 01")
+    assert journalled_facts(run.set_up(A, "", facts=(*facts, groups))) == [dict((*facts, groups))]
+
+
 def test_the_reason_of_the_first_generation_names_its_workers() -> None:
     run = ScriptedCoordinator(limits=Deadlines(silence_s=1e9, settle_s=0.0), min_workers=2)
     run.join(A)
