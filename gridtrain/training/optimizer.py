@@ -403,7 +403,8 @@ class GridOptimizer(WrappingOptimizer):
             self._sent = plan, attempt, averages
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
             self._sent = None
-            self._stopwatch.lap("communicating_s")
+            # An aborted attempt is a wait, often for a member that was then removed.
+            self._stopwatch.lap("communicating_s" if outcome.is_committed else "waiting_s")
             if outcome.is_committed:
                 break
             self.residual.mark_ended(outcome)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from gridtrain.core.messages import STATE_BYTES
+from gridtrain.core.group.member_events import HeartbeatDue
+from gridtrain.core.messages import IS_WAITING, STATE_BYTES
 from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 
 def test_relayed_payloads_and_state_count_but_neither_control_nor_what_is_forwarded_for_others() -> None:
@@ -30,3 +32,17 @@ def test_relayed_payloads_and_state_count_but_neither_control_nor_what_is_forwar
         progress.append(beat.progress)
     assert progress == [1, 2, 3, 4, 4]
     assert (dict(beat.metrics)["exchanged_bytes"], dict(beat.metrics)[STATE_BYTES]) == (30.0, 30.0)
+
+
+def test_the_coordinator_is_told_while_the_trainer_waits() -> None:
+    mailbox = Mailbox(lambda: None)
+    source = HeartbeatSource(mailbox)
+
+    def is_ready(snapshot: WorkerSnapshot) -> bool:
+        waiting.append(source.make_heartbeat(TrafficCounters(), 0))
+        return True
+
+    waiting: list[HeartbeatDue] = []
+    mailbox.wait(is_ready)
+    assert dict(waiting[0].metrics)[IS_WAITING] == 1.0
+    assert IS_WAITING not in dict(source.make_heartbeat(TrafficCounters(), 0).metrics)
