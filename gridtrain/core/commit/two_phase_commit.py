@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from gridtrain.core import messages as m
 from gridtrain.core.group.io_loop_stalls import extend_start
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.quantities import MAX_NAMES, list_first
 
 ROOT = 0
 EMPTY_HISTORY = bytes(32)
@@ -146,9 +147,7 @@ class TwoPhaseCommit:
         if len(majority) == self.world_size:
             return self._decide(m.Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
         others = tuple(sorted(set(self._votes) - set(majority)))
-        reason = (
-            f"updates differ: ranks {_format_ranks(majority)} agree, but ranks {_format_ranks(others)} differ"
-        )
+        reason = f"updates differ: {_format_ranks(majority)} agree, but not {_format_ranks(others)}"
         return self._decide(m.Verdict.ABORT, reason, others)
 
     def accept_decision(self, rank: int, decision: m.Decision) -> list[CommitEffect]:
@@ -187,7 +186,7 @@ class TwoPhaseCommit:
             return []
         late = tuple(r for r in self._awaited_ranks() if now_s >= self._last_progress_s[r] + self.timeout_s)
         if late:
-            reason = f"no vote and no progress from rank {_format_ranks(late)} for {self.timeout_s:.1f} s"
+            reason = f"no vote and no progress from {_format_ranks(late)} for {self.timeout_s:.1f} s"
         else:
             reason = f"no member made progress for {self.timeout_s:.1f} s"
         return self._decide(m.Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
@@ -240,4 +239,4 @@ def _is_same_vote(earlier: m.Vote, vote: m.Vote) -> bool:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+    return list_first([f"rank {rank}" for rank in ranks], MAX_NAMES)
