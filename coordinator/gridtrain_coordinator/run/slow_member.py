@@ -37,7 +37,7 @@ IDLE_S, IDLE_STEPS = 30.0, 10
 """Members are idle if none of them has made progress for `IDLE_S`, and for `IDLE_STEPS` times the duration of
 the latest step."""
 
-AWAITED_S, AWAITED_STEPS = 5.0, 2
+AWAITED_S, AWAITED_STEPS = 3.0, 2
 """The same limits for members whose training loops do not continue while the other members wait for them."""
 
 WAITING_S = 2.0
@@ -90,19 +90,22 @@ def find_slow_member(
 
 def describe_idle(members: Sequence[Worker]) -> str:
     """Return the alert that no member is making progress, according to the heartbeats; "" if a
-    member is making progress or has not reported a step yet.
+    member is making progress, or if this may be the first step of a member.
 
-    If some members wait, the alert names only the others.  If these do not continue for long, they are
-    dismissed (`Complaints`).
+    If some members wait, the alert names only the others, whose first step it may be.  If these do not
+    continue for long, they are dismissed (`Complaints`).
     """
-    if not members or not all("computing_s" in worker.figures for worker in members):
+    reported = [worker.figures for worker in members if "computing_s" in worker.figures]
+    if not reported:
         return ""
-    step_s = max(_step_s(worker.figures) for worker in members)
+    step_s = max(map(_step_s, reported))
     idle_s = {worker.name: worker.liveness.last_heard_s - worker.progressed_s for worker in members}
     awaited = [worker.name for worker in members if not worker.figures.get(IS_WAITING)]
     limit_s, shortest_s = max(IDLE_S, IDLE_STEPS * step_s), min(idle_s.values())
     if 0 < len(awaited) < len(members) and shortest_s >= WAITING_S:
         limit_s, shortest_s = max(AWAITED_S, AWAITED_STEPS * step_s), min(idle_s[name] for name in awaited)
+    elif len(reported) < len(members):
+        return ""
     else:
         awaited = list(idle_s)
     if shortest_s < limit_s:

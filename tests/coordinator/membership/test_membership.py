@@ -1507,8 +1507,11 @@ def test_the_status_says_that_no_member_makes_progress(
     assert alert(4) == ""
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("step_s", [0.055, 8.0])
-def test_the_status_names_the_member_whose_training_loop_does_not_continue(step_s: float) -> None:
+def test_the_status_names_the_member_whose_training_loop_does_not_continue(
+    step_s: float, is_new: bool
+) -> None:
     """Only members that wait while nobody makes progress wait for it, and not at once."""
     run = Run(A, B)
     run.event_s = 0.0
@@ -1517,11 +1520,11 @@ def test_the_status_names_the_member_whose_training_loop_does_not_continue(step_
     def alert(progress: int, *, in_s: float = 0.0) -> str:
         run.now_s += in_s
         run.say(A, m.Heartbeat(1, 7, progress, (*figures, (m.IS_WAITING, 1.0))))
-        run.say(B, m.Heartbeat(1, 7, 3, figures))
+        run.say(B, m.Heartbeat(1, 7, 3, () if is_new else figures))
         return str(run.core.snapshot(run.now_s)["alert"])
 
     said = "no step for {} s, the latest took {}: check that the training loop of b continues"
-    assert alert(3) == alert(3, in_s=4.0) == alert(4, in_s=4.0) == alert(5, in_s=10.0) == ""
+    assert alert(3) == alert(3, in_s=2.5) == alert(4, in_s=5.5) == alert(5, in_s=10.0) == ""
     assert alert(5, in_s=2.0) == said.format(20, "8 s" if step_s > 1 else "55 ms")
 
 
