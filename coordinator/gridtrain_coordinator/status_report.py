@@ -154,7 +154,12 @@ def build_status(
         for member in status["members"]
     ]
     has_fixed_batches = status["stages"] == 1 and status["global_batch_size"] is None
-    slow = find_slow_member(active, status["links"], has_fixed_batches=has_fixed_batches)
+    slow = find_slow_member(
+        active,
+        status["links"],
+        has_fixed_batches=has_fixed_batches,
+        sent_Bps=lambda peer: rates.figure_per_s(peer, "exchanged_bytes") or None,
+    )
     return {
         **status,
         "members": members,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gridtrain.core.group import member_events as ev
-from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES, STATE_LEFT
+from gridtrain.core.messages import IS_WAITING, MISSED_STEPS, STATE_BYTES, STATE_LEFT
 from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
@@ -88,6 +88,8 @@ class HeartbeatSource:
         ]
         if state_bytes := _count(own_received, STATE_MESSAGES):
             counts.append((STATE_BYTES, float(state_bytes)))
+        if is_waiting:
+            counts.append((IS_WAITING, 1.0))
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
         return ev.HeartbeatDue(progress, is_waiting, (*figures, *counts))

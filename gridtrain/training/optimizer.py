@@ -406,7 +406,8 @@ class GridOptimizer(WrappingOptimizer):
             self._sent = plan, part, averages
             outcome = self._session.run(plan, [part.buffer, *extra], part.skip, settings_text)
             self._sent = None
-            self._stopwatch.lap("communicating_s")
+            # An aborted attempt is a wait, often for a member that was then removed.
+            self._stopwatch.lap("communicating_s" if outcome.is_committed else "waiting_s")
             if outcome.is_committed:
                 break
             self.residual.mark_ended()

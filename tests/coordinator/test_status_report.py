@@ -120,6 +120,12 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
             [figures(0.1, 2.9)] * 2 + [figures(3.0, 0.0)],
             {"peer": "2", "name": "w2", "reason": "is busy for 3.25 s per step; the median is 350 ms"},
         ),
+        (
+            "training",
+            [{"computing_s": 0.07, "step_s": 1.0}] * 2 + [{"computing_s": 0.95, "step_s": 1.0}],
+            {"peer": "2", "name": "w2", "reason": "is busy for 950 ms per step; the median is 70 ms"},
+        ),
+        ("training", [figures(0.1, 0.1)] * 2 + [figures(3.0, 0.0)], None),
         ("training", [figures(3.0, 0.1)] * 3, None),
         ("training", [figures(1.0, 0.1), figures(1.1, 0.1), figures(1.2, 0.1)], None),
         ("training", [{"computing_s": 0.001}, {"computing_s": 0.003}], None),
@@ -130,6 +136,8 @@ def test_time_in_which_the_slowest_member_is_busy_is_waiting(
     ],
     ids=[
         "slow",
+        "slow stage",
+        "the steps do not wait for it",
         "alike",
         "similar",
         "noise",
@@ -183,6 +191,26 @@ def test_the_member_with_the_slowest_link_is_named_if_a_step_is_mostly_exchange(
         name, direction = said
         reason = f"has the slowest link, 4.8 Mbit/s {direction}; the exchange takes 2.75 s of a step"
         assert status["waited_for"] == {"peer": name[1:], "name": name, "reason": reason}
+
+
+@pytest.mark.parametrize(("sent_bytes", "is_named"), [(50e3, False), (70e3, True)])
+def test_a_link_over_which_little_is_sent_is_not_named(sent_bytes: float, is_named: bool) -> None:
+    """Its rate may have been measured long ago, or a member has no processor time."""
+    members = [
+        {
+            "peer": str(n),
+            "name": f"w{n}",
+            "rank": n,
+            "figures": figures(0.25, 2.75) | {"exchanged_bytes": 0.0},
+        }
+        for n in range(2)
+    ]
+    links = [[0, 1, None, SLOW_Bps], [1, 0, None, FAST_Bps]]
+    taken = {"members": members, "step": 7, "phase": "training", **NO_LINKS, "links": links}
+    sent = [each | {"figures": {**each["figures"], "exchanged_bytes": sent_bytes}} for each in members]
+    rates = observed((0, taken), (1, {**taken, "members": sent}))
+    status = build_status(taken, rates, software="", address="", now_s=0.0, uptime_s=0.0)
+    assert (status["waited_for"] is not None) == is_named
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES
+from gridtrain.core.group.member_events import HeartbeatDue
+from gridtrain.core.messages import IS_WAITING, MISSED_STEPS, STATE_BYTES
 from gridtrain.network.transport.interface import RELAYED_PIECE, TrafficCounters
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 
 def test_relayed_payloads_and_state_count_but_neither_control_nor_what_is_forwarded_for_others() -> None:
@@ -41,3 +43,17 @@ def test_a_total_grows_by_what_is_added_and_is_no_progress() -> None:
         source.increase_figure("lost_mass", amount)
     beat = source.make_heartbeat(TrafficCounters(), 0)
     assert dict(beat.metrics)["lost_mass"] == 3.0 and beat.progress == 0
+
+
+def test_the_coordinator_is_told_while_the_trainer_waits() -> None:
+    mailbox = Mailbox(lambda: None)
+    source = HeartbeatSource(mailbox)
+
+    def is_ready(snapshot: WorkerSnapshot) -> bool:
+        waiting.append(source.make_heartbeat(TrafficCounters(), 0))
+        return True
+
+    waiting: list[HeartbeatDue] = []
+    mailbox.wait(is_ready)
+    assert dict(waiting[0].metrics)[IS_WAITING] == 1.0
+    assert IS_WAITING not in dict(source.make_heartbeat(TrafficCounters(), 0).metrics)

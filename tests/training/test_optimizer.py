@@ -556,6 +556,25 @@ def test_queued_work_of_a_gpu_counts_as_computing(network, monkeypatch, exchange
     assert optimizer.timings["computing_s"] == 2.0 and sum(optimizer.timings.values()) == 2.0
 
 
+def test_an_aborted_attempt_counts_as_waiting(network, monkeypatch):
+    """It ends with a timeout if a member has stalled, so it would make links look slow."""
+    clock_s = [0.0]
+
+    def run(*args):
+        clock_s[0] += 2.0 if session.network.attempt else 30.0
+        return exchange(*args)
+
+    session = network(1, aborts={(0, 0)}).session()
+    exchange = session.run
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(optimizer_module, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    model = small_model()
+    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, Dense(), session)
+    backward(model, 1)
+    optimizer.step()
+    assert (optimizer.timings["waiting_s"], optimizer.timings["communicating_s"]) == (30.0, 2.0)
+
+
 def test_only_a_gpu_is_synchronised_on_the_stream_of_the_thread(monkeypatch):
     finished = []
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from gridtrain.core.messages import IS_WAITING
 from gridtrain.core.planning.rank_order import format_rate
 from gridtrain.quantities import format_age, format_seconds, list_first
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_problems import MAX_CAUSES_SHOWN
 
 SLOW = 1.25
-"""A member delays the others if it is busy for at least `SLOW` times the median, and if the difference to the
-median is at least `NOTICEABLE_S` and `NOTICEABLE_PART` of a step."""
+"""A member delays the others if it is busy for at least `SLOW` times the median, if the difference to the
+median is at least `NOTICEABLE_S` and `NOTICEABLE_PART` of a step, and if it is busy for at most `SLOW` times
+as long as a step of the others takes: with `wait="auto"`, their steps do not wait for a stalled member."""
 
 NOTICEABLE_S = 0.005
 NOTICEABLE_PART = 0.1
@@ -24,12 +26,22 @@ EXCHANGE_PART = 0.5
 link is at least `SLOW_LINK` times its rate: measured rates of equal links differ."""
 
 SLOW_LINK = 2.0
+LOADED_PART = 0.1
+"""A link whose sender sends less than this part of the link's rate does not delay the exchange: the rate may
+be out of date, or a member's processor delays it."""
+
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 SHARED_METRICS = ("communicating_s", "waiting_s")
 
 IDLE_S, IDLE_STEPS = 30.0, 10
 """Members are idle if none of them has made progress for `IDLE_S`, and for `IDLE_STEPS` times the duration of
 the latest step."""
+
+AWAITED_S, AWAITED_STEPS = 3.0, 2
+"""The same limits for members whose training loops do not continue while the other members wait for them."""
+
+WAITING_S = 2.0
+"""While members wait for another one, none of them has made progress for this long."""
 
 BATCH_HINT = "if this persists, global_batch_size gives it fewer samples"
 
@@ -44,6 +56,7 @@ def find_slow_member(
     links: Iterable[Sequence[Any]] = (),
     *,
     has_fixed_batches: bool = False,
+    sent_Bps: Callable[[str], float | None] = lambda peer: None,
 ) -> dict[str, str] | None:
     """Return the key ("peer") and name of the member for which the others wait, and the reason: it is busy
     for a long time, or it has the slowest link.
@@ -54,45 +67,59 @@ def find_slow_member(
         members: the active members, as in the status.
         links: (rank, other rank, round trip in s, bytes per second or None) for each measured link.
         has_fixed_batches: whether the script sets the number of samples of each member.
+        sent_Bps: returns how many bytes per second a member ("peer") sends in exchanges; None if unknown.
     """
     known = [(busy_s(member["figures"]), member) for member in members if "computing_s" in member["figures"]]
     if len(known) < 2:
         return None
     figures = [member["figures"] for _, member in known]
     usual_s = median(seconds for seconds, _ in known)
-    step_s = median(_sum(each, BUSY_METRICS + SHARED_METRICS) for each in figures)
+    step_s = median(_step_s(each) for each in figures)
     slowest_s, slowest = max(known, key=lambda each: each[0])
     noticeable_s = max(NOTICEABLE_S, NOTICEABLE_PART * step_s)
-    if slowest_s >= SLOW * usual_s and slowest_s - usual_s >= noticeable_s:
+    is_awaited = slowest_s <= SLOW * step_s
+    if is_awaited and slowest_s >= SLOW * usual_s and slowest_s - usual_s >= noticeable_s:
         hint = f"; {BATCH_HINT}" if has_fixed_batches else ""
         reason = f"is busy for {_seconds(slowest_s)} per step; the median is {_seconds(usual_s)}{hint}"
         return {"peer": slowest["peer"], "name": slowest["name"], "reason": reason}
     exchange_s = min(_sum(each, SHARED_METRICS[:1]) for each in figures)  # without waiting for a busy member
     if exchange_s < EXCHANGE_PART * step_s or exchange_s < NOTICEABLE_S:
         return None
-    return _find_slow_link({member["rank"]: member for _, member in known}, links, exchange_s)
+    return _find_slow_link({member["rank"]: member for _, member in known}, links, exchange_s, sent_Bps)
 
 
 def describe_idle(members: Sequence[Worker]) -> str:
     """Return the alert that no member is making progress, according to the heartbeats; "" if a
-    member is making progress or has not reported a step yet.
+    member is making progress, or if this may be the first step of a member.
 
-    A single idle member that the others are waiting for is dismissed instead (`Complaints`).
+    If some members wait, the alert names only the others, whose first step it may be.  If these do not
+    continue for long, they are dismissed (`Complaints`).
     """
-    if not members or not all("computing_s" in worker.figures for worker in members):
+    reported = [worker.figures for worker in members if "computing_s" in worker.figures]
+    if not reported:
         return ""
-    parts = BUSY_METRICS + SHARED_METRICS, ("step_s",)  # a pipeline reports the whole step
-    step_s = max(_sum(worker.figures, names) for worker in members for names in parts)
-    idle_s = min(worker.liveness.last_heard_s - worker.progressed_s for worker in members)
-    if idle_s < max(IDLE_S, IDLE_STEPS * step_s):
+    step_s = max(map(_step_s, reported))
+    idle_s = {worker.name: worker.liveness.last_heard_s - worker.progressed_s for worker in members}
+    awaited = [worker.name for worker in members if not worker.figures.get(IS_WAITING)]
+    limit_s, shortest_s = max(IDLE_S, IDLE_STEPS * step_s), min(idle_s.values())
+    if 0 < len(awaited) < len(members) and shortest_s >= WAITING_S:
+        limit_s, shortest_s = max(AWAITED_S, AWAITED_STEPS * step_s), min(idle_s[name] for name in awaited)
+    elif len(reported) < len(members):
         return ""
-    names = list_first([worker.name for worker in members], MAX_CAUSES_SHOWN)
+    else:
+        awaited = list(idle_s)
+    if shortest_s < limit_s:
+        return ""
+    names = list_first(awaited, MAX_CAUSES_SHOWN)
     usual = f"the latest took {format_seconds(step_s)}"
-    return f"no step for {format_age(idle_s)}, {usual}: check that the training loop of {names} continues"
+    return f"no step for {format_age(shortest_s)}, {usual}: check that the training loop of {names} continues"
 
 
 def _find_slow_link(
-    members: Mapping[int, Mapping[str, Any]], links: Iterable[Sequence[Any]], exchange_s: float
+    members: Mapping[int, Mapping[str, Any]],
+    links: Iterable[Sequence[Any]],
+    exchange_s: float,
+    sent_Bps: Callable[[str], float | None],
 ) -> dict[str, str] | None:
     """Return the member with the slowest link, and the reason; None if no link is much slower than others.
 
@@ -102,12 +129,16 @@ def _find_slow_link(
         members: the members by rank.
         links: as in `find_slow_member`.
         exchange_s: how long the exchange of a step takes, in seconds.
+        sent_Bps: as in `find_slow_member`.
     """
     known = ((src, dst, rate_Bps) for src, dst, _, rate_Bps in links if {src, dst} <= members.keys())
     rates = {(src, dst): rate_Bps for src, dst, rate_Bps in known if rate_Bps}
     if not rates or max(rates.values()) < SLOW_LINK * min(rates.values()):
         return None
     src, dst = min(rates, key=lambda pair: rates[pair])
+    load_Bps = sent_Bps(members[src]["peer"])
+    if load_Bps is not None and load_Bps < LOADED_PART * rates[src, dst]:
+        return None
     slow, other = min(
         ((src, dst), (dst, src)),
         key=lambda ends: max(rate_Bps for pair, rate_Bps in rates.items() if ends[0] in pair),
@@ -118,6 +149,11 @@ def _find_slow_link(
         f"{_seconds(exchange_s)} of a step"
     )
     return {"peer": members[slow]["peer"], "name": members[slow]["name"], "reason": reason}
+
+
+def _step_s(figures: Mapping[str, float]) -> float:
+    """Return the duration of a worker's latest step in seconds; a pipeline reports it as one metric."""
+    return max(_sum(figures, names) for names in (BUSY_METRICS + SHARED_METRICS, ("step_s",)))
 
 
 def _sum(figures: Mapping[str, float], names: Iterable[str]) -> float:

@@ -147,7 +147,7 @@ class TwoPhaseCommit:
         if len(majority) == self.world_size:
             return self._decide(m.Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
         others = tuple(sorted(set(self._votes) - set(majority)))
-        reason = f"updates differ: {_format_ranks(majority)} agree, but {_format_ranks(others)} differ"
+        reason = f"updates differ: {_format_ranks(majority)} agree, but not {_format_ranks(others)}"
         return self._decide(m.Verdict.ABORT, reason, others)
 
     def accept_decision(self, rank: int, decision: m.Decision) -> list[CommitEffect]:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.core import messages as m
@@ -288,7 +289,9 @@ class Generation:
         attempt = self.attempts.open_attempt
         round_id = attempt.round_id if attempt is not None else self.attempts.next_round
         report = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
-        log = [LogEvent("stalled", {"reason": reason})] if self._context.coordinator_link.is_welcomed else []
+        names = {f"rank {rank}": member.name for rank, member in enumerate(self.rank_assignment.members)}
+        named = re.sub(r"\brank \d+", lambda found: names.get(found[0], found[0]), reason)
+        log = [LogEvent("stalled", {"reason": named})] if self._context.coordinator_link.is_welcomed else []
         return [*log, Send(self._context.coordinator, report)]
 
     # -- connections ---------------------------------------------------------------------------

@@ -175,6 +175,9 @@ SKIPPED_IN_A_ROW = "skipped_in_a_row"
 MISSED_STEPS = "missed_steps"
 """Heartbeat metric: number of steps that the group committed while this worker's trainer was stalled."""
 
+IS_WAITING = "is_waiting"
+"""Heartbeat metric: 1 while the worker's trainer waits inside gridtrain, for example for other members."""
+
 LONE_MEANS = "lone_means"
 """Heartbeat metric: number of steps in which this worker called `grid.mean` and other workers did not."""
 

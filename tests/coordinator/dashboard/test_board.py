@@ -202,8 +202,8 @@ def test_a_stage_is_shown_only_for_a_partitioned_model() -> None:
 def test_the_page_names_the_same_slow_member_as_the_status() -> None:
     """b computes for long, but c applies its updates for longer."""
     members = (
-        member("a", 0, computing_s=0.1),
-        member("b", 1, computing_s=0.5),
+        member("a", 0, computing_s=0.1, waiting_s=0.9),
+        member("b", 1, computing_s=0.5, waiting_s=0.5),
         member("c", 2, computing_s=0.1, applying_s=0.9),
     )
     board = Board()

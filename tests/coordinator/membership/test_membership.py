@@ -1526,6 +1526,27 @@ def test_the_status_says_that_no_member_makes_progress(
     assert alert(4) == ""
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("step_s", [0.055, 8.0])
+def test_the_status_names_the_member_whose_training_loop_does_not_continue(
+    step_s: float, is_new: bool
+) -> None:
+    """Only members that wait while nobody makes progress wait for it, and not at once."""
+    run = Run(A, B)
+    run.event_s = 0.0
+    figures = (("computing_s", step_s),)
+
+    def alert(progress: int, *, in_s: float = 0.0) -> str:
+        run.now_s += in_s
+        run.say(A, m.Heartbeat(1, 7, progress, (*figures, (m.IS_WAITING, 1.0))))
+        run.say(B, m.Heartbeat(1, 7, 3, () if is_new else figures))
+        return str(run.core.status(run.now_s)["alert"])
+
+    said = "no step for {} s, the latest took {}: check that the training loop of b continues"
+    assert alert(3) == alert(3, in_s=2.5) == alert(4, in_s=5.5) == alert(5, in_s=10.0) == ""
+    assert alert(5, in_s=2.0) == said.format(20, "8 s" if step_s > 1 else "55 ms")
+
+
 def test_all_workers_and_the_log_are_told_who_causes_skipped_steps_and_when_they_end() -> None:
     run = Run(A, B, C)
     run.event_s = 0.0

@@ -99,6 +99,18 @@ def test_two_different_votes_of_one_member_are_refused() -> None:
         root.count_vote(1, yes(b"v"), 1.2)
 
 
+def test_a_decision_names_each_rank_so_that_names_can_replace_all_of_them() -> None:
+    root = round_of(0)
+    root.prepare(b"u", 0.0)
+    reason = "no vote and no progress from rank 1, rank 2 for 5.0 s"
+    assert root.tick(5.0)[0] == Decision(ID, ABORT, reason)
+    root = round_of(0)
+    root.prepare(b"u", 0.0)
+    root.count_vote(1, yes(b"u"), 1.0)
+    effects = root.count_vote(2, yes(b"v"), 1.0)
+    assert effects[0] == Decision(ID, ABORT, "updates differ: rank 0, rank 1 agree, but not rank 2")
+
+
 def test_the_root_times_out_members_without_progress_but_not_waiting_ones() -> None:
     root = round_of(0)
     root.prepare(b"u", 0.0)

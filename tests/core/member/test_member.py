@@ -525,6 +525,22 @@ def test_a_worker_that_reaches_nobody_says_so_once(has_sources: bool) -> None:
         assert [type(message) for message in sent_messages(back)] == [m.PeersUnreachable, m.RoundStalled]
 
 
+def test_a_stall_is_logged_with_names_instead_of_ranks() -> None:
+    worker, seen = Worker(), list[ev.MemberEffect]()
+    worker.install(1, (m.Member(p, name, "", 4, False) for p, name in ((ME, "me"), (A, "a"), (B, "b"))))
+    worker.hear(ev.PeerConnected(A)), worker.hear(ev.PeerConnected(B))
+    worker.say(m.StartGeneration(1, 1))
+    for attempt in range(2):
+        worker.hear(ev.SubmitRound(m.RoundId(1, 1, 0, attempt), {}))
+        worker.now_s = worker.core.deadline_s
+        seen += worker.core.tick(worker.now_s)
+    seen += worker.core.tick(worker.now_s)
+    (stalled,) = (message for message in sent_messages(seen) if isinstance(message, m.RoundStalled))
+    assert "no progress from rank 0, rank 1, rank 2 for" in stalled.reason
+    named = stalled.reason.replace("rank 0, rank 1, rank 2", "me, a, b")
+    assert logged(seen)[-1] == ev.LogEvent("stalled", {"reason": named})
+
+
 def test_a_member_without_a_route_is_logged_by_name_and_once_while_it_is_missing() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
