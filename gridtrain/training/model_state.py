@@ -89,6 +89,7 @@ UNSETTLED = (
     "was stopped after an update, before its script had requested the next batch, so the objects that it "
     "tracks may not be up to date (gridtrain worker stop ends a script between two steps)"
 )
+REPLACED = "the group's state replaces this worker's state"
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -727,7 +728,7 @@ class WholeModelState(ModelState):
         return self._optimizer.residual
 
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
-        self._residual.drop()
+        self._residual.drop(REPLACED)
         self._is_resumed = False
         self._optimizer.restore_state(blobs)
 

@@ -136,15 +136,18 @@ class WorkerResidual:
         self._part, self._is_committing = None, False
         self._exchanger.clear_residual()
 
-    def drop(self) -> None:
-        """Clear the residual and report it as lost, because the group's state replaces the state to which it
-        belongs: the group may have received a part of it since, or may compute its gradients again."""
+    def drop(self, why: str) -> None:
+        """Clear the residual and report it as lost, because the state to which it belongs is gone or unknown.
+
+        Its magnitude is an upper bound on the loss: the group may have received a part of the residual since,
+        for example since a checkpoint, or may compute its gradients again.
+
+        Args:
+            why: the cause, as a clause.
+        """
         if magnitude := self.magnitude:
             self._increase_figure("lost_mass", magnitude)
-            log.warning(
-                "the residual, of magnitude %.3g, is lost, because the group's state replaces this worker's",
-                magnitude,
-            )
+            log.warning("the residual, of magnitude %.3g, is lost, because %s", magnitude, why)
         self.clear()
 
     def state(self) -> dict[str, Tensor]:

@@ -69,15 +69,15 @@ def test_an_aborted_round_keeps_the_residual_and_another_state_loses_it(
     sparse, part = a_round()
     lost: list[tuple[str, float]] = []
     residual = WorkerResidual(sparse, 4, lambda name, amount: lost.append((name, amount)))
-    residual.drop()
+    residual.drop("it is")
     assert lost == [] and not caplog.text, "there is none"
     assert residual.add(INHERITED, 1)
     residual.mark_sent(part)
     residual.mark_ended()
     assert residual.magnitude == 2.5 and lost == []
-    residual.drop()
+    residual.drop("it is")
     assert residual.magnitude == 0.0 and lost == [("lost_mass", 2.5)]
-    assert "of magnitude 2.5, is lost" in caplog.text
+    assert "of magnitude 2.5, is lost, because it is" in caplog.text
 
 
 def test_a_partly_applied_residual_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
