@@ -70,7 +70,7 @@ from gridtrain.training.residual_departure import (
     save_left_residual,
     transfer_residual,
 )
-from gridtrain.training.worker_residual import WorkerResidual
+from gridtrain.training.worker_residual import REPLACED, WorkerResidual
 
 log = logging.getLogger("gridtrain")
 
@@ -89,7 +89,6 @@ UNSETTLED = (
     "was stopped after an update, before its script had requested the next batch, so the objects that it "
     "tracks may not be up to date (gridtrain worker stop ends a script between two steps)"
 )
-REPLACED = "the group's state replaces this worker's state"
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -728,7 +727,10 @@ class WholeModelState(ModelState):
         return self._optimizer.residual
 
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
-        self._residual.drop(REPLACED)
+        if self._is_resumed and self._left is not None:
+            self._residual.clear()  # the checkpoint's: `_left` is what remained of it later
+        else:
+            self._residual.drop(REPLACED)
         self._is_resumed = False
         self._optimizer.restore_state(blobs)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from training.test_worker_residual import INHERITED, a_round
 
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import KEPT_STEP, CheckpointInfo, LedgerState
@@ -32,7 +33,6 @@ from gridtrain.training.checkpoint.model_export import save_model
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual, transfer_residual
 from gridtrain.training.worker_residual import WorkerResidual
-from training.test_worker_residual import INHERITED, a_round
 
 OWN = LeftResidual(4, b"h", np.array([1.0, 0.0, 2.0], np.float32))
 OF_A_PEER = replace(OWN, residual_N=np.array([0.0, 4.0, 8.0], np.float32))
@@ -320,17 +320,24 @@ def test_transferred_residuals_add_up(is_accepted: bool, mass: float) -> None:
     assert reported["handed_over_share"] == float(is_accepted)
 
 
+@pytest.mark.parametrize("left", [None, OWN])
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_a_residual_is_lost_with_the_state_to_which_it_belongs(state: Any, is_resumed: bool) -> None:
-    """The group may have received a part of it in a round whose end this worker has not seen."""
-    done: list[str] = []
-    state._is_resumed = is_resumed
-    state._optimizer = SimpleNamespace(
-        residual=SimpleNamespace(drop=lambda why: done.append("dropped")),
-        restore_state=lambda blobs: done.append("restored"),
-    )
+def test_a_residual_is_lost_once_with_the_state_to_which_it_belongs(
+    state: Any, is_resumed: bool, left: LeftResidual | None
+) -> None:
+    """The group may have received a part of it in a round whose end this worker has not seen.
+
+    A worker that returns may have a residual of a checkpoint and what remained of that one when it left.
+    """
+    residual = WorkerResidual(a_round()[0], 4, state._session.increase_figure)
+    assert residual.add(INHERITED, 1)
+    state._is_resumed, state._left = is_resumed, left
+    state._optimizer = SimpleNamespace(residual=residual, restore_state=lambda blobs: None)
     state._load_state([b""])
-    assert sorted(done) == ["dropped", "restored"] and not state._is_resumed
+    state._restore_left_residuals(WorkerSnapshot(applied=9))
+    of_left = 0.0 if left is None else 3.0
+    assert state.reported["lost_mass"] == (of_left if is_resumed and left is not None else 2.5 + of_left)
+    assert residual.magnitude == 0.0 and not state._is_resumed
 
 
 @pytest.mark.parametrize(
