@@ -500,7 +500,7 @@ def test_guarantees_hold_on_the_other_topologies(seeds: Seeds) -> None:
 
 
 def test_guarantees_hold_if_members_are_cut_off_and_return(seeds: Seeds) -> None:
-    """In the fixed seeds the group commits a step with the contribution of a member that cannot prepare it, and
+    """In these seeds a step is committed with the contribution of a member that cannot prepare it, and
     that takes part again: what it had sent of its residual must not be sent again."""
     for seed in seeds(200, always=(41, 52, 81, 82), drawn=4):
         random, kinds = Random(seed), KINDS + OTHER_KINDS
