@@ -89,8 +89,8 @@ def transfer_residual(
     rounds = session.connection.loop.step_rounds
 
     def resolve() -> RoundOutcome | None:
-        outcome = rounds.resolve_last(until_s - time.monotonic())
-        is_before = outcome is not None and _held_snapshot(session).applied < session.snapshot.applied
+        outcome, here = rounds.resolve_last(until_s - time.monotonic()), session.snapshot
+        is_before = outcome is not None and _held_snapshot(session, here).applied < here.applied
         return NOT_COMMITTED if is_before else outcome
 
     residual_N = residual.take(resolve)
@@ -99,7 +99,8 @@ def transfer_residual(
     residual_N = _merge_received(session, residual.size, residual_N, until_s)
     if residual_N is None or not residual_N.any():
         return None
-    snapshot, held = session.snapshot, _held_snapshot(session)
+    snapshot = session.snapshot
+    held = _held_snapshot(session, snapshot)  # now, because a later view may have another position
     if snapshot.world_size and not snapshot.is_synced:
         # The position in `snapshot` is that of a state which this worker has not received.
         lost = float(np.abs(residual_N).sum(dtype=np.float64))
@@ -135,10 +136,9 @@ def transfer_residual(
     return LeftResidual(held.applied, held.history, rest_N, layers)
 
 
-def _held_snapshot(session: GroupSession) -> WorkerSnapshot:
+def _held_snapshot(session: GroupSession, snapshot: WorkerSnapshot) -> WorkerSnapshot:
     """Return the snapshot of the step to which this worker's residual belongs: the group's last step or, if
     this worker is alone and has not applied that step, the step before."""
-    snapshot = session.snapshot
     own = session.snapshot_of_model(snapshot) if snapshot.world_size == 1 else None
     return own or snapshot
 
