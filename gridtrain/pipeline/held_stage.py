@@ -29,10 +29,11 @@ from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, Checkpoin
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, FrozenBase
 from gridtrain.training.optimizer import have_stepped, rates_by_tracker
-from gridtrain.training.worker_residual import WorkerResidual
+from gridtrain.training.worker_residual import REPLACED, WorkerResidual
 
 log = logging.getLogger("gridtrain")
 
+MOVED = "this worker now holds another stage"
 MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
 """The name of the tracker that holds the `MicroBatchCount`, which only `Pipeline.step` changes."""
 
@@ -108,8 +109,7 @@ class HeldStage:
         stages, stage = self.places.stages(place), self.places.stage(place)
         if self.current is None or self.current.blocks != Span(*stages.block_range(stage)):
             self._restore_start = self._restore_start or self.capture_settings()
-            self._report_lost_residual()
-            self.release()  # frees its memory before the next one is built
+            self._release_without_residual(MOVED)  # frees its memory before the next one is built
             self.current = StageState(
                 stage, stages, self._make_optimizer, self.options, self._session.increase_figure
             )
@@ -188,7 +188,7 @@ class HeldStage:
     def release(self) -> None:
         """Free the stage's memory; keep the settings of its optimizer."""
         self.optimizer.set_inner(self.template)
-        self.current = None
+        self.current, self._is_saved = None, False
 
     def restart(self) -> None:
         """Free the stage and restore the initial settings, because the group restarts at step 0.
@@ -196,24 +196,18 @@ class HeldStage:
         The group does so if no later state of the whole model remains.
         """
         assert self._restore_start is not None
-        self.release()
+        self._release_without_residual("the group restarts at step 0")
         self._restore_start()
 
-    def _report_lost_residual(self) -> None:
-        """Report the residual of the stage in memory as lost, unless it has been saved.
+    def _release_without_residual(self, why: str) -> None:
+        """Free the stage's memory, and report its residual as lost unless it has been saved.
 
-        Called before the stage is replaced, because its residual cannot be sent afterwards.
+        Args:
+            why: see `WorkerResidual.drop`.
         """
-        is_saved, self._is_saved = self._is_saved, False
-        magnitude = self.current.residual.magnitude if self.current is not None else 0.0
-        if magnitude and not is_saved and self.current is not None:
-            self._session.increase_figure("lost_mass", magnitude)
-            log.warning(
-                "the residual of stage %d, of magnitude %.3g, is lost, because this worker now holds "
-                "another stage",
-                self.current.stage,
-                magnitude,
-            )
+        if self.current is not None and not self._is_saved:
+            self.current.residual.drop(why)
+        self.release()
 
     # -- its state ---------------------------------------------------------------------------------------
 
@@ -246,8 +240,7 @@ class HeldStage:
 
         The state of another stage is rejected, because its tensors have other names.
         """
-        self._report_lost_residual()
-        self.release()
+        self._release_without_residual(REPLACED)
         held = self.assigned()
         serialization.restore_state(blobs, held.module, held.inner, self.trackers)
         self._record_load(held, self._session.snapshot.applied)
@@ -285,9 +278,10 @@ class HeldStage:
         Raises:
             RemoteProtocolError: the checkpoints have different layers or belong to another model.
         """
-        if self.layers != layers:
-            self._report_lost_residual()  # the checkpoint restores the residual of the same layers
-        self.release()
+        if self.layers == layers and any(each.residual for each in found):
+            self.release()  # the checkpoint restores the residual of the same layers
+        else:
+            self._release_without_residual(REPLACED if self.layers == layers else MOVED)
         held = self.assigned()
         if held.blocks != layers:
             return  # this worker's rank has changed; the caller tries again

@@ -340,13 +340,13 @@ class Pipeline:
             skip = any([_exchange_alone(buffer, part.skip) for buffer in buffers.values()])
         else:
             group = layout.stage_ranks(state.stage)
-            parts = {
+            round_parts = {
                 channel: RoundPart(
                     Subgroup(buffer.make_collective(replica, layout.replicas, part.skip), group), buffer
                 )
                 for channel, buffer in buffers.items()
             }
-            round_.add(parts)
+            round_.add(round_parts)
             if not round_.wait(*buffers):
                 raise LineBroken(round_.failure_reason)
             skip = any(round_.is_skipped(channel) for channel in buffers)

@@ -152,7 +152,7 @@ class TrainerTasks:
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
             apply_missed: applies committed steps in order.
-            drop_missed: discards committed steps that a state being loaded already contains.
+            drop_missed: adds committed steps that a state being loaded already contains to what is lost.
         """
         self._make_empty, self._apply_missed, self._drop_missed = make_empty, apply_missed, drop_missed
         self.connect(self._loop)

@@ -181,8 +181,10 @@ class Absence:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual the truncated entries and the rounding errors of missed steps whose updates the
-        model already contains."""
+        """Add to the residual the truncated entries and the rounding errors of missed steps.
+
+        Called before a state that includes these steps is loaded, which reports the whole residual as lost.
+        """
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

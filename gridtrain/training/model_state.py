@@ -70,7 +70,7 @@ from gridtrain.training.residual_departure import (
     save_left_residual,
     transfer_residual,
 )
-from gridtrain.training.worker_residual import WorkerResidual
+from gridtrain.training.worker_residual import REPLACED, WorkerResidual
 
 log = logging.getLogger("gridtrain")
 
@@ -727,7 +727,10 @@ class WholeModelState(ModelState):
         return self._optimizer.residual
 
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
-        self._residual.drop()
+        if self._is_resumed and self._left is not None:
+            self._residual.clear()  # the checkpoint's: `_left` is what remained of it later
+        else:
+            self._residual.drop(REPLACED)
         self._is_resumed = False
         self._optimizer.restore_state(blobs)
 

@@ -194,9 +194,7 @@ class GridOptimizer(WrappingOptimizer):
         self._step = -1
         self._compare_next = False
         self._has_exchanged = False
-        self.residual = WorkerResidual(
-            self._exchanger, self._flat.n, lambda name, amount: session.increase_figure(name, amount)
-        )
+        self.residual = WorkerResidual(self._exchanger, self._flat.n, session.increase_figure)
         self.backwards_per_step = self.requested_batches = 1
         # Of the latest turn, until its round is over.
         self._turn_start: serialization.TurnStartState | None = None

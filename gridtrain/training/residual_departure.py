@@ -89,19 +89,24 @@ def transfer_residual(
     rounds = session.connection.loop.step_rounds
 
     def resolve() -> RoundOutcome | None:
-        outcome = rounds.resolve_last(until_s - time.monotonic())
-        is_before = outcome is not None and _held_snapshot(session).applied < session.snapshot.applied
+        outcome, here = rounds.resolve_last(until_s - time.monotonic()), session.snapshot
+        is_before = outcome is not None and _held_snapshot(session, here).applied < here.applied
         return NOT_COMMITTED if is_before else outcome
 
     residual_N = residual.take(resolve)
-    if residual_N is None and residual.size:
-        log.warning(
-            "this worker's residual is lost: it is not known whether its last step was committed and applied"
-        )
+    if residual_N is None:
+        residual.drop("it is not known whether this worker's last step was committed and applied")
     residual_N = _merge_received(session, residual.size, residual_N, until_s)
     if residual_N is None or not residual_N.any():
         return None
     snapshot = session.snapshot
+    held = _held_snapshot(session, snapshot)  # now, because a later view may have another position
+    if snapshot.world_size and not snapshot.is_synced:
+        # The position in `snapshot` is that of a state which this worker has not received.
+        lost = float(np.abs(residual_N).sum(dtype=np.float64))
+        session.increase_figure("lost_mass", lost)
+        log.warning("this worker's residual, of magnitude %.3g, is lost: the group has another state", lost)
+        return None
     chosen = residual_pieces.select_entries(residual_N, budget_bytes, max(1, snapshot.world_size))
     sent: bool | None = False  # None: the recipient has not answered, and may have the entries
     text = _obstacle(snapshot) if chosen.entries else "the remaining budget allows no entry"
@@ -112,7 +117,8 @@ def transfer_residual(
         )
     sent_magnitude = chosen.magnitude_sum if sent else 0.0
     share = sent_magnitude / chosen.total_magnitude_sum
-    session.report_figures({"handed_over_mass": sent_magnitude, "handed_over_share": share})
+    session.increase_figure("handed_over_mass", sent_magnitude)
+    session.report_figures({"handed_over_share": share})
     if not snapshot.is_finished:  # otherwise, no step needs the residual
         log.warning(
             "%.3g of the residual's magnitude %.3g (%.1f %%) transferred: %s",
@@ -127,14 +133,12 @@ def transfer_residual(
     rest_N = residual_N if sent is False else chosen.remainder_N
     if rest_N is None:
         return None
-    held = _held_snapshot(session)
     return LeftResidual(held.applied, held.history, rest_N, layers)
 
 
-def _held_snapshot(session: GroupSession) -> WorkerSnapshot:
+def _held_snapshot(session: GroupSession, snapshot: WorkerSnapshot) -> WorkerSnapshot:
     """Return the snapshot of the step to which this worker's residual belongs: the group's last step or, if
     this worker is alone and has not applied that step, the step before."""
-    snapshot = session.snapshot
     own = session.snapshot_of_model(snapshot) if snapshot.world_size == 1 else None
     return own or snapshot
 

@@ -4,6 +4,7 @@ The same object serves a whole model and a stage of a pipeline.
 
     mark_sent(part) -----> the round is committed      --> commit       stores the part's new residual
                            it is aborted or skipped    --> mark_ended   leaves the residual unchanged
+                           its outcome is unknown      --> mark_ended, and drop when the group's state arrives
           |
           +-- if training is interrupted here, `take` waits for the end of the round before it returns the
               residual; after an interrupted `commit`, there is no residual until `clear` or a later commit
@@ -26,6 +27,8 @@ from gridtrain.training.exchangers import ExchangePart, Exchanger
 
 log = logging.getLogger("gridtrain")
 
+REPLACED = "the group's state replaces this worker's state"
+
 
 class WorkerResidual:
     """The residual that `exchanger` keeps.  Use it on the training thread.
@@ -33,14 +36,14 @@ class WorkerResidual:
     Args:
         n: the number of elements in the flat gradient.
         increase_figure: a function that adds to a figure, by name: to decayed_mass the magnitudes that decay
-            has dropped, to lost_mass those that are lost with the worker's state.
+            has dropped, to lost_mass those that `drop` reports.
     """
 
     def __init__(
         self,
         exchanger: Exchanger,
         n: int,
-        increase_figure: Callable[[str, float], None] = lambda name, amount: None,
+        increase_figure: Callable[[str, float], None],
     ) -> None:
         self._exchanger, self._n, self._increase_figure = exchanger, n, increase_figure
         self._part: ExchangePart | None = None
@@ -65,7 +68,11 @@ class WorkerResidual:
         self._part = part
 
     def mark_ended(self) -> None:
-        """Record that the round was aborted or skipped, which leaves the residual unchanged."""
+        """Record that the round has ended without an update: it was aborted or skipped, which leaves the
+        residual unchanged, or its outcome is unknown.
+
+        In the latter case the group's state replaces this worker's state, and `drop` must follow.
+        """
         self._part = None
 
     def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
@@ -136,15 +143,18 @@ class WorkerResidual:
         self._part, self._is_committing = None, False
         self._exchanger.clear_residual()
 
-    def drop(self) -> None:
-        """Clear the residual and report it as lost, because the group's state replaces the state to which it
-        belongs: the group may have received a part of it since, or may compute its gradients again."""
+    def drop(self, why: str) -> None:
+        """Clear the residual and report it as lost, because the state to which it belongs is gone or unknown.
+
+        Its magnitude is an upper bound on the loss: the group may have received a part of the residual since,
+        for example since a checkpoint, or may compute its gradients again.
+
+        Args:
+            why: the cause, as a clause.
+        """
         if magnitude := self.magnitude:
             self._increase_figure("lost_mass", magnitude)
-            log.warning(
-                "the residual, of magnitude %.3g, is lost, because the group's state replaces this worker's",
-                magnitude,
-            )
+            log.warning("the residual, of magnitude %.3g, is lost, because %s", magnitude, why)
         self.clear()
 
     def state(self) -> dict[str, Tensor]:

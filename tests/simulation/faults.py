@@ -89,7 +89,8 @@ class Faults:
         for worker in self.some():
             others = {other.peer for other in self.world.alive if other is not worker}
             others |= {COORDINATOR} if self.random.random() < 0.5 else set()
-            self.world.partition(others, self.random.choice((0.3, 1.0, 3.0)), one_way=True)
+            for_s = self.random.choice((0.3, 1.0, 3.0))
+            self.world.partition(others, for_s, one_way=True, rest={worker.peer})
 
     def freeze(self) -> None:
         for worker in self.some():

@@ -61,6 +61,7 @@ class ToyTrainer:
     Attributes:
         changes: in order, what bears on the residual: attempts to which it was contributed, what was added to
             it, None where it was cleared, and its bytes where they were taken.
+        inherited: the residuals of other workers that were added, in order.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ToyTrainer:
         self.attempt: ToyTrainer.Attempt
         self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker
         self.changes: list[ToyTrainer.Attempt | np.ndarray | bytes | None] = []
+        self.inherited: list[bytes] = []
 
     class Attempt:
         """One worker's contribution to one round, and the residual that a commit leaves it."""
@@ -179,6 +181,7 @@ class ToyTrainer:
         self.changes.append(None)
 
     def add_residual(self, residual: Any) -> None:
+        self.inherited.append(residual)
         self._add(np.frombuffer(residual, np.float32))
 
     def _add(self, values_N: np.ndarray) -> None:

@@ -177,6 +177,7 @@ class SimWorker:
         self._stalled_until_s = 0.0  # the trainer alone; the core and the connections go on
         self._is_absent = False  # from the open round
         self._missed: list[tuple[dict[m.Channel, Any], bool]] = []  # buffers of committed steps, skipped
+        self.restored: list[tuple[int, int]] = []  # term and generation of each state that it has loaded
         self._progress = 0
         self._is_round_failed = False  # a payload of the open round was refused
         self._pending_residuals: dict[
@@ -520,6 +521,7 @@ class SimWorker:
         self._computing = False
         self._batch, self._batch_step = (), -1  # a batch in hand was for another model
         self._missed.clear()  # the state contains these steps
+        self.restored.append((block.term, block.generation))
         self.trainer.restore(block.payload)
         self.trainer.clear_residual()
         self.handle(ev.StateLoaded(block.term, block.generation))
@@ -834,16 +836,27 @@ class World:
 
         self.at(self.now_s + for_s, thaw)
 
-    def partition(self, side: set[m.PeerId], for_s: float, *, one_way: bool = False) -> None:
+    def partition(
+        self,
+        side: set[m.PeerId],
+        for_s: float,
+        *,
+        one_way: bool = False,
+        rest: set[m.PeerId] | None = None,
+    ) -> None:
         """Lose all messages from `side` to the rest, and (unless `one_way`) back; afterwards all dial again.
 
         As with TCP, each end of a connection finds out by itself that it is broken, at different times.
+
+        Args:
+            rest: the others on the other side; None for all.
         """
-        rest = ({COORDINATOR} | set(self.workers)) - side
+        rest = ({COORDINATOR} | set(self.workers)) - side if rest is None else rest
         holes = {(a, b) for a in side for b in rest}
         holes |= set() if one_way else {(b, a) for a, b in holes}
         self._partitions |= holes
-        for pair in sorted((p for p in self._connections if len(p & side) == 1), key=sorted):
+        cut = (p for p in self._connections if len(p & side) == 1 and p & rest)
+        for pair in sorted(cut, key=sorted):
             for end in sorted(pair):
                 self.at(self.now_s + self.random.uniform(0.1, 1.0), partial(self._detect_loss, pair, end))
 

@@ -127,6 +127,10 @@ KINDS = ("bf16", "int8")
 PARTS = (0, 100, 250)
 
 
+def unreported(name: str, amount: float) -> None:
+    """As the figures that the session reports."""
+
+
 def plan(rank: int, world_size: int, step: int = 0, attempt: int = 0, samples: int = 1) -> StepPlan:
     return StepPlan(step, attempt, rank, world_size, samples, 8)
 
@@ -198,7 +202,9 @@ def test_a_residual_received_between_two_attempts_is_kept(values: str) -> None:
         for rank, (each, gradient) in enumerate(zip(exchangers, gradients, strict=True))
     ]
     CollectiveGroup([part.buffer for part in parts], seed=1)
-    assert WorkerResidual(exchangers[0], 3).add(SparseVector(np.array([2]), np.array([64.0], np.float32)), 2)
+    assert WorkerResidual(exchangers[0], 3, unreported).add(
+        SparseVector(np.array([2]), np.array([64.0], np.float32)), 2
+    )
     CollectiveGroup([part.buffer for part in parts], seed=2).run()
     updates = [each.commit(part) for each, part in zip(exchangers, parts, strict=True)]
     inherited = np.array([0, 0, 64], np.float32)
@@ -257,7 +263,7 @@ def test_float32_has_no_residual() -> None:
 def test_a_residual_is_taken_as_the_last_round_leaves_it(settled: RoundOutcome, left: float) -> None:
     one = make_exchanger(Dense(values="int8"), (0, 4), CPU)
     one.feedback.load({"residual": torch.full((4,), 2.5)})
-    residual = WorkerResidual(one, 4)
+    residual = WorkerResidual(one, 4, unreported)
     part = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
     part.buffer.make_collective(0, 1, 0).start()
     residual.mark_sent(part)

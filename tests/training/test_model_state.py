@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from training.test_worker_residual import INHERITED, a_round
 
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import KEPT_STEP, CheckpointInfo, LedgerState
@@ -31,6 +32,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
 from gridtrain.training.checkpoint.model_export import save_model
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual, transfer_residual
+from gridtrain.training.worker_residual import WorkerResidual
 
 OWN = LeftResidual(4, b"h", np.array([1.0, 0.0, 2.0], np.float32))
 OF_A_PEER = replace(OWN, residual_N=np.array([0.0, 4.0, 8.0], np.float32))
@@ -241,6 +243,22 @@ def test_a_repeated_export_keeps_the_earlier_model_once(
     assert final.stat().st_size + 4095 <= 0.995 * state.export_bytes, "in whole blocks, and when rounded"
 
 
+def leaving(snapshot: WorkerSnapshot, reported: dict[str, float]) -> Any:
+    """The session of a worker that leaves with this snapshot; `reported` are its figures."""
+    source = HeartbeatSource(Mailbox(lambda: None))
+    source._figures = reported
+    return SimpleNamespace(
+        config=SimpleNamespace(deadlines=Deadlines()),
+        connection=SimpleNamespace(
+            loop=SimpleNamespace(step_rounds=None), take_last_residuals=lambda timeout_s: ([], 0.0)
+        ),
+        snapshot=snapshot,
+        snapshot_of_model=lambda here: here,
+        report_figures=source.add_figures,
+        increase_figure=source.increase_figure,
+    )
+
+
 @pytest.mark.parametrize(
     ("world_size", "is_finished", "text"),
     [
@@ -253,15 +271,8 @@ def test_a_residual_that_stays_says_why(
     world_size: int, is_finished: bool, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     residual: Any = SimpleNamespace(size=4, take=lambda resolve: np.ones(4, np.float32))
-    snapshot = WorkerSnapshot(world_size=world_size, is_finished=is_finished)
-    session: Any = SimpleNamespace(
-        config=SimpleNamespace(deadlines=Deadlines()),
-        connection=SimpleNamespace(
-            loop=SimpleNamespace(step_rounds=None), take_last_residuals=lambda timeout_s: ([], 0.0)
-        ),
-        snapshot=snapshot,
-        snapshot_of_model=lambda here: here,
-        report_figures=lambda figures: None,
+    session = leaving(
+        WorkerSnapshot(world_size=world_size, is_finished=is_finished, is_synced=world_size > 0), {}
     )
     left = transfer_residual(session, residual, 1 << 20, None)
     assert left is not None and left.residual_N.tolist() == [1.0] * 4
@@ -269,17 +280,64 @@ def test_a_residual_that_stays_says_why(
     assert caplog.messages == ([said] if text else []), "after the end of the run, nothing is lost"
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_residual_is_not_saved_for_a_state_that_its_worker_has_not_received(
+    is_known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A member that is not synced has the position of the group's state, whose last step may include a part
+    of this residual."""
+    sparse, _ = a_round()
+    reported: dict[str, float] = {}
+    session = leaving(WorkerSnapshot(world_size=2, applied=7, history=b"h7"), reported)
+    residual = WorkerResidual(sparse, 4, session.increase_figure)
+    assert residual.add(INHERITED, 1)
+    residual._is_committing = not is_known
+    assert transfer_residual(session, residual, 1 << 20, None) is None
+    assert reported == {"lost_mass": 2.5} and "of magnitude 2.5, is lost" in caplog.text
+
+
+@pytest.mark.parametrize(("is_accepted", "mass"), [(True, 2.5), (False, 0.0)])
+def test_transferred_residuals_add_up(is_accepted: bool, mass: float) -> None:
+    """A view that arrives during the transfer does not move what remains to another position."""
+    sparse, _ = a_round()
+    reported: dict[str, float] = {}
+    session = leaving(WorkerSnapshot(world_size=2, applied=6, history=b"h6", is_synced=True), reported)
+    here, later = session.snapshot, WorkerSnapshot(world_size=2, applied=7, history=b"h7")
+
+    def transfer(pieces: object, timeout_s: float) -> tuple[bool, str]:
+        session.snapshot = later
+        return is_accepted, "bert"
+
+    session.connection.transfer_residual = transfer
+    for _ in range(2):
+        session.snapshot = here
+        residual = WorkerResidual(sparse, 4, session.increase_figure)
+        residual.clear()
+        assert residual.add(INHERITED, 1)
+        left = transfer_residual(session, residual, 1 << 20, None)
+        assert is_accepted or (left is not None and (left.applied, left.history) == (6, b"h6"))
+    assert reported.get("handed_over_mass", 0.0) == 2 * mass
+    assert reported["handed_over_share"] == float(is_accepted)
+
+
+@pytest.mark.parametrize("left", [None, OWN])
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_a_residual_is_lost_with_the_state_to_which_it_belongs(state: Any, is_resumed: bool) -> None:
-    """The group may have received a part of it in a round whose end this worker has not seen."""
-    done: list[str] = []
-    state._is_resumed = is_resumed
-    state._optimizer = SimpleNamespace(
-        residual=SimpleNamespace(drop=lambda: done.append("dropped")),
-        restore_state=lambda blobs: done.append("restored"),
-    )
+def test_a_residual_is_lost_once_with_the_state_to_which_it_belongs(
+    state: Any, is_resumed: bool, left: LeftResidual | None
+) -> None:
+    """The group may have received a part of it in a round whose end this worker has not seen.
+
+    A worker that returns may have a residual of a checkpoint and what remained of that one when it left.
+    """
+    residual = WorkerResidual(a_round()[0], 4, state._session.increase_figure)
+    assert residual.add(INHERITED, 1)
+    state._is_resumed, state._left = is_resumed, left
+    state._optimizer = SimpleNamespace(residual=residual, restore_state=lambda blobs: None)
     state._load_state([b""])
-    assert sorted(done) == ["dropped", "restored"] and not state._is_resumed
+    state._restore_left_residuals(WorkerSnapshot(applied=9))
+    of_left = 0.0 if left is None else 3.0
+    assert state.reported["lost_mass"] == (of_left if is_resumed and left is not None else 2.5 + of_left)
+    assert residual.magnitude == 0.0 and not state._is_resumed
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,8 @@ def test_the_settings_digest_depends_on_every_plain_field():
 
 def wrap(make_optimizer, model=None, exchange=None, **options):
     model = model or small_model()
-    return GridOptimizer(make_optimizer(model), model, exchange or Dense(), None, **options)
+    session = SimpleNamespace(increase_figure=None)
+    return GridOptimizer(make_optimizer(model), model, exchange or Dense(), session, **options)
 
 
 # -- refused uses -------------------------------------------------------------------------------------

@@ -280,8 +280,8 @@ class RunState:
             self.step_before = self.highest_step
         self._set_members(members)
         self.generation, self.view = view.generation, view
-        self.highest_step = 0  # members may have reported steps that were not committed, before they left
-        self.record_step(view.applied + 1)
+        self.roll_back(view.applied)  # members may have reported steps not committed, before they left
+        self.has_committed |= view.applied >= 0
         if self.phase is RunPhase.PAUSED:  # the awaited workers have joined
             ready = f"{format_count(len(members), 'worker')} {'is' if len(members) == 1 else 'are'} ready"
             self._reason = f"the run continues from step {view.applied + 1} when {ready}"

@@ -405,17 +405,19 @@ class Generation:
         self.phase = MemberPhase.FROZEN
 
     def end(
-        self, view: m.MembershipView | m.StandbyNotice, *, is_joining: bool = False
+        self, view: m.MembershipView | m.StandbyNotice, *, must_know_round: bool = False
     ) -> list[MemberEffect]:
         """Apply the prepared update if `view` commits it, and end the open round.
 
         If the member does not hold the state of `view` afterwards, it is marked as not synced.
 
         Args:
-            is_joining: see `ReplicaState.apply_verdict`.
+            must_know_round: see `ReplicaState.apply_verdict`.
         """
         prepared, digest, flags = self.attempts.prepared_vote
-        is_applied = self._context.replica_state.apply_verdict(view, prepared, digest, is_joining=is_joining)
+        is_applied = self._context.replica_state.apply_verdict(
+            view, prepared, digest, must_know_round=must_know_round
+        )
         if is_applied and prepared is not None:
             resolved = ResolveRound(prepared, True, flags, view.reason)
             return [resolved, *self._means.cancel()]

@@ -117,7 +117,7 @@ def enter_generation(
     link.set_name(own.name)
     known_means: Mapping[MeanKey, float] = {}
     if before is not None:
-        effects += before.end(view, is_joining=own.joining)
+        effects += before.end(view, must_know_round=own.joining)
         known_means = before.known_means if state.is_synced else {}  # steps may be repeated
     else:
         state.apply_verdict(view, None)

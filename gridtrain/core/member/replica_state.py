@@ -115,7 +115,7 @@ class ReplicaState:
         prepared: m.RoundId | None,
         digest: bytes = b"",
         *,
-        is_joining: bool = False,
+        must_know_round: bool = False,
     ) -> bool | None:
         """Execute the coordinator's verdict on the open step: apply the prepared update if `view` commits it.
 
@@ -124,15 +124,15 @@ class ReplicaState:
         Args:
             prepared: the round of the prepared update; None if there is none.
             digest: the digest of that update.
-            is_joining: whether `view` lists this worker as one that does not hold the state, or puts it on
-                standby.
+            must_know_round: whether to apply the update only if `view` says that its round is committed: this
+                worker is listed as one that does not hold the state, or put on standby.
 
         Returns:
             Whether the prepared update was applied; None if it was not, although the others may have
             committed its round.
         """
         is_committed = prepared is not None and _is_committed(prepared, view)
-        may_apply = is_committed or (is_committed is None and not is_joining)
+        may_apply = is_committed or (is_committed is None and not must_know_round)
         if may_apply and view.applied == self.applied + 1:
             history = extend_history(self.history, digest)
             if history == view.history:

@@ -255,7 +255,7 @@ class ViewChanges:
             effects += context.checkpoints.discard(notice.applied)
             setup = context.setup
             is_over = setup is not None and data_ledger.is_finished(setup.ledger, notice.ledger)
-            effects += before.end(notice, is_joining=not is_over)  # the state is needed only at the end
+            effects += before.end(notice, must_know_round=not is_over)  # the state is needed only at the end
             context.checkpoints.enter_standby()
             context.replica_state.enter_standby(notice.ledger)
             if context.is_at_end:
