@@ -349,6 +349,22 @@ def test_contributions_of_scripts_and_stays_add_up(tmp_path: Path) -> None:
     assert (fields["samples"], fields["total"]["samples"], fields["total"]["share"]) == (30, 100, 0.25)
 
 
+def test_the_contributions_of_a_killed_agent_count_in_later_starts(tmp_path: Path) -> None:
+    """One of its scripts has ended, and one is running."""
+    identity = tmp_path / "worker-0.key"
+    killed = ContributionStats(identity, JsonConsole(io.StringIO()))
+    Contribution(step=5, steps=5, samples=50, run_samples=50).write(killed.path)
+    killed.script_ended()
+    Contribution(step=8, steps=3, samples=30, run_samples=80).write(killed.path)
+
+    stats = ContributionStats(identity, JsonConsole(out := io.StringIO()))
+    Contribution(step=9, steps=1, samples=10, run_samples=90).write(stats.path)
+    stats.script_ended()
+    stats.finish()
+    fields = json.loads(out.getvalue().splitlines()[-1])["fields"]
+    assert (fields["steps"], fields["total"]["steps"], fields["total"]["samples"]) == (1, 9, 90)
+
+
 def test_the_live_line_includes_earlier_starts_without_the_steps_that_a_run_repeats(tmp_path: Path) -> None:
     """The first start is in steps 1 to 8.  Then all end; the run returns from step 8 to step 5."""
     identity, shown = tmp_path / "worker-0.key", []

@@ -32,6 +32,9 @@ class ContributionStats:
         self._finished = Contribution()  # from earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
+        if (found := Contribution.read(self.path)) is not None:  # the latest agent was killed
+            self._before = add_contributions(self._before, found)
+            self._before.write(self._total_file)
         self.path.unlink(missing_ok=True)
 
     @property
@@ -61,24 +64,25 @@ class ContributionStats:
             self._console.show_progress(add_contributions(self._before, shown), now_s, untrained)
 
     def script_ended(self) -> bool:
-        """Add the script's last figures to those of earlier scripts; the next script counts from 0.
+        """Add the script's last figures to those of earlier scripts, and store the total of all starts; the
+        next script counts from 0.
 
         Returns whether the script has committed a step.
         """
         found = Contribution.read(self.path) or self._current
-        self.path.unlink(missing_ok=True)
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
+        if not self.is_empty:
+            add_contributions(self._before, self._finished).write(self._total_file)
+        self.path.unlink(missing_ok=True)
         self._current = None
         return found is not None and found.steps > 0
 
     def finish(self) -> None:
-        """Show the contributions since the agent started, if any, and store the total; do so only once."""
+        """Show the contributions since the agent started, if any; do so only once."""
         if self._is_reported or self.is_empty:
             return
         self._is_reported = True
-        total = add_contributions(self._before, self._finished)
-        total.write(self._total_file)
-        self._console.show_summary(self._finished, total)
+        self._console.show_summary(self._finished, add_contributions(self._before, self._finished))
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:

@@ -176,7 +176,7 @@ class ViewInstaller:
         run = self._run
         self._member_lists.end_generation()
         order, shares = self._planner.plan(run.eligible_workers(), outcome.state_holders, now_s, placement)
-        self._addresses.begin_generation(order)
+        self._addresses.begin_generation(order, run.workers)
         if placement is None:
             lacking = set(order) - outcome.state_holders
             holders = [peer for peer in order if peer in outcome.state_holders]

@@ -55,6 +55,7 @@ class AddressBook:
         If the worker's location has not changed since its last dial-back, no dial-back is requested.
         """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
+        self.route_table.restore(worker.peer)
         known = self.route_table.location(worker.peer)
         if known is not None and replace(known, verified_address="") == current:
             worker.mark_addressable(True)
@@ -126,8 +127,13 @@ class AddressBook:
         pairs = combinations(members, 2)
         return all(relay_of(self.route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
-    def begin_generation(self, members: Iterable[m.PeerId]) -> None:
-        """Choose the relays for a new generation of these members, and clear the last generation's caches."""
+    def begin_generation(self, members: Iterable[m.PeerId], present: Collection[m.PeerId]) -> None:
+        """Choose the relays for a new generation of these members, and clear the last generation's caches.
+
+        Args:
+            present: all registered workers; the routes of others are kept apart until they return.
+        """
+        self.route_table.set_aside_absent(present)
         self._address_cache.clear()
         self._blocked_pairs.clear()
         self._relays = self.route_table.relay_candidates(members)

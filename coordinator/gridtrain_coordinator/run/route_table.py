@@ -21,16 +21,21 @@ next of these routes: the verified address, the address inside a shared network,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from gridtrain.core.messages import RELAY_PREFIX, PeerId
+from gridtrain_coordinator.run.recent_dict import RecentDict
 
 _NUMERIC = re.compile(r"tcp://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}|memory://.+")
 """Matches numeric addresses only, so that no worker resolves a host name claimed by another worker."""
 
+_Blocked = tuple[PeerId, PeerId, str]
+"""A failed route: the viewer, the other worker, and the address."""
+
 MAX_BLOCKED = 100_000
+MAX_LOST = 1024  # absent workers whose routes are kept for their return
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
 
 
 class RouteTable:
-    """The locations of all workers, and the failed routes.
+    """The locations of all workers, and the failed routes; those of absent workers are kept apart.
 
     Args:
         coordinator: the coordinator's key; the coordinator is the relay of last resort.
@@ -73,8 +78,9 @@ class RouteTable:
     def __init__(self, coordinator: PeerId) -> None:
         self._coordinator = coordinator
         self._locations: dict[PeerId, PeerLocation] = {}
-        self._blocked: set[tuple[PeerId, PeerId, str]] = set()
+        self._blocked: set[_Blocked] = set()
         self._blocked_ends: set[PeerId] = set()  # the workers in `_blocked`
+        self._lost: RecentDict[PeerId, tuple[PeerLocation, set[_Blocked]]] = RecentDict(MAX_LOST)
         self.version = 0  # increases whenever a location changes
 
     def location(self, peer: PeerId) -> PeerLocation | None:
@@ -95,9 +101,29 @@ class RouteTable:
             self.forget(peer)
             self._locations[peer] = location
 
+    def set_aside_absent(self, present: Collection[PeerId]) -> None:
+        """Keep the locations and failed routes of all workers except `present` apart until they return.
+
+        Otherwise each pair of which one worker never returns would disable the common list.
+        """
+        for peer in [peer for peer in self._locations if peer not in present]:
+            location, blocked = self._locations[peer], self._blocked
+            self.forget(peer)
+            self._lost[peer] = location, blocked - self._blocked
+
+    def restore(self, peer: PeerId) -> None:
+        """Restore the location of a worker that returns, and its failed routes to the present workers."""
+        if peer not in self._lost:
+            return
+        self.version += 1
+        self._locations[peer], blocked = self._lost.pop(peer)
+        self._blocked |= {route for route in blocked if {*route[:2]} <= self._locations.keys()}
+        self._blocked_ends = {end for route in self._blocked for end in route[:2]}
+
     def forget(self, peer: PeerId) -> None:
         self.version += 1
         self._locations.pop(peer, None)
+        self._lost.pop(peer, None)
         self._blocked = {route for route in self._blocked if peer not in route[:2]}
         self._blocked_ends = {end for route in self._blocked for end in route[:2]}
 

@@ -249,8 +249,9 @@ class BandwidthProbe:
 
     def remove_peer(self, peer: PeerId) -> None:
         """Discard the bursts to and from a peer whose connection broke."""
-        if len(self._request_times) > MAX_TARGETS * MAX_BURSTS:
-            self._request_times.clear()
+        for known in (self._request_times, self._burst_times, self._measured_sent, self._measured_received):
+            if len(known) > MAX_TARGETS * MAX_BURSTS:
+                known.clear()
         self._incoming.pop(peer, None)
         if self._current_burst is not None and self._current_burst.peer == peer:
             self._current_burst = None

@@ -11,6 +11,7 @@ between two steps; a separate thread computes the digests of the copy's blocks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from gridtrain.config import DEFAULT_DONATE_LIMIT, DEFAULT_DONATE_SHARE, JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as ev
+from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.wire import codec
@@ -182,7 +184,8 @@ class CatchUpSource:
         """Send the updates that are due; return the other messages that the caller has to send."""
         answers, self._announcements = self._announcements, []
         for peer in list(self._next_step):
-            self._send_updates(peer, transport)
+            with contextlib.suppress(TransportError):  # the connection broke: continue when it is back
+                self._send_updates(peer, transport)
         for peer in self._snapshot_sender.peers_with_blocks_due():
             while now_s >= self._next_send_s and transport.backlog_bytes(peer) < BACKLOG_BYTES:
                 block = self._snapshot_sender.next_block(peer)
@@ -217,6 +220,7 @@ class CatchUpSource:
             self._next_send_s = max(self._next_send_s, now_s) + len(block.payload) / rate_Bps
 
     def _send_updates(self, peer: m.PeerId, transport: Transport) -> None:
+        """Send the updates that are due; raise `TransportError` if the connection breaks."""
         while transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
             update = self._log.get(self._next_step[peer])
             if update is None:

@@ -337,3 +337,25 @@ def test_no_member_is_lost_because_the_coordinator_itself_stalled(is_freezing: b
     assert not run.lost()
     run.pass_to(read_s)
     assert sorted(name for name, _ in run.lost()) == ["a", "b", "c"], "nothing was waiting"
+
+
+def test_a_failed_route_to_a_lost_member_counts_again_when_it_returns() -> None:
+    """3  C cannot connect to B;  10  C's connections break, and it is lost;  20  C returns."""
+    run = TimedCoordinator()
+    run.train()
+    run.say(C, m.PeersUnreachable(1, 1, (B,)), 3.0)
+    for peer in (A, B, C):
+        run.report(peer, 3.1)
+    run.ready(3.5, A, B, C)
+    run.pass_to(9.9, A, B, C)
+    routes = run.core._addresses.route_table
+    assert not routes.follows_key_rule(B)
+    run.lose(C, 10.0)
+    run.say(A, m.ConnectionLost(1, run.core.generation, C), 10.02)
+    run.pass_to(10.0 + LIMITS.ended_s, A, B)
+    assert run.lost() and not routes.follows_key_rule(B), "the present generation's routes stay"
+    for peer in (A, B):
+        run.report(peer, 10.2)
+    assert routes.location(C) is None and routes.follows_key_rule(B)
+    run.join(C, 20.0)
+    assert routes.location(C) is not None and not routes.follows_key_rule(B)

@@ -173,7 +173,7 @@ def test_two_entries_are_cached_per_member() -> None:
         book.on_connected(peer, f"198.51.100.{number}")
         book.request_dial_back(worker, can_relay=True)
         book.on_dial_back_result(worker, worker.address if number % 2 else "")
-    book.begin_generation(peers)
+    book.begin_generation(peers, peers)
     members = tuple(m.Member(peer, "", "", 1, False) for peer in peers)
     entries = {(x.peer, x.address) for viewer in peers for x in book.members_for(viewer, members)}
     assert len(entries) > 5 * len(peers), "many relays are used"
@@ -194,7 +194,7 @@ def test_the_shared_list_equals_the_list_of_each_dialable_member() -> None:
                     book.request_dial_back(worker, can_relay=True)
                     book.on_dial_back_result(worker, location.verified_address)
             members = tuple(m.Member(peer, "", "claimed", 1, False) for peer in peers)
-            book.begin_generation(peers)
+            book.begin_generation(peers, peers)
             for pair in blocked:
                 book.block_routes(pair[0], pair[1:])
             for viewer in peers:
@@ -221,6 +221,26 @@ def test_the_routes_of_a_worker_that_left_are_dropped() -> None:
     assert made.location(A) == public("a")
     made.forget(A)
     assert made.location(A) is None and addresses(made, A, B)["b>a"] == ""
+
+
+def test_a_failed_route_of_an_absent_worker_counts_again_when_it_returns() -> None:
+    made = routes(a=public("a"), b=public("b"), c=public("c"))
+    for other in (B, C):
+        made.block(other, A, ())
+    before = addresses(made, A, B)
+    made.set_aside_absent((B, C))
+    assert made.location(A) is None and made.follows_key_rule(B) and made.is_directly_reachable(B)
+    made.forget(C)
+    made.restore(A)
+    assert addresses(made, A, B) == before and not made.follows_key_rule(B)
+    made.set_aside_absent((A,))
+    assert made.follows_key_rule(A), "C has left"
+    made.set_location(B, public("b"))
+    assert made.follows_key_rule(A), "B has moved"
+    made.set_aside_absent((A,))
+    made.forget(B)
+    made.restore(B)
+    assert made.location(B) is None
 
 
 def test_a_failed_route_blocks_direct_connections_until_the_worker_moves() -> None:

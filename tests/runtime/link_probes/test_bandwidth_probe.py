@@ -197,6 +197,17 @@ def test_time_is_bounded_and_a_broken_peer_is_omitted() -> None:
     assert not bursts.advance(transport, 2.1)  # type: ignore[arg-type]
 
 
+def test_what_is_known_of_peers_that_have_left_is_bounded() -> None:
+    bursts = BandwidthProbe(Random(5))
+    for number in range(2 * MAX_TARGETS * MAX_BURSTS):
+        peer = number.to_bytes(32, "big")
+        for burst in bursts.handle_burst_request(peer, 1, 0.0):
+            bursts.handle_burst(peer, burst, 0.0)
+        bursts.remove_peer(peer)
+    for known in (bursts._request_times, bursts._burst_times, bursts._measured_received):
+        assert 0 < len(known) <= MAX_TARGETS * MAX_BURSTS
+
+
 def test_a_worker_admitted_again_reports_known_rates_and_measures_new_peers() -> None:
     """A coordinator that restarts knows no rates, and its workers are admitted every few seconds."""
     bursts, transport = BandwidthProbe(Random(5)), RecordingTransport()

@@ -13,7 +13,7 @@ from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.group import member_events as ev
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer import catch_up_source, update_log
@@ -232,6 +232,25 @@ def test_a_worker_that_no_longer_catches_up_gets_no_updates() -> None:
     source.catch_up.set_receivers(ev.TakeStateSnapshot(-1, ()))
     source.catch_up.record_step(STEPS[4], N)
     assert source.answers([]) == []
+
+
+def test_a_connection_that_breaks_while_updates_are_sent_delays_only_these_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error would end the source's I/O loop."""
+    source, send = Source(), RecordingTransport.send
+
+    def break_connection(transport: RecordingTransport, peer: m.PeerId, message: m.Message) -> None:
+        if peer == A:
+            raise TransportError("the connection broke")
+        send(transport, peer, message)
+
+    monkeypatch.setattr(RecordingTransport, "send", break_connection)
+    source.catch_up.set_receivers(ev.TakeStateSnapshot(4, (A, B)))
+    source.catch_up.handle_request(B, m.UpdatesRequest(4))
+    assert len(source.answers([(A, m.UpdatesRequest(4))])) == len(STEPS)
+    monkeypatch.undo()
+    assert len(source.answers([])) == len(STEPS), "they continue when the connection is back"
 
 
 def test_catch_up_fails_if_the_log_lacks_updates() -> None:
