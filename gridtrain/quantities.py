@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)")
 _UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
+_MEMBER = re.compile(r"\b(rank \d{1,5}|[0-9a-f]{8})\b")
 
 MAX_NAMES = 3
 """The maximum number of workers whose names a message to people lists; see `list_first`."""
@@ -81,6 +82,15 @@ def list_first(items: Sequence[str], most: int) -> str:
     """Return the first `most` items and the number of the others, such as "anna, bert and 3 more"."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
+
+
+def insert_names(text: str, name_of: Callable[[str], str | None]) -> str:
+    """Replace ranks ("rank 2") and the first 8 digits of keys by the names of these members.
+
+    Args:
+        name_of: returns the name for such a text; None if it is unknown.
+    """
+    return _MEMBER.sub(lambda found: name_of(found[0]) or found[0], text)
 
 
 def format_duration(seconds: float) -> str:

@@ -12,7 +12,6 @@ thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -69,12 +68,15 @@ class Contribution:
             return None
         return cls(**body)
 
-    def write(self, path: Path) -> None:
-        """Replace the file.  `OSError` is ignored, because training does not depend on the file."""
+    def write(self, path: Path) -> bool:
+        """Replace the file; return False if it cannot be written, because training does not depend on it."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
+        try:
             partial.write_text(json.dumps(asdict(self)), encoding="ascii")
             os.replace(partial, path)
+        except OSError:
+            return False
+        return True
 
 
 class ContributionReporter:

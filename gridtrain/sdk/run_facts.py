@@ -50,7 +50,8 @@ def _group_facts(trainer: GridOptimizer | Pipeline) -> Facts:
     order: the optimizer's state identifies parameters by their position."""
     named = canonical_parameters(trainer.model)
     names = {id(parameter): name for name, parameter in named}
-    groups = [[names[id(parameter)] for parameter in group["params"]] for group in trainer.inner.param_groups]
+    # A parameter that the model lacks is an error in the first step, with a better message.
+    groups = [[names.get(id(each), "") for each in group["params"]] for group in trainer.inner.param_groups]
     if groups == [[name for name, parameter in named if parameter.requires_grad]]:
         return ()
     digest = hashlib.blake2b(repr(groups).encode(), digest_size=6).hexdigest()

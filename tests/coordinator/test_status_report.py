@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gridtrain_coordinator.run.slow_member import find_slow_member
 from gridtrain_coordinator.status_report import RateMeter, build_status, redact_addresses
 
 
@@ -211,6 +212,13 @@ def test_a_link_over_which_little_is_sent_is_not_named(sent_bytes: float, is_nam
     rates = observed((0, taken), (1, {**taken, "members": sent}))
     status = build_status(taken, rates, software="", address="", now_s=0.0, uptime_s=0.0)
     assert (status["waited_for"] is not None) == is_named
+
+
+def test_a_link_over_which_little_is_sent_does_not_hide_the_next_slowest_one() -> None:
+    members = [{"peer": n, "name": f"w{n}", "rank": n, "figures": figures(0.25, 2.75)} for n in range(3)]
+    links = [(0, 1, None, SLOW_Bps), (1, 2, None, FAST_Bps), (2, 0, None, SLOW_Bps / 2)]
+    named = find_slow_member(members, links, sent_Bps=lambda peer: 0.0 if peer == 2 else SLOW_Bps)
+    assert named is not None and "4.8 Mbit/s" in named["reason"] and named["name"] in ("w0", "w1")
 
 
 @pytest.mark.parametrize(

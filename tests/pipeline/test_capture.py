@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from gridtrain.config import Dense
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.core.messages import CheckpointInfo, LedgerState, Span
+from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
@@ -29,7 +30,7 @@ REQUESTED, OTHER, STANDBY = (
 )
 
 
-def worker_of_two_stages() -> tuple[Any, Pipeline]:
+def worker_of_two_stages(**group: Any) -> tuple[Any, Pipeline]:
     session: Any = SimpleNamespace(
         snapshot=REQUESTED,
         tasks=SimpleNamespace(resize_residual=lambda n: None),
@@ -39,8 +40,15 @@ def worker_of_two_stages() -> tuple[Any, Pipeline]:
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
     options = PipelineOptions(stages=2, micro_batches=1, exchange=Dense(), loss=nn.MSELoss())
-    pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=0.1), options, session)
+    pipe = Pipeline(staging, lambda p: torch.optim.SGD([{"params": p, **group}], lr=0.1), options, session)
     return session, pipe
+
+
+def test_an_optimizer_whose_state_cannot_be_sent_is_refused_at_the_beginning() -> None:
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.param_groups\[0\]\.layers is a set, which cannot be s"
+    ):
+        worker_of_two_stages(layers={0, 1})
 
 
 def test_the_stage_of_the_requested_rank_is_sent_or_none() -> None:

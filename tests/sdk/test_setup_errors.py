@@ -212,6 +212,21 @@ def test_parameters_in_another_group_are_refused(refusal: Any) -> None:
     assert "list the optimizer's parameters in the same order on all of them: a set has none" in error.remedy
 
 
+def test_a_parameter_that_is_replaced_before_the_data_are_given_is_named(outcomes: Any) -> None:
+    """The facts of the run are determined when the data are given."""
+
+    def script(grid: gridtrain.Grid, number: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+        model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        for x, y in grid.batches(DATA, batch_size=1, steps=1):
+            (model(x) - y).square().sum().backward()
+            optimizer.step()
+
+    [error] = outcomes(script, 1)
+    assert isinstance(error, ConfigError) and "'weight' was added or replaced" in error.reason
+
+
 def test_batch_sizes_may_differ(outcomes: Any) -> None:
     """A slow machine takes a smaller share of each step."""
 

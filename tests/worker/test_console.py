@@ -365,6 +365,25 @@ def test_the_contributions_of_a_killed_agent_count_in_later_starts(tmp_path: Pat
     assert (fields["steps"], fields["total"]["steps"], fields["total"]["samples"]) == (1, 9, 90)
 
 
+def test_a_full_disk_does_not_lose_the_contributions_of_a_killed_agent(tmp_path: Path) -> None:
+    identity = tmp_path / "worker-0.key"
+    killed = ContributionStats(identity, JsonConsole(io.StringIO()))
+    Contribution(step=5, steps=5, samples=50, run_samples=50).write(killed.path)
+
+    def no_room(*paths: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(os, "replace", no_room)
+        ContributionStats(identity, JsonConsole(io.StringIO())).finish()
+
+    stats = ContributionStats(identity, JsonConsole(out := io.StringIO()))
+    Contribution(step=6, steps=1, samples=10, run_samples=60).write(stats.path)
+    stats.script_ended()
+    stats.finish()
+    assert json.loads(out.getvalue().splitlines()[-1])["fields"]["total"]["steps"] == 6
+
+
 def test_the_live_line_includes_earlier_starts_without_the_steps_that_a_run_repeats(tmp_path: Path) -> None:
     """The first start is in steps 1 to 8.  Then all end; the run returns from step 8 to step 5."""
     identity, shown = tmp_path / "worker-0.key", []

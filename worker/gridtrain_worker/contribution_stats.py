@@ -34,8 +34,8 @@ class ContributionStats:
         self._is_reported = False
         if (found := Contribution.read(self.path)) is not None:  # the latest agent was killed
             self._before = add_contributions(self._before, found)
-            self._before.write(self._total_file)
-        self.path.unlink(missing_ok=True)
+        if found is None or self._before.write(self._total_file):
+            self.path.unlink(missing_ok=True)
 
     @property
     def is_empty(self) -> bool:

@@ -13,7 +13,6 @@ step stalls six times: in that case, the newer member is dismissed.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from statistics import median_low
 
 from gridtrain.core import messages as m
 from gridtrain.errors import DISMISSED, STALLED
-from gridtrain.quantities import format_count, shorten
+from gridtrain.quantities import format_count, insert_names, shorten
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -177,10 +176,7 @@ def _with_names(reason: str, run: RunState) -> str:
     peers = {f"rank {rank}": peer for rank, peer in enumerate(order)}
     peers |= {peer.hex()[:8]: peer for peer in order}
 
-    def name(found: re.Match[str]) -> str:
-        return run.workers.display_name(peers[found[0]]) if found[0] in peers else found[0]
-
-    named = re.sub(r"\b(rank \d{1,5}|[0-9a-f]{8})\b", name, reason)
+    named = insert_names(reason, lambda key: run.workers.display_name(peers[key]) if key in peers else None)
     return shorten(named, MAX_NAMED_REASON_BYTES)
 
 

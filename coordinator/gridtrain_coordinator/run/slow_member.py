@@ -27,8 +27,8 @@ link is at least `SLOW_LINK` times its rate: measured rates of equal links diffe
 
 SLOW_LINK = 2.0
 LOADED_PART = 0.1
-"""A link whose sender sends less than this part of the link's rate does not delay the exchange: the rate may
-be out of date, or a member's processor delays it."""
+"""A link whose sender sends less than this part of the link's rate, over all its links, does not delay the
+exchange: the rate may be out of date, or a member's processor delays it."""
 
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 SHARED_METRICS = ("communicating_s", "waiting_s")
@@ -37,7 +37,7 @@ IDLE_S, IDLE_STEPS = 30.0, 10
 """Members are idle if none of them has made progress for `IDLE_S`, and for `IDLE_STEPS` times the duration of
 the latest step."""
 
-AWAITED_S, AWAITED_STEPS = 3.0, 2
+AWAITED_S, AWAITED_STEPS = 5.0, 2
 """The same limits for members whose training loops do not continue while the other members wait for them."""
 
 WAITING_S = 2.0
@@ -133,11 +133,16 @@ def _find_slow_link(
     """
     known = ((src, dst, rate_Bps) for src, dst, _, rate_Bps in links if {src, dst} <= members.keys())
     rates = {(src, dst): rate_Bps for src, dst, rate_Bps in known if rate_Bps}
-    if not rates or max(rates.values()) < SLOW_LINK * min(rates.values()):
+    loads = {src: sent_Bps(members[src]["peer"]) for src, _ in rates}
+    loaded = [
+        (src, dst)
+        for (src, dst), rate_Bps in rates.items()
+        if (load_Bps := loads[src]) is None or load_Bps >= LOADED_PART * rate_Bps
+    ]
+    if not loaded:
         return None
-    src, dst = min(rates, key=lambda pair: rates[pair])
-    load_Bps = sent_Bps(members[src]["peer"])
-    if load_Bps is not None and load_Bps < LOADED_PART * rates[src, dst]:
+    src, dst = min(loaded, key=lambda pair: rates[pair])
+    if max(rates.values()) < SLOW_LINK * rates[src, dst]:
         return None
     slow, other = min(
         ((src, dst), (dst, src)),

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.core import messages as m
@@ -51,7 +50,7 @@ from gridtrain.core.member.required_peers import RequiredPeers
 from gridtrain.core.member.scalar_means import MeanKey, ScalarMeans
 from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.quantities import MAX_NAMES, list_first
+from gridtrain.quantities import MAX_NAMES, insert_names, list_first
 
 MAX_REASON_LENGTH = 200
 _STATE_MESSAGES = (m.StateRequest, m.StateDigest, m.StateBlock, m.CheckpointRequest, m.CheckpointBlock)
@@ -290,8 +289,8 @@ class Generation:
         round_id = attempt.round_id if attempt is not None else self.attempts.next_round
         report = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
         names = {f"rank {rank}": member.name for rank, member in enumerate(self.rank_assignment.members)}
-        named = re.sub(r"\brank \d+", lambda found: names.get(found[0], found[0]), reason)
-        log = [LogEvent("stalled", {"reason": named})] if self._context.coordinator_link.is_welcomed else []
+        named = {"reason": insert_names(reason, names.get)}
+        log = [LogEvent("stalled", named)] if self._context.coordinator_link.is_welcomed else []
         return [*log, Send(self._context.coordinator, report)]
 
     # -- connections ---------------------------------------------------------------------------
