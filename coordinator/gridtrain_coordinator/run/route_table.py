@@ -80,7 +80,8 @@ class RouteTable:
         self._locations: dict[PeerId, PeerLocation] = {}
         self._blocked: set[_Blocked] = set()
         self._blocked_ends: set[PeerId] = set()  # the workers in `_blocked`
-        self._lost: RecentDict[PeerId, tuple[PeerLocation, set[_Blocked]]] = RecentDict(MAX_LOST)
+        self._lost: RecentDict[PeerId, PeerLocation] = RecentDict(MAX_LOST)
+        self._set_aside: set[_Blocked] = set()  # the failed routes to and from the workers in `_lost`
         self.version = 0  # increases whenever a location changes
 
     def location(self, peer: PeerId) -> PeerLocation | None:
@@ -107,30 +108,34 @@ class RouteTable:
         Otherwise each pair of which one worker never returns would disable the common list.
         """
         for peer in [peer for peer in self._locations if peer not in present]:
-            location, blocked = self._locations[peer], self._blocked
-            self.forget(peer)
-            self._lost[peer] = location, blocked - self._blocked
+            self._lost[peer] = self._locations.pop(peer)
+        self._sort_routes()
 
     def restore(self, peer: PeerId) -> None:
         """Restore the location of a worker that returns, and its failed routes to the present workers."""
-        if peer not in self._lost:
-            return
-        self.version += 1
-        self._locations[peer], blocked = self._lost.pop(peer)
-        self._blocked |= {route for route in blocked if {*route[:2]} <= self._locations.keys()}
-        self._blocked_ends = {end for route in self._blocked for end in route[:2]}
+        if peer in self._lost:
+            self._locations[peer] = self._lost.pop(peer)
+            self._sort_routes()
 
     def forget(self, peer: PeerId) -> None:
-        self.version += 1
         self._locations.pop(peer, None)
         self._lost.pop(peer, None)
-        self._blocked = {route for route in self._blocked if peer not in route[:2]}
+        self._sort_routes()
+
+    def _sort_routes(self) -> None:
+        """Set the failed routes of absent workers aside, and drop those of forgotten ones."""
+        self.version += 1
+        at, lost = self._locations, self._lost
+        routes = self._blocked | self._set_aside
+        routes = {route for route in routes if all(end in at or end in lost for end in route[:2])}
+        self._set_aside = {route for route in routes if not lost.keys().isdisjoint(route[:2])}
+        self._blocked = routes - self._set_aside
         self._blocked_ends = {end for route in self._blocked for end in route[:2]}
 
     def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
         """Give up the route over which `viewer` could not connect to `other`, and return that route."""
         route = self.address(viewer, other, relays)
-        if route and len(self._blocked) < MAX_BLOCKED:
+        if route and self._has_room():
             self._blocked.add((viewer, other, route))
             self._blocked_ends |= {viewer, other}
             if route.startswith(RELAY_PREFIX):
@@ -139,9 +144,12 @@ class RouteTable:
 
     def block_direct(self, viewer: PeerId, other: PeerId) -> None:
         """Give up all addresses at which `viewer` can dial `other`."""
-        while (route := self._direct(viewer, other)) and len(self._blocked) < MAX_BLOCKED:
+        while (route := self._direct(viewer, other)) and self._has_room():
             self._blocked.add((viewer, other, route.address))
             self._blocked_ends |= {viewer, other}
+
+    def _has_room(self) -> bool:
+        return len(self._blocked) + len(self._set_aside) < MAX_BLOCKED
 
     def follows_key_rule(self, viewer: PeerId) -> bool:
         """Return whether `viewer` dials the workers with a verified address and a smaller key, and no others.

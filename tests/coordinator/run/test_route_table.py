@@ -9,6 +9,7 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.core.member.generation_entry import with_own_addresses
 from gridtrain.core.messages import relay_of
+from gridtrain_coordinator.run import route_table
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.liveness import Liveness
 from gridtrain_coordinator.run.registry import Worker
@@ -221,6 +222,11 @@ def test_the_routes_of_a_worker_that_left_are_dropped() -> None:
     assert made.location(A) == public("a")
     made.forget(A)
     assert made.location(A) is None and addresses(made, A, B)["b>a"] == ""
+    made.set_location(C, behind("r1", "c"))
+    assert made.block(C, A, ()), "a late report"
+    assert not made.is_directly_reachable(B)
+    made.set_aside_absent((B, C))
+    assert made.is_directly_reachable(B)
 
 
 def test_a_failed_route_of_an_absent_worker_counts_again_when_it_returns() -> None:
@@ -241,6 +247,49 @@ def test_a_failed_route_of_an_absent_worker_counts_again_when_it_returns() -> No
     made.forget(B)
     made.restore(B)
     assert made.location(B) is None
+
+
+@pytest.mark.parametrize("returning", [(A, B), (B, A)])
+def test_a_failed_route_counts_again_once_both_ends_have_returned(returning: tuple[bytes, bytes]) -> None:
+    made = routes(a=public("a"), b=public("b"), c=public("c"))
+    made.block(B, A, ())
+    before = addresses(made, A, B)
+    made.set_aside_absent((C,))
+    made.restore(returning[0])
+    assert made.is_directly_reachable(C), "one end is still absent"
+    made.restore(returning[1])
+    assert addresses(made, A, B) == before and not made.is_directly_reachable(C)
+
+
+@pytest.mark.parametrize("leaving", [(A,), (A, B)])
+def test_a_failed_route_is_void_if_the_other_end_moved_meanwhile(leaving: tuple[bytes, ...]) -> None:
+    made = routes(a=public("a"), b=public("b"), c=public("c"))
+    made.block(B, A, ())
+    made.set_aside_absent({A, B, C}.difference(leaving))
+    made.restore(B)
+    made.set_location(B, public("z"))
+    made.restore(A)
+    assert made.is_directly_reachable(C) and made.follows_key_rule(A)
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_failed_routes_of_absent_workers_count_towards_the_limit(
+    monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    monkeypatch.setattr(route_table, "MAX_BLOCKED", 1)
+    monkeypatch.setattr(route_table, "MAX_LOST", 1)
+    made = routes(a=public("a"), b=public("b"), c=public("c"), d=public("d"))
+    made.block(B, A, ())
+    made.set_aside_absent((B, C, D))
+    made.block(C, B, ())
+    made.block_direct(C, B)
+    assert made.is_directly_reachable(B), "the limit is reached"
+    if is_forgotten:
+        made.forget(A)
+    else:
+        made.set_aside_absent((B, C))  # D takes the place of A
+    made.block(C, B, ())
+    assert not made.is_directly_reachable(B)
 
 
 def test_a_failed_route_blocks_direct_connections_until_the_worker_moves() -> None:
