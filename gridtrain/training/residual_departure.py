@@ -101,8 +101,8 @@ def transfer_residual(
         return None
     snapshot = session.snapshot
     held = _held_snapshot(session, snapshot)  # now, because a later view may have another position
-    if snapshot.world_size and not snapshot.is_synced:
-        # The position in `snapshot` is that of a state which this worker has not received.
+    if not snapshot.is_synced and (snapshot.world_size or snapshot.applied < 0):
+        # `snapshot` has no position, or that of a state which this worker has not received.
         lost = float(np.abs(residual_N).sum(dtype=np.float64))
         session.increase_figure("lost_mass", lost)
         log.warning("this worker's residual, of magnitude %.3g, is lost: the group has another state", lost)

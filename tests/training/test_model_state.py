@@ -272,7 +272,8 @@ def test_a_residual_that_stays_says_why(
 ) -> None:
     residual: Any = SimpleNamespace(size=4, take=lambda resolve: np.ones(4, np.float32))
     session = leaving(
-        WorkerSnapshot(world_size=world_size, is_finished=is_finished, is_synced=world_size > 0), {}
+        WorkerSnapshot(world_size=world_size, is_finished=is_finished, applied=6, is_synced=world_size > 0),
+        {},
     )
     left = transfer_residual(session, residual, 1 << 20, None)
     assert left is not None and left.residual_N.tolist() == [1.0] * 4
@@ -280,15 +281,18 @@ def test_a_residual_that_stays_says_why(
     assert caplog.messages == ([said] if text else []), "after the end of the run, nothing is lost"
 
 
+@pytest.mark.parametrize(
+    "snapshot", [WorkerSnapshot(world_size=2, applied=7, history=b"h7"), WorkerSnapshot()]
+)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_residual_is_not_saved_for_a_state_that_its_worker_has_not_received(
-    is_known: bool, caplog: pytest.LogCaptureFixture
+    is_known: bool, snapshot: WorkerSnapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A member that is not synced has the position of the group's state, whose last step may include a part
-    of this residual."""
+    of this residual; once it has left its generation, it has no position."""
     sparse, _ = a_round()
     reported: dict[str, float] = {}
-    session = leaving(WorkerSnapshot(world_size=2, applied=7, history=b"h7"), reported)
+    session = leaving(snapshot, reported)
     residual = WorkerResidual(sparse, 4, session.increase_figure)
     assert residual.add(INHERITED, 1)
     residual._is_committing = not is_known

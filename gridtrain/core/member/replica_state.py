@@ -7,8 +7,9 @@ If a MembershipView begins after step a, a worker whose memory contains
                                       assembled from them, or the previous partition is restored
     the state of another step         is not synced: it receives the state, or loads it from disk
 
-While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
-the tensors, and `member_checkpoints` manages the checkpoints on disk.
+While a member is not synced, `applied` and `history` identify the state that it will hold; if it leaves its
+generation before it has this state, it forgets them.  The trainer owns the tensors, and `member_checkpoints`
+manages the checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class ReplicaState:
     def position(self) -> tuple[int, bytes]:
         """The pair (applied, history), which identifies a state."""
         return self.applied, self.history
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this worker holds the state at its position, for its stage or for other layers."""
+        return self.is_synced or self.memory_layers is not None
 
     @property
     def step(self) -> int:
@@ -96,7 +102,7 @@ class ReplicaState:
         """Record that catch-up overwrites the model; outside a generation, the worker loses its state."""
         self.is_modified = True
         if not is_member:
-            self.is_synced, self.applied, self.history = False, -1, EMPTY_HISTORY
+            self.forget_position()
             self._adopt_ledger(m.LedgerState())
 
     def mark_modified(self) -> None:
@@ -177,6 +183,10 @@ class ReplicaState:
         """Record that this worker does not hold the state that it should hold."""
         self.is_synced = False
 
+    def forget_position(self) -> None:
+        """Record that this worker, outside a generation, holds no state and will not receive one."""
+        self.is_synced, self.applied, self.history = False, -1, EMPTY_HISTORY
+
     def is_finished(self, spec: m.LedgerSpec) -> bool:
         """Return whether the run has ended according to the ledger of this worker's state."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
@@ -184,10 +194,9 @@ class ReplicaState:
     def make_freeze_report(self, term: int, generation: int, vote: PreparedVote) -> m.FreezeReport:
         """Return the answer to a Freeze (commit rule 5)."""
         prepared, digest, flags = vote
-        has_state = self.is_synced or self.memory_layers is not None
         layers = self.memory_layers or self._layers
         return m.FreezeReport(
-            term, generation, has_state, *self.position, self.ledger, prepared, digest, flags, layers
+            term, generation, self.has_state, *self.position, self.ledger, prepared, digest, flags, layers
         )
 
 

@@ -165,7 +165,7 @@ class ViewChanges:
             told = LogEvent("left_behind", {"step": context.replica_state.step})
             effects = [told, *self.generation.abandon("the group continued"), TakeStateSnapshot(-1, ())]
             context.catch_up.serve(())
-            self._leave_generation()
+            self._leave_generation(has_state=context.replica_state.has_state)
         return effects + context.catch_up.start(sources, now_s)
 
     def _serve_catch_up(self, term: int, step: int, receivers: tuple[m.PeerId, ...]) -> list[MemberEffect]:
@@ -253,6 +253,7 @@ class ViewChanges:
         if before is not None:
             # Only for a former member: a newcomer may have checkpoints of later steps from an earlier run.
             effects += context.checkpoints.discard(notice.applied)
+            has_state = context.replica_state.has_state  # now, because the notice may name another position
             setup = context.setup
             is_over = setup is not None and data_ledger.is_finished(setup.ledger, notice.ledger)
             effects += before.end(notice, must_know_round=not is_over)  # the state is needed only at the end
@@ -262,12 +263,18 @@ class ViewChanges:
                 before.close(notice.applied + 1)
                 return effects + context.report_finished()
             context.replica_state.mark_unsynced()
-            self._leave_generation()
+            self._leave_generation(has_state=has_state)
         return effects + context.disconnect_strangers(self.rank_assignment)
 
-    def _leave_generation(self) -> None:
-        """Leave the generation; this worker is then in the same situation as one that has just joined."""
+    def _leave_generation(self, *, has_state: bool) -> None:
+        """Leave the generation; this worker is then in the same situation as one that has just joined.
+
+        Args:
+            has_state: whether this worker's position is its own, not that of a state not received yet.
+        """
         context = self._context
+        if not has_state:
+            context.replica_state.forget_position()
         self.generation = None
         context.checkpoints.leave_generation()
         context.peer_links.readmit_all()

@@ -735,6 +735,30 @@ def test_a_member_that_the_group_left_behind_catches_up_outside_its_generation(p
     assert worker.core.is_synced is prepared
 
 
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize(
+    "told",
+    [
+        m.CatchUpFrom(1, ((A, "tcp://a:1"),)),
+        m.StandbyNotice(1, 2, None, 20, b"h" * 32, m.LedgerState(step=21), "no rank"),
+        m.StandbyNotice(1, 2, None, 21, b"i" * 32, m.LedgerState(step=22), "no rank"),
+    ],
+    ids=["left behind", "standby", "standby that missed a step"],
+)
+def test_a_member_that_leaves_before_the_state_arrives_has_no_position(
+    told: m.Message, has_state: bool
+) -> None:
+    """Otherwise its residual, which belongs to an earlier step, would be saved as one of step 21."""
+    worker = Worker(replace(SETUP, can_catch_up=True))
+    lone_view(worker, 1, 20, b"h" * 32, ME)
+    if has_state:
+        worker.hear(ev.StateLoaded(1, 1))
+    worker.say(told)
+    assert worker.core.rank_assignment is None
+    position = (20, b"h" * 32) if has_state else (-1, EMPTY_HISTORY)
+    assert worker.core.replica_state.position == position
+
+
 def prepared_worker() -> tuple[Worker, list[m.Member]]:
     """A member of two that has prepared step 0 in generation 1; and the members, as it returns."""
     worker, members = Worker(), [m.Member(A, "a", "tcp://a:1", 4, False), m.Member(ME, "m", "", 4, False)]
