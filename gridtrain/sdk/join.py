@@ -10,8 +10,8 @@ arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
+import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,7 +94,8 @@ def join(
         JoinRefused: the coordinator refused this worker; the message says why.
     """
     install_error_hook()
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself checks
+    children = sys.modules.get("multiprocessing.process")  # imported in each child process
+    if children is not None and getattr(children.current_process(), "_inheriting", False):
         raise ConfigError(
             "gridtrain.join() was called while a child process, such as a reader of data, imports the script",
             remedy='call it under `if __name__ == "__main__":`, or use the start method "fork"',
