@@ -1098,6 +1098,7 @@ def test_the_coordinator_compares_digests_and_the_minority_is_notified() -> None
     assert not sent(effects, m.ReplicaDiverged)
     effects = run.say(C, m.ReplicaDigest(1, generation, 9, b"same"))
     assert receivers(effects, m.ReplicaDiverged) == [B]
+    assert LogEvent("warning", "drifted", {"name": "b", "step": 10, "so_far": 1}) in effects
     assert run.core.status(run.now_s)["drifts"] == 1
     for peer, digest in ((A, b"same"), (B, b"other"), (C, b"same")):
         effects = run.say(peer, m.ReplicaDigest(1, generation, 19, digest))

@@ -34,6 +34,7 @@ def right(rank: int, size: int, bounds: tuple[int, ...] = ()) -> frozenset[int]:
         ({}, {}, 0),
         ({0: True}, {}, 1),
         ({2: True}, {2: 1}, 1),
+        ({2: True, 3: True}, {2: 0, 3: 1}, 0),
         ({2: True}, {2: 9}, 0),
         ({2: True}, {1: 1}, 0),
         (dict.fromkeys(range(4), True), {}, None),
