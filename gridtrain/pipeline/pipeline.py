@@ -111,7 +111,6 @@ class Pipeline:
         self.model = staging.whole  # on the meta device: names and shapes, no values
         self.inner = self.held.template
         check_compatible(self.inner, options.exchange, options.clip_norm)
-        serialization.check_stateful({"optimizer": self.inner})
         self._micro_batch_count = MicroBatchCount(
             options.micro_batches, options.stages, options.schedule_kind, options.ahead
         )

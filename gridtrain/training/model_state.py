@@ -510,7 +510,7 @@ class ModelState(ABC):
             self._left = replace(left, residual_N=older.residual_N + left.residual_N)
         else:
             self._left, lost = (older, left) if older.applied > left.applied else (left, older)
-            self._session.increase_figure("lost_mass", float(np.abs(lost.residual_N).sum(dtype=np.float64)))
+            self._session.increase_figure("lost_mass", residual_pieces.magnitude_sum(lost.residual_N))
             log.warning("the residual of %sstep %d is lost", lost.text, lost.applied + 1)
 
     def _transfer_residual(self, budget_bytes: int) -> LeftResidual | None:
@@ -528,7 +528,7 @@ class ModelState(ABC):
             fits = (left.applied, left.history) == (snapshot.applied, snapshot.history)
             indices_K = np.flatnonzero(left.residual_N)
             entries = SparseVector(indices_K, left.residual_N[indices_K])
-            magnitude = residual_pieces.magnitude_sum(entries)
+            magnitude = residual_pieces.magnitude_sum(entries.values)
             is_added = fits and self._add_left(left, entries, snapshot)
             self._session.increase_figure("read_back_mass" if is_added else "lost_mass", magnitude)
             log.warning(
@@ -542,7 +542,7 @@ class ModelState(ABC):
 
     def _add_residual(self, name: str, entries: SparseVector) -> None:
         """Add the residual of a member that has left, so that this worker sends it in later steps."""
-        residual, magnitude = self._residual, residual_pieces.magnitude_sum(entries)
+        residual, magnitude = self._residual, residual_pieces.magnitude_sum(entries.values)
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
         self._session.increase_figure("inherited_mass" if is_added else "lost_mass", magnitude)
         keeps_residual = residual is not None and residual.size

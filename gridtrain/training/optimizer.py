@@ -151,7 +151,6 @@ class GridOptimizer(WrappingOptimizer):
         check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
-        serialization.check_stateful({"optimizer": inner})
         if wait not in WAITS:
             raise ConfigError(
                 f"wait is {wait!r}; it must be one of {', '.join(WAITS)}",
@@ -723,8 +722,8 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if the arguments, or the parameters' dtypes, are not compatible; warn about an
-    adaptive optimizer with a sparse exchange.
+    """Raise `ConfigError` if the arguments, or the parameters' dtypes, are not compatible, or if the
+    optimizer's state cannot be sent to newcomers; warn about an adaptive optimizer with a sparse exchange.
 
     The warning names the line that called `grid.optimizer`.  For this, there must be exactly two frames
     between this function and that line.
@@ -740,6 +739,7 @@ def check_compatible(
             )
         if isinstance(part, torch.optim.SparseAdam) and not isinstance(exchange, LocalSteps):
             raise sparse_gradient_error("SparseAdam needs")
+    serialization.check_stateful({"optimizer": inner})
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")

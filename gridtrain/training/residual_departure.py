@@ -103,7 +103,7 @@ def transfer_residual(
     held = _held_snapshot(session, snapshot)  # now, because a later view may have another position
     if not snapshot.is_synced and (snapshot.world_size or snapshot.applied < 0):
         # `snapshot` has no position, or that of a state which this worker has not received.
-        lost = float(np.abs(residual_N).sum(dtype=np.float64))
+        lost = residual_pieces.magnitude_sum(residual_N)
         session.increase_figure("lost_mass", lost)
         log.warning("this worker's residual, of magnitude %.3g, is lost: the group has another state", lost)
         return None
@@ -172,7 +172,7 @@ def _merge_received(
         log.warning(
             "the residual of %s, of magnitude %.3g, is passed on together with this worker's residual",
             name,
-            residual_pieces.magnitude_sum(entries),
+            residual_pieces.magnitude_sum(entries.values),
         )
     if lost_magnitude:
         session.increase_figure("lost_mass", lost_magnitude)

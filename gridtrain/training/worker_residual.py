@@ -39,12 +39,7 @@ class WorkerResidual:
             has dropped, to lost_mass those that `drop` reports.
     """
 
-    def __init__(
-        self,
-        exchanger: Exchanger,
-        n: int,
-        increase_figure: Callable[[str, float], None],
-    ) -> None:
+    def __init__(self, exchanger: Exchanger, n: int, increase_figure: Callable[[str, float], None]) -> None:
         self._exchanger, self._n, self._increase_figure = exchanger, n, increase_figure
         self._part: ExchangePart | None = None
         self._is_committing = False

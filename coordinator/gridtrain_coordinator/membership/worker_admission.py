@@ -147,12 +147,13 @@ class WorkerAdmission:
         Returns None if no fact is missing or this worker may not add any.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
-        is_first = all(worker.setup is None for worker in run.workers.values())
-        if run.definition is None or not has_checkpoint or not is_first:
+        if run.definition is None or not has_checkpoint:
             return None
         known = dict(run.definition.facts)
         added = [fact for fact in setup.facts if fact[0] in m.LATER_FACTS and fact[0] not in known]
         if not added or (m.BASE_FACT, "any") in added:
+            return None
+        if any(worker.setup is not None for worker in run.workers.values()):
             return None
         return replace(run.definition, facts=(*run.definition.facts, *added))
 

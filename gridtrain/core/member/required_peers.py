@@ -143,11 +143,8 @@ class RequiredPeers:
 
     def repeat_unreachable(self) -> list[MemberEffect]:
         """Repeat the report of missing peers, if one was sent, because the coordinator may have missed it."""
-        return (
-            self.report_unreachable(self.missing)
-            if math.isinf(self._forming_since_s) and self.missing
-            else []
-        )
+        has_reported = math.isinf(self._forming_since_s) and self.missing
+        return self.report_unreachable(self.missing) if has_reported else []
 
     def report_unreachable(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
         """Report the peers in `missing` that this member dials; the coordinator may know their new addresses.

@@ -67,7 +67,7 @@ def select_entries(residual_N: FloatArray, budget_bytes: int, world_size: int) -
     return ResidualSelection(
         encode(candidates_K, values_K, n=residual_N.size, kind=_KIND),
         int(candidates_K.size),
-        float(np.abs(values_K).sum(dtype=np.float64)),
+        magnitude_sum(values_K),
         total,
         rest_N if rest_N.any() else None,
     )
@@ -144,7 +144,7 @@ class IncomingResiduals:
     @property
     def unconfirmed_magnitude(self) -> float:
         """The sum of the magnitudes of all entries in residuals that are complete but not confirmed."""
-        return sum(map(magnitude_sum, self._complete.values()))
+        return sum(magnitude_sum(entries.values) for entries in self._complete.values())
 
     @property
     def has_unconfirmed(self) -> bool:
@@ -179,6 +179,6 @@ def _check_values(values_K: FloatArray, world_size: int) -> None:
         )
 
 
-def magnitude_sum(entries: SparseVector) -> float:
-    """Return the sum of the magnitudes of the entries."""
-    return float(np.abs(entries.values).sum(dtype=np.float64))
+def magnitude_sum(values: FloatArray) -> float:
+    """Return the sum of the magnitudes of the values."""
+    return float(np.abs(values).sum(dtype=np.float64))

@@ -770,6 +770,14 @@ def prepared_worker() -> tuple[Worker, list[m.Member]]:
     return worker, [members[0], replace(members[1], joining=True)]
 
 
+def check_prepared_round(effects: list[ev.MemberEffect], committed_in: int | None, *, is_ours: bool) -> None:
+    """The round of `prepared_worker` is committed if it `is_ours`; `committed_in` is the generation that the
+    coordinator names."""
+    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
+    assert (resolved.round, resolved.committed) == (m.RoundId(1, 1, 0, 0), is_ours)
+    assert resolved.is_unknown == (not is_ours and committed_in is None)
+
+
 @pytest.mark.parametrize(("applied", "is_unknown"), [(-1, False), (0, True), (1, True)])
 def test_the_outcome_of_a_prepared_round_is_unknown_if_its_step_is_committed(
     applied: int, is_unknown: bool
@@ -795,9 +803,7 @@ def test_a_member_that_returns_prepared_applies_its_update_unless_the_step_may_b
     history = extend_history(EMPTY_HISTORY, b"d" * 32)
     back = [other, replace(own, joining=joining)]
     effects = worker.install(3, back, applied=0, history=history, decided=decided)
-    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
-    assert (resolved.round, resolved.committed) == (m.RoundId(1, 1, 0, 0), is_ours)
-    assert resolved.is_unknown == (not is_ours and committed_in is None)
+    check_prepared_round(effects, committed_in, is_ours=is_ours)
     requests = [message for message in sent_messages(effects) if isinstance(message, m.StateRequest)]
     assert (worker.core.is_synced, bool(requests)) == (is_ours, not is_ours)
 
@@ -815,9 +821,7 @@ def test_a_standby_that_was_prepared_applies_its_update_unless_the_step_may_be_r
     ledger = m.LedgerState(step=1, **({"cursor": 100, "consumed": 100} if is_over else {}))
     history = extend_history(EMPTY_HISTORY, b"d" * 32)
     effects = worker.say(m.StandbyNotice(1, 3, decided, 0, history, ledger, "no rank"))
-    (resolved,) = [effect for effect in effects if isinstance(effect, ev.ResolveRound)]
-    assert (resolved.round, resolved.committed) == (m.RoundId(1, 1, 0, 0), is_ours)
-    assert resolved.is_unknown == (not is_ours and committed_in is None)
+    check_prepared_round(effects, committed_in, is_ours=is_ours)
 
 
 @pytest.mark.parametrize(
