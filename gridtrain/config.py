@@ -480,7 +480,7 @@ class Deadlines:
     settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together
     reach_s: float = 3.0  # time for the coordinator to dial back and find out whether a worker can be reached
     route_s: float = 8.0  # time to connect a link, or half of it to restore a lost link, before it is relayed
-    probe_s: float = 2.0  # time to measure the round trips to the other workers
+    probe_s: float = 2.0  # time to measure the links to the other workers; see also `MEMBER_PROBE_S`
     generation_gap_s: float = 1.0  # shortest time between two generations
     recut_s: float = 15.0  # wait for a missing worker before the model is repartitioned
     reshare_s: float = 30.0  # shortest time between two generations that only change shares

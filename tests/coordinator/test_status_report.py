@@ -221,6 +221,35 @@ def test_a_link_over_which_little_is_sent_does_not_hide_the_next_slowest_one() -
     assert named is not None and "4.8 Mbit/s" in named["reason"] and named["name"] in ("w0", "w1")
 
 
+@pytest.mark.parametrize(("other_Bps", "named"), [(SLOW_Bps, None), (FAST_Bps, "w0"), (None, "w0")])
+def test_rates_whose_sum_is_less_than_the_sender_sends_are_out_of_date(
+    other_Bps: float | None, named: str | None
+) -> None:
+    """w0 sends twice the rate of one link; that of its other link may be unknown."""
+    members = [{"peer": n, "name": f"w{n}", "rank": n, "figures": figures(0.25, 2.75)} for n in range(3)]
+    links = [(0, 1, None, SLOW_Bps), (0, 2, None, other_Bps)]
+    links += [(a, b, None, FAST_Bps) for a in (1, 2) for b in range(3) if a != b]
+    found = find_slow_member(members, links, sent_Bps=lambda peer: 2.1 * SLOW_Bps)
+    assert (found and found["name"]) == named
+
+
+@pytest.mark.parametrize(
+    ("slow", "fastest", "named"),
+    [({(0, 1), (0, 2)}, (2, 0), ("w0", "to w1")), ({(1, 0), (2, 0)}, (0, 2), ("w0", "from w1"))],
+    ids=["upload", "download"],
+)
+def test_the_slow_end_of_a_link_is_named_by_its_direction(
+    slow: set[tuple[int, int]], fastest: tuple[int, int], named: tuple[str, str]
+) -> None:
+    """Its other direction is the fastest of all."""
+    members = [{"peer": n, "name": f"w{n}", "rank": n, "figures": figures(0.25, 2.75)} for n in range(3)]
+    rates = {(a, b): FAST_Bps for a in range(3) for b in range(3) if a != b}
+    rates |= {**dict.fromkeys(slow, SLOW_Bps), fastest: 2 * FAST_Bps}
+    found = find_slow_member(members, [(*pair, None, rate_Bps) for pair, rate_Bps in rates.items()])
+    assert found is not None
+    assert (found["name"], found["reason"].split("Mbit/s ")[1].split(";")[0]) == named
+
+
 @pytest.mark.parametrize(
     ("stages", "global_batch_size", "is_hinted"), [(1, None, True), (1, 64, False), (2, None, False)]
 )

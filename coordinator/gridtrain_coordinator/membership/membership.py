@@ -65,6 +65,7 @@ from gridtrain_coordinator.run.events import (
 )
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.link_remeasurement import LinkRemeasurement
 from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.slow_member import describe_idle
@@ -126,6 +127,7 @@ class Membership:
         run, addresses, divergence = self.run, self._addresses, self._divergence
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
+        self._link_remeasurement = LinkRemeasurement(run, planner, addresses)
         departures = self._departures = Departures(run, planner, addresses, divergence)
         stalled_step = StalledStep(run, planner.link_failures)
         self._complaints = Complaints(run, planner, departures, addresses, divergence, stalled_step)
@@ -570,6 +572,7 @@ class Membership:
                 worker.info = dict(texts)
             case m.LinkLatencies(rtt_s):
                 worker.record_round_trips(dict(rtt_s))
+                self._link_remeasurement.record_end(peer, now_s)
             case m.LinkRates():
                 self._planner.record_rates(peer, message)
             case m.Heartbeat():
@@ -620,9 +623,11 @@ class Membership:
         run = self.run
         notes: list[Effect] = [*worker.record_heartbeat(beat, now_s)]
         self._planner.worker_speeds.observe(worker.peer, worker.figures)
-        self._planner.request_if_faster(now_s)
+        if not self._link_remeasurement.is_measuring(now_s):
+            self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.member_order[:1]:  # reads all members' steps
             run.record_reported_step(worker.peer, beat.step)  # so that a rollback is recognized
+            notes += self._link_remeasurement.poll(now_s)
         if run.phase is RunPhase.TRAINING and worker.peer in run.members:
             notes += self._announce_alert(worker, now_s)
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]

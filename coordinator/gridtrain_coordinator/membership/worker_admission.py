@@ -214,7 +214,7 @@ class WorkerAdmission:
         return effects + (self._introduce(worker, now_s) if worker.setup is not None else [])
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
-        self._planner.reorder_limits.record_introduction(worker.peer)
+        self._planner.reorder_limits.record_introduction(worker.peer, now_s)
         worker.begin_probing(now_s + self._run.limits.probe_s)
         # Workers that are still measuring are included, so that each pair of workers that join together is
         # measured.  The latest worker comes first, so that newcomers do not all start with the same one.

@@ -5,7 +5,8 @@ run_state          the shared state: registered workers, members, phase, with
 events             the events that `Membership` handles, and the effects that it returns
 generation_plan    measurements of workers and links --> rank order, exchange, shares; with
                    reorder_limits (which reports count, and when they reorder ranks),
-                   link_failures (connections that break)
+                   link_failures (connections that break),
+                   link_remeasurement (when members measure their links again)
 addressing         how workers reach each other; route_table chooses the routes
 divergence         compares the digests of the members' states
 journal_recovery   reads the run back from the journal

@@ -25,8 +25,9 @@ from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds, seco
 from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_shares, share_change_reason
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice
 from gridtrain.core.planning.network_model import NetworkModel
-from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
+from gridtrain.core.planning.rank_order_search import Pieces, advance, finish, simulated_exchange_s
 from gridtrain.core.planning.topology_choice import is_direct_size
+from gridtrain.core.planning.workload import CpuCosts
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.addressing import AddressBook
@@ -105,6 +106,18 @@ class GenerationPlanner:
         known = [rate for rate in rates.rates_Bps if rate[0] in self._run.workers]
         if self.measured_links.record(peer, self.reorder_limits.accept(peer, known)):
             self.reorder_limits.mark_changed(peer)
+
+    def predicted_exchange_s(self) -> float | None:
+        """Predict the duration of the current generation's exchange from the measured links, in seconds.
+
+        Returns None if ranks are not ordered by links, or if the workload or all rates are unknown.
+        """
+        load, members = self.exchange_choice.workload, self._run.member_order
+        network = self.measured_links.build_network(members) if self._has_rates else None
+        if not self._by_links or load is None or network is None:
+            return None
+        network = rank_order.with_entry_shares(network, members, self._current_entry_shares)
+        return simulated_exchange_s(load, network, CpuCosts(), range(len(members)))
 
     def forget(self, peer: m.PeerId) -> None:
         self.link_failures.forget(peer)

@@ -84,8 +84,11 @@ class Worker:
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """Store the round trips measured by the worker, and admit the worker if its setup is known."""
-        self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
+        """Store the round trips measured by the worker, and admit the worker if its setup is known.
+
+        Earlier round trips are kept: a member's other messages delay those that it measures later.
+        """
+        self.rtt_s, self.is_admitted = rtt_s | self.rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
         self.checkpoints = checkpoints

@@ -11,6 +11,7 @@ of either end of the link.  A worker that rejoins repeatedly causes generations 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from gridtrain.core.messages import PeerId
@@ -33,6 +34,7 @@ class ReorderLimits:
     def __init__(self, pause_s: float) -> None:
         self._initial_backoff_s = pause_s
         self._introduction_of: dict[PeerId, int] = {}  # number of the latest introduction
+        self._introduced_s: dict[PeerId, float] = {}  # the time of the latest introduction
         self._introduction_count = 0
         self._last_accepted: dict[
             tuple[PeerId, PeerId, bool], tuple[int, int]
@@ -40,10 +42,14 @@ class ReorderLimits:
         self._changed_reporters: set[PeerId] = set()
         self._backoff: dict[PeerId, tuple[float, float]] = {}  # the end and length of the wait
 
-    def record_introduction(self, peer: PeerId) -> None:
+    def record_introduction(self, peer: PeerId, now_s: float) -> None:
         """Record that a worker was asked to measure its links."""
         self._introduction_count += 1
-        self._introduction_of[peer] = self._introduction_count
+        self._introduction_of[peer], self._introduced_s[peer] = self._introduction_count, now_s
+
+    def introduced_s(self, peer: PeerId) -> float:
+        """Return the time at which a worker was last asked to measure its links; -infinity if never."""
+        return self._introduced_s.get(peer, -math.inf)
 
     def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
         """Return the links for which a rate counts, with 0 for a direction whose rate does not count."""
@@ -88,6 +94,7 @@ class ReorderLimits:
     def forget(self, peer: PeerId) -> None:
         """Discard the data about a worker that has left, except for its waiting time."""
         self._introduction_of.pop(peer, None)
+        self._introduced_s.pop(peer, None)
         self._last_accepted = {
             direction: at for direction, at in self._last_accepted.items() if peer not in direction
         }

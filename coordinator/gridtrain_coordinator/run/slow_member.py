@@ -28,7 +28,8 @@ link is at least `SLOW_LINK` times its rate: measured rates of equal links diffe
 SLOW_LINK = 2.0
 LOADED_PART = 0.1
 """A link whose sender sends less than this part of the link's rate, over all its links, does not delay the
-exchange: the rate may be out of date, or a member's processor delays it."""
+exchange: the rate may be out of date, or a member's processor delays it.  Nor do the links of a sender that
+sends more than the sum of their rates: these are out of date."""
 
 BUSY_METRICS = ("applying_s", "computing_s", "selecting_s")  # from a commit to the next submission
 SHARED_METRICS = ("communicating_s", "waiting_s")
@@ -49,6 +50,14 @@ BATCH_HINT = "if this persists, global_batch_size gives it fewer samples"
 def busy_s(figures: Mapping[str, float]) -> float:
     """Return the seconds that a worker spent on its own work in its latest step; 0.0 if infinite or NaN."""
     return _sum(figures, BUSY_METRICS)
+
+
+def exchange_duration_s(figures: Iterable[Mapping[str, float]]) -> float:
+    """Return the duration of the latest exchange, given the metrics of at least one member, in seconds.
+
+    It is that of the member that began last: the others also wait for this member.
+    """
+    return min(_sum(each, SHARED_METRICS[:1]) for each in figures)
 
 
 def find_slow_member(
@@ -82,7 +91,7 @@ def find_slow_member(
         hint = f"; {BATCH_HINT}" if has_fixed_batches else ""
         reason = f"is busy for {_seconds(slowest_s)} per step; the median is {_seconds(usual_s)}{hint}"
         return {"peer": slowest["peer"], "name": slowest["name"], "reason": reason}
-    exchange_s = min(_sum(each, SHARED_METRICS[:1]) for each in figures)  # without waiting for a busy member
+    exchange_s = exchange_duration_s(figures)
     if exchange_s < EXCHANGE_PART * step_s or exchange_s < NOTICEABLE_S:
         return None
     return _find_slow_link({member["rank"]: member for _, member in known}, links, exchange_s, sent_Bps)
@@ -123,7 +132,8 @@ def _find_slow_link(
 ) -> dict[str, str] | None:
     """Return the member with the slowest link, and the reason; None if no link is much slower than others.
 
-    The member is the end of the link whose fastest link is slower or, if both are equal, the sender.
+    The member is the sender if its fastest upload is slower than the receiver's fastest download.  If they
+    are similar, it is the end whose fastest link is slower or, if both are equal, the sender.
 
     Args:
         members: the members by rank.
@@ -134,23 +144,29 @@ def _find_slow_link(
     known = ((src, dst, rate_Bps) for src, dst, _, rate_Bps in links if {src, dst} <= members.keys())
     rates = {(src, dst): rate_Bps for src, dst, rate_Bps in known if rate_Bps}
     loads = {src: sent_Bps(members[src]["peer"]) for src, _ in rates}
-    loaded = [
-        (src, dst)
-        for (src, dst), rate_Bps in rates.items()
-        if (load_Bps := loads[src]) is None or load_Bps >= LOADED_PART * rate_Bps
-    ]
+    uploads_Bps = {end: [rate_Bps for (src, _), rate_Bps in rates.items() if src == end] for end in loads}
+
+    def may_delay(src: int, rate_Bps: float) -> bool:
+        load_Bps, all_Bps = loads[src], uploads_Bps[src]
+        is_outdated = load_Bps is not None and len(all_Bps) == len(members) - 1 and load_Bps > sum(all_Bps)
+        return load_Bps is None or (load_Bps >= LOADED_PART * rate_Bps and not is_outdated)
+
+    loaded = [(src, dst) for (src, dst), rate_Bps in rates.items() if may_delay(src, rate_Bps)]
     if not loaded:
         return None
     src, dst = min(loaded, key=lambda pair: rates[pair])
     if max(rates.values()) < SLOW_LINK * rates[src, dst]:
         return None
-    slow, other = min(
-        ((src, dst), (dst, src)),
-        key=lambda ends: max(rate_Bps for pair, rate_Bps in rates.items() if ends[0] in pair),
-    )
-    direction = f"{'to' if slow == src else 'from'} {members[other]['name']}"
+    upload_Bps = max(uploads_Bps[src])
+    download_Bps = max(rate_Bps for pair, rate_Bps in rates.items() if pair[1] == dst)
+    if 1 / SLOW_LINK < upload_Bps / download_Bps < SLOW_LINK:  # only other directions tell which end is slow
+        upload_Bps, download_Bps = (
+            max(rate_Bps for pair, rate_Bps in rates.items() if end in pair) for end in (src, dst)
+        )
+    slow, direction = (src, "to") if upload_Bps <= download_Bps else (dst, "from")
+    other = members[dst if slow == src else src]["name"]
     reason = (
-        f"has the slowest link, {format_rate(rates[src, dst])} {direction}; the exchange takes "
+        f"has the slowest link, {format_rate(rates[src, dst])} {direction} {other}; the exchange takes "
         f"{_seconds(exchange_s)} of a step"
     )
     return {"peer": members[slow]["peer"], "name": members[slow]["name"], "reason": reason}

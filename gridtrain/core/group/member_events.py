@@ -389,9 +389,14 @@ class Disconnect(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers(MemberEffect):
-    """Measure the round-trip times to `targets`, which are pairs (peer, address); `ProbeResults` follows."""
+    """Measure the round-trip times to `targets`, which are pairs (peer, address); `ProbeResults` follows.
+
+    Attributes:
+        is_member: whether this worker is a member, so that `MEMBER_PROBE_S` is the time limit.
+    """
 
     targets: tuple[tuple[m.PeerId, str], ...]
+    is_member: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,8 @@ class ViewChanges:
             case m.ExpectProbes(peers):
                 return links.expect(peers, self.generation_number)
             case m.Admitted(targets):
-                return [*links.expect(targets, self.generation_number), ProbePeers(targets)]
+                probe = ProbePeers(targets, is_member=self.generation is not None)
+                return [*links.expect(targets, self.generation_number), probe]
             case m.CatchUpFrom(term, sources):
                 return self._begin_catch_up(term, sources, now_s)
             case m.ServeCatchUp(term, step, receivers):

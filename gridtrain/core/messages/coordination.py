@@ -396,11 +396,17 @@ class ExpectProbes(Message):
     peers: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
 
+MEMBER_PROBE_S = 10.0
+"""Time limit of a member's measurement in seconds, instead of `Deadlines.probe_s`, because the member's other
+messages delay it."""
+
+
 @message(32)
 class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
     The receiver reports the times with LinkLatencies.  The addresses have the form of `Member.address`.
+    Members receive it, too, when they are to measure their links again.
     """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]

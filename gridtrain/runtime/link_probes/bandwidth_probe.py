@@ -58,7 +58,7 @@ every two seconds."""
 MAX_REQUESTS = 4
 """Maximum number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
 
-RATE_LIFETIME_S = 300.0
+RATE_LIFETIME_S = 60.0
 """Time for which a measured rate is valid.  If this worker is admitted again within this time, it reports
 the rate again instead of measuring it."""
 

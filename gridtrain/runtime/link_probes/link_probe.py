@@ -29,7 +29,8 @@ class LinkProbe:
 
     Args:
         transport: the connections to the peers.
-        limit_s: the time limit of one probe, including its bursts.
+        limit_s: the time limit of a newcomer's probe, including its bursts; that of a member is
+            `MEMBER_PROBE_S`.
         rng: the random number generator of the `BandwidthProbe`.
     """
 
@@ -48,12 +49,13 @@ class LinkProbe:
     def begin(self, probe: ev.ProbePeers, now_s: float) -> None:
         """Start a probe: ping the connected targets now, and each other target as soon as it connects.
 
-        The bursts begin after at most 40 % of `limit_s`, and the deadline is after 80 % of it.
+        The bursts begin after at most 40 % of the time limit, and the deadline is after 80 % of it.
         """
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
         self._best_s, self._sent = dict.fromkeys((peer for peer, _ in probe.targets), math.inf), {}
         self._pings_left = dict.fromkeys(self._best_s, PINGS_PER_PEER)
-        self._bursts_from_s, self._until_s = now_s + 0.4 * self._limit_s, now_s + 0.8 * self._limit_s
+        limit_s = m.MEMBER_PROBE_S if probe.is_member else self._limit_s
+        self._bursts_from_s, self._until_s = now_s + 0.4 * limit_s, now_s + 0.8 * limit_s
         self._is_pinging = self._is_probing = True
         for peer in self._pings_left:
             if self._transport.connected(peer):

@@ -1,7 +1,11 @@
-"""A run whose links change gets another rank order if the gain is worth it, and not at once."""
+"""A run whose links change gets another rank order if the gain is worth it, and not at once.
+
+Members measure their links again if exchanges take much longer or shorter than predicted.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,8 +19,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.core.planning.rank_order_search import Pieces, RankOrderEstimate
-from gridtrain_coordinator.run import generation_plan, reorder_limits
-from gridtrain_coordinator.run.events import Effect, PeerConnected, Send
+from gridtrain_coordinator.run import generation_plan, link_remeasurement, reorder_limits
+from gridtrain_coordinator.run.events import Effect, LogEvent, PeerConnected, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
@@ -78,6 +82,26 @@ class Run(ScriptedCoordinator):
                 if isinstance(effect, Send) and isinstance(effect.message, m.Freeze):
                     return effect.message.reason
         return ""
+
+    def exchange(
+        self, seconds: float, until_s: float, *, is_answering: bool = True
+    ) -> list[tuple[float, str, Any]]:
+        """Steps whose exchanges take `seconds`; returns what starts measurements: (time, event, fields), and
+        (time, name of the member that measures, the peers to which it measures)."""
+        step = self.core.run.workers[A].step
+        found: list[tuple[float, str, Any]] = []
+        while self.now_s < until_s:
+            step += 1
+            for peer in PEERS:
+                for effect in self.say(peer, m.Heartbeat(0, step, step, (("communicating_s", seconds),))):
+                    if isinstance(effect, LogEvent) and effect.event == "links_remeasured":
+                        found.append((self.now_s, effect.event, effect.fields))
+                    elif isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
+                        targets = "".join(self.core.worker_name(to) for to, _ in effect.message.probe_targets)
+                        found.append((self.now_s, self.core.worker_name(effect.peer), targets))
+                        if is_answering:
+                            self.say(effect.peer, m.LinkLatencies(()))
+        return found
 
     def next_generation(self) -> None:
         self.report(*PEERS)
@@ -276,7 +300,7 @@ def test_the_reports_of_a_worker_that_left_are_dropped() -> None:
     limits = ReorderLimits(pause_s=30.0)
     rates = [(B, 1e6, 2e6)]
     assert limits.accept(A, rates) == rates
-    limits.record_introduction(A)
+    limits.record_introduction(A, 0.0)
     assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
     limits.forget(A)
     assert not limits._introduction_of and not limits._last_accepted
@@ -377,3 +401,123 @@ def test_avoided_pairs_count_in_a_plan_that_reconsiders_the_exchange(monkeypatch
     run.say(newcomer, m.CatchUpReport(0, b""))
     run.heartbeat_until_frozen(9.0)
     assert seen == [AVOIDED_PAIR_RTT_S]
+
+
+# -- measuring again -------------------------------------------------------------------------------
+
+
+def measured_again(found: list[tuple[float, str, Any]]) -> str:
+    """The names of the members that were asked to measure, in turn."""
+    return "".join(name for _, name, _ in found if len(name) == 1)
+
+
+@pytest.mark.parametrize(("is_answering", "pause_s"), [(True, 4.0), (False, 12.0)])
+def test_members_measure_again_one_after_the_other_when_exchanges_take_longer(
+    is_answering: bool, pause_s: float
+) -> None:
+    """A member whose measurement does not end has 10 s; the run looks once in 4 s or more."""
+    run = Run()
+    run.rates(set())
+    assert run.exchange(0.01, 200.0) == [], "as predicted"
+    slow_s = run.now_s
+    (logged_s, event, fields), *asked = run.exchange(1.0, 260.0, is_answering=is_answering)
+    assert event == "links_remeasured" and fields == {"measured_s": 1.0, "predicted_s": 0.059}
+    assert slow_s + link_remeasurement.WINDOW_S <= logged_s < slow_s + 30.0
+    assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("c", "ab"), ("b", "a"), ("a", "")]
+    times_s = [at_s for at_s, *_ in asked]
+    assert all(pause_s <= later_s - at_s < pause_s + 4.0 for at_s, later_s in itertools.pairwise(times_s))
+    assert run.exchange(1.0, 1000.0) == [], "this time is the usual one from now on"
+
+
+def test_the_plan_changes_only_when_all_members_have_measured_again() -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    assert measured_again(run.exchange(1.0, 220.0)) == "d"
+    run.rates({frozenset((A, B)), frozenset((B, D))})
+    assert measured_again(run.exchange(1.0, 236.0)) == "cba"
+    assert not run.core.run.view_change.reason
+    assert run.heartbeat_until_frozen(60.0).startswith("links have changed: ")
+
+
+def test_members_measure_again_when_a_line_has_recovered_but_less_and_less_often() -> None:
+    run = Run()
+    run.rates(set())
+    times_s = []
+    for number in range(40):
+        found = run.exchange((1.0, 0.01)[number % 2], run.now_s + 200.0)
+        times_s += [at_s for at_s, name, _ in found if name == "links_remeasured"]
+    pauses_s = [later_s - at_s for at_s, later_s in itertools.pairwise(times_s)]
+    assert pauses_s[0] < 300.0 and max(pauses_s[:3]) < 1000.0
+    assert all(pause_s >= 1900.0 for pause_s in pauses_s[5:]) and len(times_s) < 12
+    run.exchange(0.01, run.now_s + 10_000.0)
+    assert run.exchange(1.0, run.now_s + 60.0), "after an hour without changes"
+    run.exchange(1.0, run.now_s + 100.0)
+    assert run.exchange(0.01, run.now_s + 60.0), "at the shortest interval again"
+
+
+def test_members_measure_once_more_if_that_has_changed_the_prediction_wrongly() -> None:
+    """The bursts were slower than the exchange, because they competed with it."""
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    assert run.exchange(1.0, 236.0)
+    run.uploads(dict.fromkeys(PEERS, 2e4))
+    predicted_s = run.core._planner.predicted_exchange_s()
+    assert predicted_s is not None and predicted_s > 2.0
+    assert measured_again(run.exchange(1.0, 400.0)) == "dcba"
+    assert run.exchange(1.0, 1000.0) == []
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "is_measured"),
+    [(0.001, 0.19, False), (0.2, 0.35, False), (0.2, 0.45, True), (0.2, 0.08, True), (0.2, 0.12, False)],
+)
+def test_small_changes_do_not_count(before_s: float, after_s: float, is_measured: bool) -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(before_s, 300.0)
+    assert bool(run.exchange(after_s, 420.0)) == is_measured
+
+
+def test_a_member_that_has_just_measured_is_not_asked_again() -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 100.0)
+    run.core._planner.reorder_limits.record_introduction(C, 80.0)
+    asked = run.exchange(1.0, 139.0)[1:]
+    assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("b", "ac"), ("a", "c")]
+
+
+def test_a_member_that_leaves_is_not_asked() -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    assert measured_again(run.exchange(1.0, 220.0)) == "d"
+    run.say(B, m.Leave("done"))
+    run.report(A, C, D)
+    run.start(A, C, D)
+    rest = run.exchange(1.0, run.now_s + 60.0)
+    assert "b" not in measured_again(rest) and {"c", "a"} <= set(measured_again(rest))
+
+
+def test_without_a_prediction_nothing_is_measured_again() -> None:
+    unmeasured, planless = Run(), Run(plans=False)
+    planless.rates(set())
+    for run in (unmeasured, planless):
+        assert run.exchange(1.0, 300.0) == []
+
+
+def test_exchanges_while_a_generation_is_forming_do_not_count() -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    run.core.run.view_change.request("a test", can_wait=True)
+    assert run.heartbeat_until_frozen(60.0) == "a test"
+    assert run.exchange(1.0, run.now_s + 90.0) == []
+
+
+def test_round_trips_measured_while_training_do_not_replace_earlier_ones() -> None:
+    run = Run()
+    run.say(A, m.LinkLatencies(((B, 0.5), (b"z" * 32, 0.5))))
+    assert run.core.run.workers[A].rtt_s == {B: 0.001, C: 0.001, D: 0.001, b"z" * 32: 0.5}

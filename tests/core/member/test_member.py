@@ -670,6 +670,12 @@ def test_an_admitted_worker_dials_and_probes_the_others() -> None:
     assert {A, B} <= worker.core.known_peers
 
 
+def test_a_member_that_measures_its_links_again_has_more_time() -> None:
+    targets, worker = ((A, "tcp://a:1"),), Worker()
+    worker.view(1, a="")
+    assert ev.ProbePeers(targets, is_member=True) in worker.say(m.Admitted(targets))
+
+
 def test_a_state_that_is_requested_before_the_generation_is_known_is_sent_when_it_is() -> None:
     worker = Worker()
     worker.view(1, a="")

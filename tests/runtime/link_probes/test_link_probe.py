@@ -45,16 +45,17 @@ class Peers:
 
 
 def measure(
-    silent: set[m.PeerId], connecting: Iterable[m.PeerId] = ()
+    silent: set[m.PeerId], connecting: Iterable[m.PeerId] = (), *, is_member: bool = False
 ) -> tuple[dict[m.PeerId, tuple[float, float]], ev.ProbeResults, float]:
     """The rates by peer, the round trips, and when the latter were reported."""
     peers = Peers(silent)
     probe = LinkProbe(peers, LIMIT_S, Random(1))  # type: ignore[arg-type]
-    probe.begin(ev.ProbePeers(((ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1"))), 0.0)
+    targets = (ANNA, "tcp://10.0.0.2:1"), (BERT, "tcp://10.0.1.2:1")
+    probe.begin(ev.ProbePeers(targets, is_member=is_member), 0.0)
     for peer in connecting:
         probe.peer_up(peer, 0.0)
     measured: dict[m.PeerId, tuple[float, float]] = {}
-    for tick in range(1, round(LIMIT_S / TICK_S)):
+    for tick in range(1, round(m.MEMBER_PROBE_S / TICK_S)):
         answers, peers.answers = peers.answers, []
         for peer, answer in answers:
             for reply in probe.handle_message(peer, answer, tick * TICK_S):  # type: ignore[arg-type]
@@ -73,12 +74,13 @@ def test_both_directions_of_each_link_are_measured() -> None:
     assert dict(results.rtt_s) == {ANNA: pytest.approx(TICK_S), BERT: pytest.approx(TICK_S)}
 
 
-def test_a_silent_target_does_not_prevent_the_bursts_to_the_others() -> None:
+@pytest.mark.parametrize(("is_member", "limit_s"), [(False, LIMIT_S), (True, m.MEMBER_PROBE_S)])
+def test_a_silent_target_does_not_prevent_the_bursts_to_the_others(is_member: bool, limit_s: float) -> None:
     """A peer that cannot be reached is waited for until the deadline, but the other one is measured."""
-    measured, results, reported_s = measure({BERT})
+    measured, results, reported_s = measure({BERT}, is_member=is_member)
     assert measured.keys() == {ANNA} and min(measured[ANNA]) > 0
     assert dict(results.rtt_s) == {ANNA: pytest.approx(TICK_S)}
-    assert reported_s == pytest.approx(0.8 * LIMIT_S)
+    assert reported_s == pytest.approx(0.8 * limit_s)
 
 
 def test_a_target_that_connects_while_it_is_pinged_does_not_delay_the_report() -> None:
