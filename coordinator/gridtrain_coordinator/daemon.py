@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from gridtrain._version import __version__
+from gridtrain._version import SOFTWARE
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import (
     BundleRequest,
@@ -65,7 +65,6 @@ from gridtrain_coordinator.run.journal_recovery import (
 )
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
-SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
 """The longest single wait; a stop request is detected within this time."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from gridtrain._version import SOFTWARE
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.core.messages import PeerId
@@ -34,7 +35,7 @@ from gridtrain.tools.log_output import LineWriter, is_same_file, put
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization
 from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
-from gridtrain_coordinator.daemon import SOFTWARE, Coordinator, invalid_entry, recover_membership
+from gridtrain_coordinator.daemon import Coordinator, invalid_entry, recover_membership
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashboard
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore

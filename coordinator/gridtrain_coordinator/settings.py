@@ -16,9 +16,7 @@ from gridtrain_coordinator.serving import Settings
 
 def settings_from(options: OptionValues) -> Settings:
     """Return the settings for these options.  Raises `ConfigError` if an option is invalid."""
-    advertise, every_s = options.text("advertise"), options["backup_every"].value
-    recut_s = options["recut_after"].value
-    assert isinstance(every_s, int | float) and isinstance(recut_s, int | float)
+    advertise = options.text("advertise")
     if advertise:
         advertise = parse_explicit_address(where := options.where("advertise"), advertise)
         check_reachable(where, advertise)
@@ -32,11 +30,11 @@ def settings_from(options: OptionValues) -> Settings:
         min_workers=options.count("min_workers") or 1,
         exit_when_finished=options.switch("exit_when_finished"),
         backup_to=_folder(options, "backup_to"),
-        backup_every_s=float(every_s),
+        backup_every_s=options.number("backup_every"),
         backup_keep=options.count("backup_keep") or 1,
         from_backup=_folder(options, "from_backup"),
         plans=options.text("order") == "planned",
-        recut_s=float(recut_s),
+        recut_s=options.number("recut_after"),
         dashboard=_dashboard(options),
         log_format=options.text("log_format"),
         bundle=Bundle.from_run_file(options.runfile) if options.switch("bundle") else None,

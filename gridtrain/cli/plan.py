@@ -196,9 +196,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     type=click.FloatRange(0.0, 1.0, min_open=True),
 )
 @click.option("--momentum", is_flag=True, help="Assume that sparse exchanges apply momentum.")
-@brief_option(
-    "--values", "fp16", "fp16, fp32, bf16, int8, int4 or int2.", metavar="KIND", type=click.Choice(VALUES)
-)
+@brief_option("--values", "fp16", f"One of {', '.join(VALUES)}.", metavar="KIND", type=click.Choice(VALUES))
 @brief_option("--local-steps", 1, "Steps per exchange.", metavar="N", type=click.IntRange(min=1))
 @brief_option(
     "--computing",

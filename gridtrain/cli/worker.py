@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.option_flags import ALSO_IN_ENVIRONMENT, add_options, resolve_settings
+from gridtrain.cli.worker_commands import worker_commands
 from gridtrain.errors import ConfigError, GridtrainError
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from gridtrain_worker.agent import Job
 
 MAX_READ = 4096
-CONTROL_COMMANDS = ("set", "show", "pause", "resume", "stop")
-
 DIGEST = re.compile(r"\s*(sha256:)?[0-9a-f]{64}\s*", re.IGNORECASE)
 
 
@@ -32,9 +31,7 @@ class WorkerCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args and args[0] in CONTROL_COMMANDS:
-            from gridtrain.cli.worker_commands import worker_commands
-
+        if args and args[0] in worker_commands.commands:
             return worker_commands.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
@@ -54,7 +51,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 
     An invitation has no completions.
     """
-    return [word for word in CONTROL_COMMANDS if incomplete and word.startswith(incomplete)]
+    return [word for word in worker_commands.commands if incomplete and word.startswith(incomplete)]
 
 
 @click.command(cls=WorkerCommand, epilog=ALSO_IN_ENVIRONMENT)

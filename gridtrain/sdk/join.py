@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from gridtrain._version import __version__
+from gridtrain._version import SOFTWARE
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.group.invitation import parse
 from gridtrain.errors import ConfigError
@@ -183,7 +183,7 @@ class _Connector:
         allowlist = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
         self._sockets = ZeroMQTransport(
             self._identity,
-            f"gridtrain {__version__}",
+            SOFTWARE,
             gate=allowlist,
             encrypted=encrypted,
             plain_anywhere=not encrypted,  # the coordinator must also allow it

@@ -248,9 +248,9 @@ class SparseExchanger(Exchanger):
         self, payload: bytes, decoded: SparseVector, n: int, plan: StepPlan
     ) -> AllGatherBuffer | ButterflyBuffer:
         k, kind = self._exchange.k_at(plan.step, n), self._kind
-        if isinstance(self._exchange, TopK):
-            return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
         topology = topology_of(self._exchange, plan.exchange)
+        if topology == "all-gather":
+            return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
         return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
 
     def commit(self, part: ExchangePart) -> SparseVector:

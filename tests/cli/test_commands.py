@@ -15,7 +15,7 @@ import gridtrain_coordinator.__main__
 import gridtrain_coordinator.serving
 import gridtrain_worker.agent
 from gridtrain.cli.main import COMMANDS, cli
-from gridtrain.cli.worker import CONTROL_COMMANDS
+from gridtrain.cli.worker_commands import worker_commands
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.runtime.client.worker_defaults import state_directory
@@ -248,7 +248,8 @@ def test_journal_and_keys_are_in_the_state_directory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", [*COMMANDS, *(f"worker {each}" for each in CONTROL_COMMANDS), "data index", "config show", ""]
+    "name",
+    [*COMMANDS, *(f"worker {each}" for each in worker_commands.commands), "data index", "config show", ""],
 )
 def test_the_help_of_every_command_fits_one_screen(name: str) -> None:
     result = CliRunner().invoke(cli, [*name.split(), "--help"], env={"COLUMNS": "80"})
@@ -261,7 +262,7 @@ def test_the_general_help_has_the_exit_codes_and_every_command_in_one_line() -> 
     output = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "80"}).output
     assert len(output.splitlines()) <= 40 and "Exit codes of all commands" in output
     assert all(f"  {name:<11}  {text}" in output for name, text in COMMANDS.items())
-    for word in ("set", "show", "pause", "resume", "stop"):
+    for word in worker_commands.commands:
         assert word in COMMANDS["worker"]
 
 

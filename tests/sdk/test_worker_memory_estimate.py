@@ -21,11 +21,9 @@ from gridtrain.config import JoinConfig
 from gridtrain.core.group.member_events import ResolveRound
 from gridtrain.core.planning.worker_memory_estimate import (
     MAX_LOGGED_BYTES,
-    MAX_LOGGED_STEPS,
     estimate_worker_memory,
 )
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.step_rounds import StepRounds
 
 WIDTH = 1200
@@ -179,7 +177,6 @@ def test_a_state_is_captured_with_one_copy() -> None:
 def test_the_update_log_is_as_long_as_its_setting_says(
     together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (update_log.MAX_UPDATES, update_log.MAX_BYTES) == (MAX_LOGGED_STEPS, MAX_LOGGED_BYTES)
     assert JoinConfig("", "").update_log_bytes == MAX_LOGGED_BYTES
     for wrong in ("0", "-1", "1.5", "much", "16385"):
         with pytest.raises(ConfigError, match=f"update_log_mib is '{wrong}'; it must be from 1 to 16384"):

@@ -102,41 +102,15 @@ HAVE_DEADLINES = (Membership, MemberCore)
 NOTES = (ev.LogEvent, cio.LogEvent)
 """Effects that are log lines: left out."""
 
-TEXTS: dict[type[Any], tuple[int, ...]] = {
-    ev.PeerDisconnected: (1,),
-    ev.AddCollectives: (3,),
-    ev.RoundFailed: (0,),
-    ev.ProtocolViolation: (1,),
-    ev.CatchUpFailed: (0,),
-    ev.LeaveGroup: (0,),
-    ev.ResolveRound: (3,),
-    ev.DeliverMean: (3,),
-    ev.AddResidual: (1,),
-    ev.ResidualTransferEnded: (1,),
-    cio.PeerDisconnected: (1,),
-    cio.ProtocolViolation: (1,),
-    cio.WorkerRemoved: (2, 3),
-    cio.RecordViolation: (1,),
-    m.Refused: (1, 2),
-    m.Rejoin: (0,),
-    m.RunStateUpdate: (1,),
-    m.Freeze: (2,),
-    m.MembershipView: (8,),
-    m.StandbyNotice: (5,),
-    m.RoundStalled: (3,),
-    m.ViolationReport: (1,),
-    m.Leave: (0,),
-    m.TemporaryLeave: (0,),
-    m.Vote: (3,),
-    m.Decision: (2,),
-    m.ResidualReply: (3,),
-    m.SnapshotUnavailable: (0,),
-    m.RelayFailed: (1,),
-    m.WorkerInfo: (0,),
-    m.OperatorReply: (0,),
-    m.RemoveWorker: (2,),
+TEXTS = frozenset({"reason", "remedy", "text"})
+"""Names of fields that are texts for people: left out, as are these:"""
+
+OTHER_TEXTS = {
+    (ev.AddCollectives, "failure"),
+    (ev.AddResidual, "name"),
+    (ev.DeliverMean, "missing"),
+    (m.WorkerInfo, "texts"),
 }
-"""Positions of fields that are texts for people: left out."""
 
 TEXT_KEYS = frozenset({"reason"})
 """Keys of journal entries whose values are texts for people: left out."""
@@ -268,9 +242,8 @@ def _written(cls: type[Any]) -> tuple[str, ...] | None:
     if cls not in _WRITTEN:
         _WRITTEN[cls] = None
         if is_dataclass(cls):
-            names = [field.name for field in fields(cls) if field.init and (cls, field.name) not in ADDED]
-            texts = TEXTS.get(cls, ())
-            _WRITTEN[cls] = tuple(name for position, name in enumerate(names) if position not in texts)
+            names = [field.name for field in fields(cls) if field.init and field.name not in TEXTS]
+            _WRITTEN[cls] = tuple(name for name in names if (cls, name) not in ADDED | OTHER_TEXTS)
     return _WRITTEN[cls]
 
 

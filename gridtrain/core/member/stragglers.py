@@ -56,7 +56,8 @@ MAX_ABSENT_S = 300.0
 """Longest absence of a member; afterwards, the group waits for it, and the usual timeouts apply."""
 
 MAX_SETTINGS_BYTES = 1 << 20
-"""Maximum size of optimizer settings in a message."""
+"""Maximum size of the optimizer's settings in a message or in the update log.  One parameter group takes
+about 230 bytes, and each parameter may have its own group."""
 
 
 class UsualDelay:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from gridtrain.config import Dense, Exchange, LocalSteps, TopK
+from gridtrain.config import Dense, Exchange, LocalSteps
+from gridtrain.core.planning.workload import INT8_BLOCK_ENTRIES, dense_payload_bytes
 
 _FLOAT = 4
 _ENTRY_BYTES = 12
@@ -26,9 +27,6 @@ _LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
 
 MAX_LOGGED_STEPS, MAX_LOGGED_BYTES = 512, 128 << 20
 """The maximum length of the update log, in steps and in bytes."""
-
-ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
-"""Bytes per element of the copy of the sent values that a dense exchange keeps if it rounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +99,15 @@ def estimate_worker_memory(
     moments = optimizer_values * parameter_bytes
     residual = log = 0.0
     if isinstance(wire, Dense):
-        rounded = ROUNDED_BYTES[wire.values]
-        residual = 2.0 * _FLOAT if rounded else 0.0
-        # The sum; with rounding, also the residual as it was sent, the rounding errors and the sent values.
-        buffers = 3.0 * _FLOAT + rounded if rounded else 1.0 * _FLOAT
+        buffers = 1.0 * _FLOAT  # the sum
+        if wire.values != "fp32":  # also the residual as it was sent, the rounding errors and the sent values
+            residual = 2.0 * _FLOAT
+            buffers += residual + dense_payload_bytes(INT8_BLOCK_ENTRIES, wire.values) / INT8_BLOCK_ENTRIES
     else:
         copies = 4.0 if wire.momentum else 2.0
         residual = copies * _FLOAT
         share = wire.k_at(10**9, parameters) / parameters
-        summed = min(1.0, share * workers if isinstance(wire, TopK) else share)
+        summed = min(1.0, share * workers if wire.topology == "all-gather" else share)
         buffers = 2.0 * _ENTRY_BYTES * summed
         step_bytes = _LOGGED_STEP_BYTES + _LOGGED_ENTRY_BYTES * summed * parameters
         log = min(logged_steps * step_bytes, MAX_LOGGED_BYTES) / parameters

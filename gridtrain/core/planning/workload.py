@@ -23,7 +23,6 @@ PACKET_BYTES = 1448
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
-DENSE_VALUE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 LEVEL_BITS = {"int4": 4, "int2": 2}
 LEVEL_BLOCK_SHIFT = 6  # with int4 and int2, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (measured: 4 to 9, decision 0068)
@@ -231,7 +230,7 @@ class Workload:
 def dense_payload_bytes(elements: int, values: str) -> int:
     """Return the exact length in bytes of a dense slice of `elements` elements (PROTOCOL.md, 5.1)."""
     scales = 2 * -(-elements // INT8_BLOCK_ENTRIES) if values == "int8" else 0
-    return elements * DENSE_VALUE_BYTES[values] + scales
+    return elements * VALUE_BYTES[values] + scales
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
@@ -246,9 +245,9 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
     if values in LEVEL_BITS:
         blocks = ((parameters - 1) >> (low + LEVEL_BLOCK_SHIFT)) + 1
         value_bytes = 2 * blocks + -(-entries * LEVEL_BITS[values] // 8)
-        return 8 + -(-entries * low // 8) + -(-high // 8) + value_bytes
-    scales = 2 * -(-entries // INT8_BLOCK_ENTRIES) if values == "int8" else 0
-    return 8 + -(-entries * low // 8) + -(-high // 8) + scales + VALUE_BYTES[values] * entries
+    else:
+        value_bytes = dense_payload_bytes(entries, values)
+    return 8 + -(-entries * low // 8) + -(-high // 8) + value_bytes
 
 
 def slice_count(load: Workload, world_size: int) -> int:

@@ -15,7 +15,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from gridtrain._version import __version__
+from gridtrain._version import SOFTWARE
 from gridtrain.core.messages import (
     BundleBlock,
     Enrolled,
@@ -50,7 +50,6 @@ from gridtrain.network.transport.interface import (
 from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.quantities import make_printable
 
-SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
 MAX_NUMBER = 1e18
 DENIED = "denied"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import extend_history
+from gridtrain.core.planning.worker_memory_estimate import MAX_LOGGED_STEPS
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.state_transfer.state_snapshot import PeerMessages, SnapshotReceiver
@@ -148,7 +149,7 @@ class CatchUpReceiver:
             case m.SnapshotBlock():
                 return self._snapshot.receive_block(peer, message, now_s)
             case m.UpdateLogEntry(step, latest, payload):
-                self.latest_step = max(step, min(latest, step + update_log.MAX_UPDATES))
+                self.latest_step = max(step, min(latest, step + MAX_LOGGED_STEPS))
                 if self._received is not None and step == self._received[0] + 1:
                     self._receive_update(update_log.decode_update(step, payload, self._n), len(payload))
                 return []

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from gridtrain.config import DEFAULT_DONATE_LIMIT, DEFAULT_DONATE_SHARE, JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as ev
+from gridtrain.core.member.stragglers import MAX_SETTINGS_BYTES
+from gridtrain.core.planning.worker_memory_estimate import MAX_LOGGED_BYTES
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.rate_limiter import parse_rate
@@ -78,7 +80,7 @@ class CatchUpSource:
         self,
         rate_Bps: float | None,
         submit: Callable[[Callable[[], None]], None],
-        log_bytes: int = update_log.MAX_BYTES,
+        log_bytes: int = MAX_LOGGED_BYTES,
     ) -> None:
         self.rate_Bps = rate_Bps
         self._submit = submit
@@ -150,10 +152,10 @@ class CatchUpSource:
             update: the update.
             n: the length of the flat gradient.
         """
-        if len(update.settings) > update_log.MAX_SETTINGS_BYTES:
+        if len(update.settings) > MAX_SETTINGS_BYTES:
             self.disable(
                 f"the optimizer's settings have {len(update.settings)} bytes; an update can hold at most "
-                f"{update_log.MAX_SETTINGS_BYTES} bytes"
+                f"{MAX_SETTINGS_BYTES} bytes"
             )
         if not self.disabled_reason:
             self._n = n

@@ -1,6 +1,6 @@
 """A bounded log of the latest committed updates, kept for newcomers, and the encoding of an update.
 
-    member:    committed round --> UpdateLog (at most MAX_UPDATES updates) --> UpdateLogEntry
+    member:    committed round --> UpdateLog (at most MAX_LOGGED_STEPS) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step
 
     payload:   u32 S | S bytes of settings | u64 flags | u8 m | m digests of 32 bytes | sparse update, fp32
@@ -26,15 +26,13 @@ from typing import Any
 import numpy as np
 
 from gridtrain.core.group.round_flags import is_skipped
+from gridtrain.core.member.stragglers import MAX_SETTINGS_BYTES
+from gridtrain.core.planning.worker_memory_estimate import MAX_LOGGED_BYTES, MAX_LOGGED_STEPS
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, decode, encode
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 
-MAX_UPDATES, MAX_BYTES = 512, 128 << 20
-MAX_SETTINGS_BYTES = 1 << 20
-"""Maximum size of the optimizer's settings in bytes.  One parameter group takes about 230 bytes, and each
-parameter may have its own group."""
 _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8
 _FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # excluding settings, digests and the update
@@ -86,7 +84,7 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
 class UpdateLog:
     """The updates of the latest steps, oldest first and without gaps; each index is stored in 4 bytes."""
 
-    def __init__(self, max_count: int = MAX_UPDATES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_count: int = MAX_LOGGED_STEPS, max_bytes: int = MAX_LOGGED_BYTES) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
         self._updates: deque[StepUpdate] = deque()
         self._bytes = 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gridtrain._version import __version__
+from gridtrain._version import SOFTWARE
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import GridtrainError, TransportError
@@ -39,7 +39,6 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.worker_defaults import default_listen_address
 from gridtrain.runtime.link_probes.bandwidth_probe import MIN_BURST_S, estimate_rate_Bps
 
-SOFTWARE = f"gridtrain {__version__} doctor"
 PING_COUNT = 5
 POLL_S = 0.02
 
@@ -116,7 +115,7 @@ class DoctorProbe:
         encrypted = self._invitation.encrypted
         sockets = ZeroMQTransport(
             identity,
-            SOFTWARE,
+            f"{SOFTWARE} doctor",
             gate=lambda key: ConnectionRole.MEMBER if key in self._known_peers else ConnectionRole.STRANGER,
             encrypted=encrypted,
             plain_anywhere=not encrypted,

@@ -76,6 +76,12 @@ class OptionValues(dict[str, ResolvedValue]):
         value = self[name].value
         return value if isinstance(value, int) else None
 
+    def number(self, name: str) -> float:
+        """Return the value of a NUMBER option that has a default."""
+        value = self[name].value
+        assert isinstance(value, int | float)
+        return float(value)
+
     def switch(self, name: str) -> bool:
         return bool(self[name].value)
 

@@ -50,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("tests/fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "tests/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=1.0, help="in all, over all targets")
     parser.add_argument("--inputs", type=int, help="of each target, instead of a time")
     parser.add_argument("--target", default="", help="some, with commas between them")

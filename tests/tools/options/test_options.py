@@ -271,7 +271,8 @@ def options_markdown(program: str) -> str:
 def test_the_documented_table_is_current() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for program in PROGRAMS:
-        assert options_markdown(program) in text, f"docs/configuration.md lacks the table of {program}"
+        table = options_markdown(program)
+        assert table in text, f"docs/configuration.md lacks this table of {program}:\n\n{table}"
     for name, what in OTHER_VARIABLES.items():
         assert not what or f"`{name}`: {what}" in text
 
