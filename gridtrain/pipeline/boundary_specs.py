@@ -129,14 +129,26 @@ def _infer_on(
                 remedy=f"layer {i - 1}, {type(layers[i - 1]).__name__}, returns a tuple: wrap it in a module "
                 "that returns the part that the next layer needs, such as out[0]"
                 if i and isinstance(error, TypeError) and isinstance(outputs[0], tuple)
-                else "avoid .item(), .numpy() and `if` on tensors in forward, so that shapes do not depend "
-                "on values; or, if you use Stage alone, describe the boundaries with TensorTreeSpec.of(...)",
+                else trial_remedy(
+                    error,
+                    "check the shapes of the inputs; avoid .item(), .numpy() and `if` on tensors in forward, "
+                    "so that shapes do not depend on values; or, if you use Stage alone, describe the "
+                    "boundaries with TensorTreeSpec.of(...)",
+                ),
             ) from error
         for place in changes.found():
             _refuse_change(i, layer, place, shared)
         specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))
         outputs = [_detached(output) for output in outputs]
     return tuple(specs)
+
+
+def trial_remedy(error: Exception, otherwise: str) -> str:
+    """Return what to do after an error in a trial without data; `otherwise`, unless tensors were on different
+    devices."""
+    if any(part in str(error) for part in ("device cpu", "two devices", "different devices")):
+        return "create tensors in forward on the device of its input, such as torch.ones(n, device=x.device)"
+    return otherwise
 
 
 def _place_text(device: torch.device) -> str:

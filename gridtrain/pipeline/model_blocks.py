@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, describe_type
+from gridtrain.pipeline.boundary_specs import trial_remedy
 from gridtrain.pipeline.tensor_tree import map_tensors, tensors_in
 from gridtrain.quantities import format_count
 
@@ -217,7 +218,9 @@ class _ChainTrial:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ConfigError(
                 f"forward cannot run without data on the meta device: {error}",
-                remedy="write the model as a gridtrain.pipeline.Sequence instead of split_at=",
+                remedy=trial_remedy(
+                    error, "write the model as a gridtrain.pipeline.Sequence instead of split_at="
+                ),
             ) from error
         if self._seen != list(self._names):
             raise ConfigError(

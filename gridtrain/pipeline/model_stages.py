@@ -78,11 +78,11 @@ class ModelStages:
         self.cuts = tuple(cuts) if cuts is not None else _even_cuts(blueprint, stages)
         self.whole = StageModule(blueprint.blocks, blueprint.names)
         ends = self.cuts[:1] + self.cuts[-1:]
-        ascending = all(a < b for a, b in pairwise(self.cuts))
+        ascending = all(type(cut) is int for cut in self.cuts) and all(a < b for a, b in pairwise(self.cuts))
         if len(self.cuts) != stages + 1 or ends != (0, len(blueprint)) or not ascending:
             raise ConfigError(
                 f"cuts {list(self.cuts)} do not divide {len(blueprint)} blocks into {stages} stages",
-                remedy=f"pass {stages + 1} ascending numbers from 0 to {len(blueprint)}, such as "
+                remedy=f"pass {stages + 1} ascending integers from 0 to {len(blueprint)}, such as "
                 "gridtrain.pipeline.partition(...).cuts",
             )
         for stage in range(stages):

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -408,6 +409,12 @@ def test_a_model_with_one_trained_block_has_one_stage() -> None:
         ConfigError, match=r"^6 blocks, of which 1 is trained, cannot be divided into 2 stages"
     ):
         ModelStages(Blueprint(frozen), 2, cuts=None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("cuts", [(0, 3.0, 6), (0, 7), (0, 3, 3), np.array([0, 3, 6])], ids=str)
+def test_cuts_that_are_not_ascending_integers_are_refused(cuts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^cuts \[.* -> pass 3 ascending integers from 0 to 6"):
+        ModelStages(Blueprint(layers), 2, cuts=cuts, device=torch.device("cpu"))
 
 
 # -- inputs of several shapes --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -405,6 +406,25 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run on torch's meta device.*TypeError"):
         infer_boundary_specs([nn.Identity(), Reads()], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda x, ones: x + ones, lambda x, ones: x.masked_fill(ones > 0, 0.0)], ids=["sum", "mask"]
+)
+def test_a_layer_that_creates_a_tensor_on_the_cpu_is_told_to_use_the_inputs_device(
+    mix: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    class Masks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return mix(x, torch.ones(x.shape[1]))
+
+    with pytest.raises(ConfigError, match=r"layer 0, Masks, .* -> .* torch\.ones\(n, device=x\.device\)$"):
+        infer_boundary_specs([Masks()], torch.ones(2, 2))
+
+
+def test_inputs_that_do_not_fit_a_layer_are_a_possible_cause() -> None:
+    with pytest.raises(ConfigError, match=r"layer 0, Linear, .* -> check the shapes of the inputs"):
+        infer_boundary_specs([nn.Linear(3, 3)], torch.ones(2, 4))
 
 
 def test_a_layer_that_returns_a_tuple_to_one_that_takes_a_tensor_is_named() -> None:
