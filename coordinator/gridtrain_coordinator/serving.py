@@ -160,7 +160,8 @@ def serve(settings: Settings, *, out: TextIO | None, log: Log) -> int:
     if not stop.signal_number:
         return 0
     status = coordinator.status()
-    text = "the same command continues the run"
+    same = "the same command" if settings.from_backup is None else "the same command without --from-backup"
+    text = f"{same} continues the run"
     if status["finished"]:
         text = "the run has finished"
     elif status["world_size"]:

@@ -158,6 +158,7 @@ def explanation(
         told = f"It contains the address {invitation.address}, which only this machine can reach; "
         what = "create an invitation with" if wider else "start the coordinator with"
         lines += textwrap.wrap(f"{told}to admit other machines, {what}", TEXT_WIDTH)
-        port = invitation.address.rpartition(":")[2]
-        lines.append(f"  --address {wider}" if wider else f"  --listen tcp://0.0.0.0:{port}")
+        host, _, port = invitation.address.rpartition(":")
+        everywhere = f'"tcp://[::]:{port}"' if host.endswith("]") else f"tcp://0.0.0.0:{port}"
+        lines.append(f"  --address {wider}" if wider else f"  --listen {everywhere}")
     return "\n".join(lines)

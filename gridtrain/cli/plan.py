@@ -201,7 +201,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
 @brief_option(
     "--computing",
     0.9,
-    "Target share of computing time.",
+    "Target computing time.",
     metavar="SHARE",
     type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
 )

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +208,8 @@ def test_an_invitation_for_this_machine_only_is_explained() -> None:
     local = Invitation("tcp://127.0.0.1:7711", bytes(32), bytes(32), "r", encrypted=False)
     explained = explanation(local, 1, 60.0, 0.0, False)
     assert "for 1 worker, valid for 1 min" in explained and "--listen tcp://0.0.0.0:7711" in explained
+    over_ipv6 = explanation(replace(local, address="tcp://[::1]:7711"), 1, 60.0, 0.0, False)
+    assert '--listen "tcp://[::]:7711"' in over_ipv6
     wider = explanation(local, 1, 60.0, 0.0, False, "tcp://192.0.2.2:7711")
     assert "create an invitation with\n  --address tcp://192.0.2.2:7711" in wider and "--listen" not in wider
     key = " ".join(["0000"] * 8)

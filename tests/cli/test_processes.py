@@ -323,6 +323,9 @@ def test_a_standby_continues_as_the_same_coordinator(
     shown = json.loads(gridtrain("status", "--state", str(standby), "--json").stdout)
     assert (shown["term"], shown["door"]["enrolled_total"]) == (2, 1)
     assert gridtrain("worker", invitation, "--", "true").returncode == 0, "its key is enrolled"
+    standby_running.process.terminate()
+    log = standby_running.process.communicate(timeout=WITHIN_S)[1]
+    assert "the same command without --from-backup continues the run" in log
 
 
 def test_an_unencrypted_run_is_joined_with_the_same_flag(start_coordinator: StartCoordinator) -> None:

@@ -181,6 +181,14 @@ def test_every_variable_in_these_files_exists() -> None:
     assert len(named) > 20 and sorted(named - known_variables()) == []
 
 
+@pytest.mark.parametrize("folder", [DOCKER, TEMPLATES], ids=["docker", "new"])
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.volunteer.yaml"])
+def test_the_logs_of_containers_are_limited(folder: Path, name: str) -> None:
+    """Docker keeps all output unless the file says otherwise; docs/operations.md says that these files do."""
+    first_anchor = (folder / name).read_text().partition("&")[2].partition("\n\n")[0]
+    assert "max-size: 10m" in first_anchor
+
+
 def test_a_volunteer_in_a_container_has_every_limit() -> None:
     """A variable that is not passed on has no effect in .env; hours are in the volunteer's time zone."""
     text = (DOCKER / "compose.volunteer.yaml").read_text()

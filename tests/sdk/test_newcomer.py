@@ -368,7 +368,7 @@ def test_another_protocol_version_is_refused(
         patch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
         text = start_coordinator().invitation().text()
     expected = (
-        r"version 9, but this software uses version 5 .* -> install the same version of gridtrain on both"
+        r"version 9, but this software uses version 6 .* -> install the same version of gridtrain on both"
     )
     with pytest.raises(JoinRefused, match=expected) as caught:
         gridtrain.join(text)

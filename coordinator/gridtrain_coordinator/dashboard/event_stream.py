@@ -22,7 +22,11 @@ SEND_TIMEOUT_S = 20.0
 
 HEARTBEAT_S = 15.0
 RETRY_MS = 2000
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # otherwise nginx as a reverse proxy collects events
+]
 
 
 def frame(event: str, data: bytes) -> bytes:

@@ -27,7 +27,7 @@ from gridtrain.core.messages.declaration import (
 )
 from gridtrain.quantities import format_count
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_GENERATION_MEMBERS = 2048
 """Maximum number of entries in a list with one entry for each member."""

@@ -64,8 +64,9 @@ class Identity:
         try:
             mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text("ascii")
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"the key file {path} cannot be read: {error}",
+                f"the key file {path} cannot be read: {reason}",
                 remedy=f"check that the file exists and belongs to you; if the key is lost, {lost}",
             ) from None
         if mode & 0o077:
@@ -82,7 +83,8 @@ class Identity:
             raise ConfigError(
                 f"the key file {path} does not contain a key",
                 remedy="restore the file from a backup, or delete a worker's file and ask for a new "
-                "invitation; without the coordinator's key, workers do not recognize the run",
+                "invitation; the coordinator's next start creates a deleted operator.key, but without "
+                "coordinator.key, workers do not recognize the run",
             ) from None
 
     @classmethod

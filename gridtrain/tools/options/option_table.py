@@ -335,7 +335,7 @@ WORKER: tuple[Option, ...] = (
         metavar="KEY=VALUE",
     ),
     _optional("sensors", TEXT, "File with sensor readings.", "this machine's", metavar="FILE"),
-    _optional("accept", TEXT, "Run this bundle without asking, and no other.", "ask", metavar="DIGEST"),
+    _optional("accept", TEXT, "Run only this bundle, without asking.", "ask", metavar="DIGEST"),
     Option("dry_run", SWITCH, "Show what would run; do not join.", default=False, is_command_line_only=True),
 )
 

@@ -373,6 +373,13 @@ class Connection(SimpleNamespace):
     __eq__ = object.__eq__
 
 
+def test_a_reverse_proxy_is_told_to_pass_events_on_at_once(running: Running) -> None:
+    running.publish()
+    page = Stream(running.port)
+    assert b"x-accel-buffering: no\r\n" in list(iter(page._file.readline, b"\r\n"))
+    page.close()
+
+
 def test_a_head_request_for_the_stream_ends(running: Running) -> None:
     running.publish()
     with socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S) as asks:

@@ -111,8 +111,14 @@ def test_a_key_file_is_never_overwritten(tmp_path):
 
 
 def test_a_missing_key_file_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be read: .* -> check that the file exists"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory -> check that"):
         Identity.read(tmp_path / "none.key")
+
+
+def test_a_damaged_operator_key_is_deleted(tmp_path):
+    (tmp_path / "operator.key").touch(0o600)
+    with pytest.raises(ConfigError, match=r"the coordinator's next start creates a deleted operator\.key"):
+        Identity.read(tmp_path / "operator.key")
 
 
 def test_processes_that_race_for_a_new_key_file_get_the_same_key(tmp_path):

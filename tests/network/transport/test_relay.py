@@ -657,7 +657,7 @@ def test_another_version_is_told_in_words(world, monkeypatch):
         party.transport.dial(peer.key, relay_address(carl.key))
     world.until(lambda: [event for event in bert.events if isinstance(event, TransportViolation)])
     reason = next(event.reason for event in bert.events if isinstance(event, TransportViolation))
-    assert "the peer uses protocol version 99, but this software uses version 5" in reason
+    assert "the peer uses protocol version 99, but this software uses version 6" in reason
     assert not bert.transport.connected(anna.key)
 
 

@@ -191,7 +191,7 @@ def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key)
     assert anna.events == [
         TransportViolation(
             None,  # old or new software is no offence of the peer's
-            "the peer uses protocol version 99, but this software uses version 5 "
+            "the peer uses protocol version 99, but this software uses version 6 "
             "(the peer runs 'gridtrain 9.9') -> install the same version of gridtrain on both machines",
         )
     ]
@@ -208,7 +208,7 @@ def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net,
     coordinator.send_multipart([routing_id, *greeting(mallory_key, version=99)])
     zeromq_net.until(lambda: worker.events, worker)
     (violation,) = worker.of(TransportViolation)
-    assert "the peer uses protocol version 99, but this software uses version 5" in violation.reason
+    assert "the peer uses protocol version 99, but this software uses version 6" in violation.reason
 
 
 def test_an_address_where_somebody_else_answers(zeromq_net):
