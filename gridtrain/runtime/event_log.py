@@ -17,7 +17,8 @@ UNREACHABLE_TEXT = (
 EVENT_TEXTS = {
     "drifted": "this worker's model differs from the other members' models at step %(step)s; this worker is "
     "receiving their model "
-    "(possible cause: a script changed the weights of one worker only, for example with load_state_dict)",
+    "(possible causes: a script changed the weights of one worker only, for example with load_state_dict; "
+    "an optimizer keeps values outside of its state_dict, or depends on the number of threads, as Muon does)",
     "stalled": "the step is making no progress (%(reason)s); a new generation is being requested",
     "dismissed": "the group continues without this worker: it %(reason)s",
     "left_out": "the group continues without this worker, which %(reason)s; it will rejoin when its training "

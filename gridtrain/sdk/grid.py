@@ -265,7 +265,9 @@ class Grid:
                 interval, they are compared after steps 1, 2, 4, 8, ...  A state that differs (because of a
                 flipped bit, a different kind of processor, or random numbers of the script) is replaced by
                 the state of the majority, about a second later or at the end of the run.  0 disables
-                comparisons.  The steps after the last comparison are not compared.
+                comparisons.  The steps after the last comparison are not compared.  Muon multiplies matrices,
+                whose rounding depends on the number of threads: call `torch.set_num_threads` with the same
+                number on all workers, or use `LocalSteps`, with which moments and local steps may differ.
             overlap: `Overlap()` to exchange gradients during the backward pass; the same on all workers.
                 Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).

@@ -78,8 +78,7 @@ class BufferAveraging:
         for own, sum_N, head in zip(buffers, pieces, heads.reshape(-1, _HEAD), strict=True):
             contributors, ones = head[0], head[1:]
             if contributors > 0 and not np.isin(ones, (0.0, members[0])).all():
-                with torch.no_grad():
-                    own.copy_(torch.from_numpy(sum_N / contributors).view(own.shape))
+                model_buffers.assign(own, torch.from_numpy(sum_N / contributors).view(own.shape))
         integers = np.ascontiguousarray(words_M.astype(np.uint16)).view(np.int64)
         model_buffers.load_integer_buffers_vector(self._model, integers)
 

@@ -9,7 +9,7 @@ round.  The workers whose settings differ from those of most workers then stop, 
                                                with equal settings continues (of several largest groups,
                                                the one with the lowest rank); other workers raise an error
 
-    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, truncated to fit
+    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, as many as fit
 """
 
 from __future__ import annotations
@@ -87,17 +87,18 @@ def check_hyperparameters(plan: StepPlan, optimizer: torch.optim.Optimizer, sums
     raise ConfigError(
         f"step {plan.step + 1} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
         f"{plan.world_size} workers ({named}) {have} {theirs}; the run continues without rank {plan.rank}",
-        remedy="change the optimizer's settings in the same way on all workers: step ReduceLROnPlateau with "
-        "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
+        remedy="change the optimizer's settings in the same way on all workers: compute them from grid.step "
+        "instead of a counter, step ReduceLROnPlateau with grid.mean(loss), and name schedulers in "
+        "grid.track(scheduler=...) for workers that join later",
     )
 
 
 def _make_row(optimizer: torch.optim.Optimizer) -> npt.NDArray[np.uint8]:
-    body = (
-        hyperparameters.hyperparameter_digest(optimizer)
-        + "\n".join(hyperparameters.hyperparameter_lines(optimizer)).encode()
-    )
-    body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
+    room = ROW_BYTES - _CHECKSUM_BYTES - _DIGEST_BYTES
+    text = "\n".join(hyperparameters.hyperparameter_lines(optimizer)).encode()
+    if len(text) > room:  # a part of a line would look like another value
+        text = text[: room + 1].rpartition(b"\n")[0]
+    body = hyperparameters.hyperparameter_digest(optimizer) + text.ljust(room)
     return np.frombuffer(_checksum(body) + body, np.uint8)
 
 

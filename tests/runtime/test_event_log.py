@@ -55,8 +55,9 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [
         "the step is making no progress (no vote from rank 2); a new generation is being requested",
         "this worker's model differs from the other members' models at step 500; this worker is receiving "
-        "their model (possible cause: a script changed the weights of one worker only, for example with "
-        "load_state_dict)",
+        "their model (possible causes: a script changed the weights of one worker only, for example with "
+        "load_state_dict; an optimizer keeps values outside of its state_dict, or depends on the number of "
+        "threads, as Muon does)",
         "the group continued without this worker, which had completed step 993; this worker has rejoined and "
         "is receiving the group's state",
         "the group returned to step 806 without this worker, which had completed step 993; this worker has "

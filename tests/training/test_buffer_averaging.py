@@ -8,7 +8,7 @@ from small_classifier import sgd
 from torch import nn
 
 from gridtrain.config import Dense, GTopK
-from gridtrain.training.checkpoint import model_buffers
+from gridtrain.training.checkpoint import model_buffers, serialization
 from gridtrain.training.optimizer import GridOptimizer
 
 
@@ -135,3 +135,25 @@ def test_a_shared_buffer_is_averaged_under_its_persistent_name():
     model.register_buffer("mean", shared)
     model.register_buffer("again", shared)
     assert [name for name, _ in model_buffers.buffers_of(model)] == ["mean"]
+
+
+def test_buffers_with_elements_that_share_memory_are_averaged_and_received(network):
+    def expanded(mean, count):
+        model = Counted([0.0], 0)
+        model.register_buffer("mean", torch.tensor([[mean, 1.0]]).expand(3, 2))
+        model.register_buffer("count", torch.tensor([count, 7]).expand(2, 2))
+        return model
+
+    def worker(session):
+        model = (one, other)[session.rank]
+        optimizer = GridOptimizer(sgd(model), model, Dense(), session, average_buffers_every=1)
+        model.weight.grad = torch.ones(3)
+        optimizer.step()
+        return optimizer
+
+    one, other = expanded(2.0, 5), expanded(4.0, 6)
+    source, _ = network(2).train(worker)
+    newcomer = expanded(9.0, 9)
+    serialization.restore_state(source.capture_state(), newcomer, sgd(newcomer), {})
+    for model in (one, other, newcomer):
+        assert model.mean.tolist() == [[3.0, 1.0]] * 3 and model.count.tolist() == [[5, 7]] * 2

@@ -120,6 +120,19 @@ def test_no_worker_leaves_because_another_one_altered_its_row(caplog):
     )
 
 
+def test_a_setting_that_does_not_fit_into_the_row_is_not_named():
+    def adamw(lr):
+        groups = [{"params": nn.Linear(2, 1).parameters()}, {"params": nn.Linear(2, 1).parameters()}]
+        return torch.optim.AdamW(groups, lr=lr)
+
+    optimizers = [adamw(0.00016666666666666666), adamw(0.0005)]
+    assert answers_of(optimizers, summed(optimizers))[1] == (
+        "step 8 cannot be committed: rank 1 has lr of group 0=0.0005, lr of group 1=0.0005, but 1 of 2 "
+        "workers (rank 0) has lr of group 0=0.00016666666666666666, lr of group 1=0.00016666666666666666; "
+        "the run continues without rank 1"
+    )
+
+
 def test_texts_from_the_network_are_made_printable():
     evil = sgd()
     evil.param_groups[0]["lr"] = "\x1b[2J\x07"

@@ -170,7 +170,8 @@ class FlatGradient:
             raise ConfigError(
                 f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
                 remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers; to "
-                "train other parameters later, start another run from the model that this run exports",
+                "train some of them later, put them into a separate group with lr=0 until then, or start "
+                "another run from the model that this run exports",
             )
         held = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
         if held != self._optimizer_parameters:

@@ -54,6 +54,13 @@ def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64
     sizes = [tensor.numel() for tensor in tensors]
     if vector_N.shape != (sum(sizes),):
         raise RemoteProtocolError(f"the buffers have shape {vector_N.shape}; expected ({sum(sizes)},)")
-    with torch.no_grad():
-        for tensor, piece in zip(tensors, torch.split(torch.from_numpy(vector_N), sizes), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+    for tensor, piece in zip(tensors, torch.split(torch.from_numpy(vector_N), sizes), strict=True):
+        assign(tensor, piece.view(tensor.shape))
+
+
+@torch.no_grad()
+def assign(buffer: Tensor, values: Tensor) -> None:
+    """Set a buffer's values; of elements that share memory, as after `expand`, only the first is written,
+    because torch refuses to write the same memory several times."""
+    distinct = tuple(slice(None) if stride else slice(0, 1) for stride in buffer.stride())
+    buffer[distinct].copy_(values[distinct])

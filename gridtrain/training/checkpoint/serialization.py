@@ -45,7 +45,7 @@ from gridtrain.training.checkpoint.hyperparameters import (
     load_hyperparameters,
     plain_groups,
 )
-from gridtrain.training.checkpoint.model_buffers import buffers_of
+from gridtrain.training.checkpoint.model_buffers import assign, buffers_of
 from gridtrain.training.checkpoint.nested_values import DTYPES, Packer, tensor_bytes, unpack
 
 _T = TypeVar("_T")
@@ -380,7 +380,7 @@ def load_state(
         for name, parameter in own_parameters.items() if whole else ():
             parameter.copy_(parameters[name])
         for name, buffer in own_buffers.items():
-            buffer.copy_(buffers[name])
+            assign(buffer, buffers[name])
     try:
         if optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
