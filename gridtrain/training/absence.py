@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch.optim import lr_scheduler
 
-from gridtrain.config import Auto, Exchange, LocalSteps, round_exchange
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketedBuffer, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
@@ -38,7 +37,6 @@ class AbsentOptimizer(Protocol):
     """The part of the optimizer wrapper (`optimizer.GridOptimizer`) that `Absence` uses."""
 
     inner: torch.optim.Optimizer
-    exchange_config: Exchange | LocalSteps | Auto
     wait: str
     unapplied_step: int | None
     residual: WorkerResidual
@@ -72,14 +70,10 @@ class Absence:
         self._is_obstacle_logged = False
 
     def find_obstacle(self) -> str:
-        """Return the reason why the group must wait for this worker in every step; "" if there is none."""
-        if not self._found_obstacle and isinstance(round_exchange(self._optimizer.exchange_config), Auto):
-            return "the coordinator chooses its exchange"
-        return self.find_change()
+        """Return the reason why the group must wait for this worker in every step; "" if there is none.
 
-    def find_change(self) -> str:
-        """Return why `advance_schedulers` cannot repeat everything that the script may change in or after a
-        step; "" if it can."""
+        That is the case if `advance_schedulers` cannot repeat all that the script may change in a step.
+        """
         optimizer = self._optimizer
         if self._found_obstacle:
             return self._found_obstacle

@@ -22,13 +22,14 @@ from gridtrain.config import Dense, Exchange
 from gridtrain.core.planning.exchange_facts import as_direct
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import Bounds
+from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.mailbox.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.training.exchangers import (
     DenseExchanger,
     ExchangePart,
     Exchanger,
+    make_empty_buffer,
     make_exchanger,
 )
 
@@ -76,8 +77,9 @@ class AutoExchanger(Exchanger):
         current = self._switch_to(plan.exchange)
         return current.prepare_bucket(bucket, gradient_B, plan, usable=usable)
 
-    def make_empty_buffer(self, plan: StepPlan) -> None:
-        return None  # the coordinator compares the exchanges over steps in which all workers take part
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
+        exchange = self.choices.get(plan.exchange)
+        return make_empty_buffer(exchange, self.bounds, plan) if exchange is not None else None
 
     def commit(self, part: ExchangePart) -> npt.NDArray[np.float32] | SparseVector:
         current = self._current

@@ -137,6 +137,37 @@ def make_exchanger(
     return SparseExchanger(exchange, bounds, device, feedback)
 
 
+def make_empty_buffer(exchange: Exchange, bounds: Bounds, plan: StepPlan) -> UpdateBuffer:
+    """Return the buffer of a worker that contributes nothing to a step with `exchange`."""
+    parts: list[BucketBuffer] = []
+    for start, stop in pairwise(bounds):
+        n = stop - start
+        if isinstance(exchange, Dense):
+            parts.append(_make_dense_buffer(exchange, np.zeros(n, np.float32), plan))
+        else:
+            none, kind = (np.empty(0, np.int64), np.empty(0, np.float32)), VALUE_KINDS[exchange.values]
+            made = encode_with_decoded(*none, n=n, kind=kind)
+            parts.append(_make_sparse_buffer(exchange, made.payload, made.sparse, n, plan))
+    return join_buffers(bounds, parts)
+
+
+def _make_dense_buffer(
+    exchange: Dense, contribution_B: npt.NDArray[np.float32], plan: StepPlan
+) -> DenseRingBuffer:
+    topology, kind = topology_of(exchange, plan.exchange), VALUE_KINDS[exchange.values]
+    return make_dense_buffer(topology, contribution_B, plan.world_size, kind)
+
+
+def _make_sparse_buffer(
+    exchange: TopK | GTopK, payload: bytes, decoded: SparseVector, n: int, plan: StepPlan
+) -> AllGatherBuffer | ButterflyBuffer:
+    k, kind = exchange.k_at(plan.step, n), VALUE_KINDS[exchange.values]
+    topology = topology_of(exchange, plan.exchange)
+    if topology == "all-gather":
+        return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
+    return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
+
+
 def join_parts(bounds: Bounds, parts: Sequence[ExchangePart]) -> ExchangePart:
     """Join the parts of all buckets, given in order, into one."""
     if len(parts) == 1:
@@ -179,17 +210,11 @@ class DenseExchanger(Exchanger):
             contribution_B = contribution_B.cpu().add_(sent_B)
         limit = largest_contribution(plan.world_size, self._kind)
         usable = usable and largest_magnitude(contribution_B) <= limit
-        buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
+        buffer = _make_dense_buffer(self._exchange, contribution_B.cpu().numpy(), plan)
         return ExchangePart(buffer, not usable, sent_residual_B=sent_B)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
-        sizes = [stop - start for start, stop in pairwise(self.bounds)]
-        parts = [self._make_buffer(np.zeros(size, np.float32), plan) for size in sizes]
-        return join_buffers(self.bounds, parts)
-
-    def _make_buffer(self, contribution_B: npt.NDArray[np.float32], plan: StepPlan) -> DenseRingBuffer:
-        topology = topology_of(self._exchange, plan.exchange)
-        return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
+        return make_empty_buffer(self._exchange, self.bounds, plan)
 
     def commit(self, part: ExchangePart) -> npt.NDArray[np.float32]:
         rests = [
@@ -233,25 +258,11 @@ class SparseExchanger(Exchanger):
             prepared = self.feedback.prepare(gradient_B, own_k, kind, limit, weight=weight, start=start)
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
-        buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
+        buffer = _make_sparse_buffer(self._exchange, prepared.payload, prepared.decoded, n, plan)
         return ExchangePart(buffer, prepared.skip, prepared)
 
     def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
-        none = np.empty(0, np.int64), np.empty(0, np.float32)
-        parts: list[BucketBuffer] = []
-        for start, stop in pairwise(self.bounds):
-            made = encode_with_decoded(*none, n=stop - start, kind=self._kind)
-            parts.append(self._make_buffer(made.payload, made.sparse, stop - start, plan))
-        return join_buffers(self.bounds, parts)
-
-    def _make_buffer(
-        self, payload: bytes, decoded: SparseVector, n: int, plan: StepPlan
-    ) -> AllGatherBuffer | ButterflyBuffer:
-        k, kind = self._exchange.k_at(plan.step, n), self._kind
-        topology = topology_of(self._exchange, plan.exchange)
-        if topology == "all-gather":
-            return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
-        return SPARSE_BUFFERS[topology](payload, n=n, k=k, kind=kind, decoded=decoded)
+        return make_empty_buffer(self._exchange, self.bounds, plan)
 
     def commit(self, part: ExchangePart) -> SparseVector:
         self.feedback.commit_parts(

@@ -539,14 +539,14 @@ class GridOptimizer(WrappingOptimizer):
             self.abort_turn()
             if self._turn_start is not None:
                 self.capture_turn_state()()  # restores trackers and settings from the start of the turn
-        elif not self.absence.find_change():
+        elif not self.absence.find_obstacle():
             self.absence.advance_late_schedulers()  # interrupted before the script stepped them
         self.inner.zero_grad()  # the script may not have done so
 
     def _finish_step(self) -> None:
         """Continue an interrupted exchange, and do what the script does in and after a step."""
         overlaps = self.delay or self._overlapper is not None
-        obstacle = "its exchange overlaps with the computation" if overlaps else self.absence.find_change()
+        obstacle = "its exchange overlaps with the computation" if overlaps else self.absence.find_obstacle()
         if obstacle:
             raise interrupted_error(self._session.step, obstacle)
         self._run_attempts(self._is_usable)

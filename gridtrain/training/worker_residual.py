@@ -13,7 +13,7 @@ The same object serves a whole model and a stage of a pipeline.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class WorkerResidual:
         return feedback is not None and feedback.add_residual(entries.indices, entries.values, limit)
 
     def add_truncated(
-        self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
+        self, truncated: Sequence[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
         """Add to the residual what remains with this worker after a committed round in which its contribution
         was empty.
@@ -129,7 +129,7 @@ class WorkerResidual:
             truncated: the entries that this worker's merges left out.
             rest_N: this worker's rounding errors, (n,) float32; None if nothing was rounded.
         """
-        feedback = self._exchanger.open_feedback()
+        feedback = self._exchanger.open_feedback() if truncated or rest_N is not None else None
         if feedback is not None:
             feedback.add_truncated(truncated, rest_N)
 

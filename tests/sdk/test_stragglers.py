@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import BRISK
 from torch import nn
 
 import gridtrain
@@ -19,7 +20,10 @@ from gridtrain.core.commit.data_ledger import MAX_LATE_STEPS
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
 from gridtrain.core.messages import ReplicaDigest
 from gridtrain.core.planning.batch_shares import SECONDS_FIGURE
+from gridtrain.core.planning.exchange_choice import ExchangeChoice
+from gridtrain.sdk import local_group
 from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.absence import Absence
 from gridtrain.training.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS
 
 NET = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -85,8 +89,13 @@ def train(
     overlap: gridtrain.Overlap | None = None,
     stalled_at: int = STALLED_AT,
     amid_backward: bool = False,
+    between: Callable[[gridtrain.Grid], None] = lambda grid: None,
 ) -> list[tuple[bytes, float, int]]:
-    """Train with three workers; return each one's parameters, learning rate, and consumed samples."""
+    """Train with three workers; return each one's parameters, learning rate, and consumed samples.
+
+    Args:
+        between: is called after each step by the workers that do not stall.
+    """
 
     def one(grid: gridtrain.Grid) -> tuple[bytes, float, int]:
         is_stalling, model = stall.claim(), copy.deepcopy(NET)
@@ -134,6 +143,7 @@ def train(
                 scheduler.step()
             if not is_stalling:
                 stall.step_taken(grid.step)
+                between(grid)
         if is_stalling:
             stall.batches, stall.computed_s = number, session._compute_rate.figures()[SECONDS_FIGURE]
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
@@ -173,8 +183,9 @@ def chained(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
         gridtrain.Dense(),
         gridtrain.Dense(topology="ring", values="int8"),
         gridtrain.LocalSteps(every=2, exchange=gridtrain.Dense()),
+        gridtrain.Auto(density=0.1),
     ],
-    ids=["gtopk", "tree", "topk", "dense", "dense int8", "local steps"],
+    ids=["gtopk", "tree", "topk", "dense", "dense int8", "local steps", "auto"],
 )
 def test_the_group_goes_on_without_a_stalled_loop(exchange: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gridtrain")  # a loaded machine may have delayed this worker before
@@ -191,6 +202,35 @@ def test_the_group_goes_on_without_a_stalled_loop(exchange: Any, caplog: pytest.
     assert len(stall.digests) > STEPS_WITHOUT // COMPARE_EVERY
     for step, digests in stall.digests.items():
         assert len(digests) == 3 and len(set(digests)) == 1, f"states after step {step}"
+
+
+def test_the_exchange_may_change_while_a_loop_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each evaluation the coordinator chooses the next exchange; the missed updates are of all kinds."""
+    kinds, apply = set(), Absence.apply
+
+    def take_next(choice: ExchangeChoice, *measurements: Any, edges: bool) -> str:
+        candidates = choice._candidates()
+        choice.chosen = candidates[(candidates.index(choice.chosen) + 1) % len(candidates)]
+        choice.reason = choice.chosen_text
+        return choice.reason
+
+    def record(absence: Absence, steps: Any) -> None:
+        kinds.update(type(step.update).__name__ for step in steps)
+        apply(absence, steps)
+
+    def await_change(grid: gridtrain.Grid) -> None:
+        if grid.step > STALLED_AT and grid.step % 3 == 0:
+            before = grid._session.snapshot.generation
+            grid._session._loop.mailbox.wait(lambda p: p.generation > before, 0.5)
+
+    monkeypatch.setattr(ExchangeChoice, "reconsider", take_next)
+    monkeypatch.setattr(Absence, "apply", record)
+    monkeypatch.setattr(local_group, "Deadlines", lambda: replace(BRISK, reshare_s=0.05))
+    stall = Stall(wanted=MAX_LATE_STEPS - 3)
+    results = train(stall, gridtrain.Auto(density=0.1), between=await_change)
+    assert stall.steps_without >= stall.wanted and kinds == {"ndarray", "SparseVector"}
+    assert len(set(results)) == 1 and results[0][2] == len(DATA)
+    assert all(len(set(digests)) == 1 for digests in stall.digests.values())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +327,7 @@ def test_the_default_is_the_option_of_the_worker() -> None:
     [
         ("auto", {"exchange": gridtrain.Dense()}, []),
         ("all", {"exchange": "auto"}, []),
-        ("auto", {"exchange": "auto"}, ["the coordinator chooses its exchange"]),
+        ("auto", {"exchange": "auto"}, []),
         (
             "auto",
             {"exchange": gridtrain.Dense(), "by_hand": True},

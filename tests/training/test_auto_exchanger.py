@@ -13,8 +13,12 @@ from torch import nn
 from gridtrain.config import Auto, GTopK, LocalSteps, Overlap
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.mailbox.step_plan import StepPlan
+from gridtrain.training.auto_exchanger import AutoExchanger
+from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.worker_residual import WorkerResidual
 
 N, DENSITY = 64, 0.1
 AUTO = Auto(density=DENSITY, values="fp32")
@@ -72,6 +76,20 @@ def train(
         return -model.values.detach(), residual, wrapped
 
     return list(network.train(worker))
+
+
+def test_an_empty_contribution_is_that_of_the_exchange_in_the_plan() -> None:
+    """It is made without a residual, and without an exchange that has not been chosen yet."""
+    auto = AutoExchanger(AUTO.exchanges(N), (0, N), torch.device("cpu"))
+    plan = StepPlan(1, 0, rank=0, world_size=RANKS, samples=0, total_samples=4)
+    assert auto.make_empty_buffer(plan) is None
+    for name, exchange in auto.choices.items():
+        named = replace(plan, exchange=name)
+        made, fixed = auto.make_empty_buffer(named), make_exchanger(exchange, (0, N), torch.device("cpu"))
+        assert made is not None
+        assert type(made) is type(fixed.make_empty_buffer(named))
+    WorkerResidual(auto, N, lambda name, by: None).add_truncated(())
+    assert auto.feedback is None and auto.current_exchange is None
 
 
 @pytest.mark.parametrize(
