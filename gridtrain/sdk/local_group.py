@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.messages import PeerId
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -35,6 +35,7 @@ from gridtrain_coordinator.access_handler import AccessHandler, connection_gate
 from gridtrain_coordinator.daemon import Coordinator, recover_membership
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import Log, silent
+from gridtrain_coordinator.run.events import RunPhase
 
 log = logging.getLogger("gridtrain")
 
@@ -43,6 +44,12 @@ Result = TypeVar("Result")
 SHUTDOWN_TIMEOUT_S = 10.0
 """How many seconds to wait for the threads to end.  A thread that is still running user code after this time
 is left running."""
+
+
+PAUSED_TIMEOUT_S = 2 * Deadlines().recut_s
+"""How many seconds the other workers of `local` wait after one has left, if training does not continue."""
+
+POLL_S = 1.0
 
 
 class LocalGroup:
@@ -87,14 +94,14 @@ class LocalGroup:
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys` and keeps workers from joining during `__exit__`
         store = JournalStore.open(":memory:")
-        membership = recover_membership(
+        self._membership = recover_membership(
             store, self.key, "local", self._deadlines, min_workers=min_workers, log=log
         )
         self.coordinator = Coordinator(
             self._transport,
             store,
-            membership,
-            AccessHandler(authorization, membership),
+            self._membership,
+            AccessHandler(authorization, self._membership),
             reach_s=self._deadlines.reach_s,
             log=log,
         )
@@ -113,6 +120,12 @@ class LocalGroup:
                 self.hub.kill(key)
         self._transport.wake()
         self._thread.join(SHUTDOWN_TIMEOUT_S)
+
+    @property
+    def halt_reason(self) -> str:
+        """The reason why the members are not training; "" if they are, or if the run has finished."""
+        is_halted = self._membership.phase in (RunPhase.WAITING, RunPhase.PAUSED)
+        return self._membership.reason if is_halted else ""
 
     def join(
         self,
@@ -207,6 +220,8 @@ def local(
 
     Raises:
         ConfigError: `workers` is not a positive integer.
+        GridtrainError: training has not continued for `PAUSED_TIMEOUT_S` seconds after a worker had left, for
+            example the only worker of a pipeline's stage.
     """
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}; it must be an integer >= 1", remedy="try workers=4")
@@ -231,10 +246,27 @@ def local(
                 thread = threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
                 thread.start()
                 threads.append(thread)
-            for ended in as_completed(futures):
-                ended.result()
+            _await_results(futures, group)
         return [future.result() for future in futures]
     finally:
         until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
+
+
+def _await_results(futures: Collection[Future[Result]], group: LocalGroup) -> None:
+    """Wait until all workers have ended; raise the first exception of a worker, or one of our own if the
+    remaining workers wait in vain: nobody else can join the group."""
+    remaining, training_s = set(futures), time.monotonic()
+    while remaining:
+        ended, remaining = wait(remaining, POLL_S, FIRST_COMPLETED)
+        for each in ended:
+            each.result()
+        reason = group.halt_reason if len(remaining) < len(futures) else ""
+        if not reason:
+            training_s = time.monotonic()
+        elif time.monotonic() > training_s + PAUSED_TIMEOUT_S:
+            raise GridtrainError(
+                f"the other workers cannot continue: {reason}",
+                remedy="let every worker iterate over grid.batches until the run ends, or use more workers",
+            )

@@ -20,6 +20,7 @@ from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.executor import StageExecutor
 from gridtrain.pipeline.stage_link import RoundStageLink
+from gridtrain.sdk import local_group
 from gridtrain.sdk.local_group import local
 
 SEED, STEPS = 3, 6
@@ -38,6 +39,23 @@ def unpartitioned(batches: list[Any], micro_batches: int = 4) -> dict[str, torch
             (loss_fn(whole(x), y) * (len(x) / len(inputs))).backward()
         optimizer.step()
     return whole.state_dict()
+
+
+def test_workers_that_nobody_can_join_do_not_wait_for_one_that_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_group, "PAUSED_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(local_group, "POLL_S", 0.05)
+
+    def train(grid: gridtrain.Grid) -> None:
+        pipe = pipeline_of(grid, micro_batches=4)
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+            pipe.step(inputs, targets)
+            if threading.current_thread().name == "worker-0":
+                return
+
+    with pytest.raises(gridtrain.GridtrainError, match=r"the other workers cannot continue: .*worker-0 left"):
+        local(train, workers=2)
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -23,6 +23,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.sdk import local_group
 
 # -- several workers -----------------------------------------------------------------------------------
 
@@ -147,6 +148,25 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
 def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(ConfigError, match=f"^workers is {workers!r}; it must be an integer >= 1"):
         gridtrain.local(lambda grid: None, workers=workers)
+
+
+def test_workers_that_nobody_can_join_do_not_wait_for_one_that_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_group, "PAUSED_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(local_group, "POLL_S", 0.05)
+
+    def train(grid: gridtrain.Grid) -> None:
+        if threading.current_thread().name == "worker-1":
+            model = linear()
+            optimizer = sgd(grid, model)
+            for batch in grid.batches(DATA, batch_size=2, steps=100):
+                train_batch(model, optimizer, batch)
+
+    with pytest.raises(
+        gridtrain.GridtrainError, match=r"the other workers cannot continue: .*1 of 2 workers"
+    ):
+        gridtrain.local(train, workers=2)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["scaler, optimizer", "optimizer, scaler"])

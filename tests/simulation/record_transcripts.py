@@ -229,6 +229,7 @@ ADDED = {
     (m.LedgerState, "leases"),
     (m.LedgerState, "restart_generation"),
     (m.Member, "entries_share"),
+    (ev.ProbePeers, "is_member"),
     (m.StandbyNotice, "decided_round"),
 }
 """Fields that classes did not have when the baseline was recorded; all histories have their defaults, or show
