@@ -164,7 +164,7 @@ def test_workers_that_nobody_can_join_do_not_wait_for_one_that_has_left(
                 train_batch(model, optimizer, batch)
 
     with pytest.raises(
-        gridtrain.GridtrainError, match=r"the other workers cannot continue: .*1 of 2 workers"
+        gridtrain.GridtrainError, match=r"the other workers cannot continue: .*1 of 2 has joined"
     ):
         gridtrain.local(train, workers=2)
 
