@@ -521,3 +521,13 @@ def test_round_trips_measured_while_training_do_not_replace_earlier_ones() -> No
     run = Run()
     run.say(A, m.LinkLatencies(((B, 0.5), (b"z" * 32, 0.5))))
     assert run.core.run.workers[A].rtt_s == {B: 0.001, C: 0.001, D: 0.001, b"z" * 32: 0.5}
+    run.say(A, m.LinkLatencies(((b"y" * 32, 0.5),)))
+    assert run.core.run.workers[A].rtt_s.keys() == {B, C, D, b"y" * 32}, "strangers would fill the memory"
+
+
+def test_round_trips_of_a_worker_that_is_introduced_again_replace_earlier_ones() -> None:
+    """It may have returned from another network."""
+    run = Run()
+    run.say(A, SETUP)
+    run.say(A, m.LinkLatencies(((B, 0.5),)))
+    assert run.core.run.workers[A].rtt_s == {B: 0.5}
