@@ -531,3 +531,18 @@ def test_round_trips_of_a_worker_that_is_introduced_again_replace_earlier_ones()
     run.say(A, SETUP)
     run.say(A, m.LinkLatencies(((B, 0.5),)))
     assert run.core.run.workers[A].rtt_s == {B: 0.5}
+
+
+def test_a_line_that_has_become_faster_is_noticed_whichever_end_measures() -> None:
+    """D's upload was slow when it joined; then A measures, and D sends a burst only on request."""
+
+    def measure(peer: m.PeerId, other: m.PeerId, up_Bps: dict[m.PeerId, float]) -> float | None:
+        run.say(peer, SETUP)
+        run.say(other, m.LinkRates(((peer, 0.0, up_Bps[peer]),)))
+        run.say(peer, m.LinkRates(((other, up_Bps[peer], up_Bps[other]),)))
+        return run.core._planner.measured_links.rate_Bps(D, A)
+
+    run = Run()
+    assert measure(D, A, {D: SLOW_Bps, A: FAST_Bps}) == SLOW_Bps
+    assert measure(A, D, {D: FAST_Bps, A: FAST_Bps}) == FAST_Bps
+    assert measure(D, A, {D: SLOW_Bps, A: FAST_Bps}) == SLOW_Bps
