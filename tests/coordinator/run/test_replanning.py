@@ -456,6 +456,17 @@ def test_members_measure_again_when_a_line_has_recovered_but_less_and_less_often
     assert run.exchange(0.01, run.now_s + 60.0), "at the shortest interval again"
 
 
+def test_durations_that_keep_changing_cause_at_most_one_measurement_an_hour() -> None:
+    """One member can cause this: the shortest duration counts, and it can report a shorter one."""
+    run, times_s = Run(), []
+    run.rates(set())
+    for number in range(60):
+        found = run.exchange((1.0, 0.0)[number % 2], run.now_s + 200.0)
+        times_s += [at_s for at_s, name, _ in found if name == "links_remeasured"]
+    pauses_s = [later_s - at_s for at_s, later_s in itertools.pairwise(times_s)]
+    assert len(pauses_s) > 6 and all(pause_s >= link_remeasurement.MAX_PAUSE_S for pause_s in pauses_s[6:])
+
+
 def test_members_measure_once_more_if_that_has_changed_the_prediction_wrongly() -> None:
     """The bursts were slower than the exchange, because they competed with it."""
     run = Run()
