@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from gridtrain.core.messages import MEMBER_PROBE_S, PeerId
+from gridtrain.core.messages import MEMBER_PROBE_S, PeerId, relay_of
 from gridtrain.core.planning.rank_order import MAX_REPLANNED_MEMBERS
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase
@@ -109,9 +109,14 @@ class LinkRemeasurement:
         return [LogEvent("info", "links_remeasured", fields), *self._measure_next(now_s)]
 
     def _measure_next(self, now_s: float) -> list[Effect]:
-        """Ask the next member to measure its links to those that have not measured theirs to it."""
+        """Ask the next member to measure its links to those that have not measured theirs to it.
+
+        Relayed links are left out: no bursts are sent over them, and the members would replace them if
+        `introduce`, which chooses among fewer relays, names another relay.
+        """
         run, peer = self._run, self._pending.pop()
         others = [other for other in run.member_order if other not in (peer, *self._asked)]
+        others = [other for other in others if relay_of(self._addresses.address(peer, other)) is None]
         self._asked.append(peer)
         self._next_s = now_s + MEMBER_PROBE_S
         if not self._pending:

@@ -50,9 +50,10 @@ class Run(ScriptedCoordinator):
         super().__init__(limits=limits, min_workers=4, plans=plans)
         for peer in PEERS:
             links = m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer))
-            if hosts is not None:
+            is_reachable = hosts is None or peer not in hosts
+            if hosts is not None and not is_reachable:
                 self.hear(PeerConnected(peer, hosts[peer]))
-            self.join(peer, setup=None, reachable=hosts is None)
+            self.join(peer, setup=None, reachable=is_reachable)
             self.say(peer, setup, links)
         self.start(*PEERS)
 
@@ -510,6 +511,17 @@ def test_a_member_that_leaves_is_not_asked() -> None:
     run.start(A, C, D)
     rest = run.exchange(1.0, run.now_s + 60.0)
     assert "b" not in measured_again(rest) and {"c", "a"} <= set(measured_again(rest))
+
+
+def test_relayed_links_are_not_measured_again() -> None:
+    """Bursts are not sent over relays, and an address with another relay would break a connection in use."""
+    run = Run(hosts={A: "198.51.100.1", B: "198.51.100.2"})
+    assert [row[:2] for row in run.core.status(run.now_s)["relayed"]] == [[0, 3]]
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    asked = run.exchange(1.0, 260.0)[1:]
+    assert run.order == "acdb"
+    assert [(name, peers) for _, name, peers in asked] == [("b", "cd"), ("d", "ac"), ("c", "a"), ("a", "")]
 
 
 def test_without_a_prediction_nothing_is_measured_again() -> None:
