@@ -32,8 +32,8 @@ SENTENCES = {
     "learning_again": "{reason}",
     "left": "{name} has left: {reason}",
     "lone_mean": "{name} called grid.mean without other workers near step {step}: {remedy}",
-    "links_remeasured": "the members measure their links again: an exchange takes {measured_s} s instead of "
-    "{predicted_s} s",
+    "links_remeasured": "the members measure their links again: an exchange now takes {measured_s} s; the "
+    "prediction is {predicted_s} s",
     "loop_stalled": "the coordinator did not run for {late_s} s",
     "lost": "{name} is lost: {reason}",
     "model_not_written": "{name} could not write the final model: {reason}; {remedy}",

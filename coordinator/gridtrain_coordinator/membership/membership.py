@@ -571,7 +571,7 @@ class Membership:
             case m.WorkerInfo(texts):
                 worker.info = dict(texts)
             case m.LinkLatencies(rtt_s):
-                worker.record_round_trips(dict(rtt_s))
+                worker.record_round_trips(dict(rtt_s), run.workers)
                 self._link_remeasurement.record_end(peer, now_s)
             case m.LinkRates():
                 self._planner.record_rates(peer, message)

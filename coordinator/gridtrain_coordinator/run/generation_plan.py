@@ -102,10 +102,18 @@ class GenerationPlanner:
     # -- measurements ------------------------------------------------------------------------------
 
     def record_rates(self, peer: m.PeerId, rates: m.LinkRates) -> None:
-        """Record those rates of a worker's links that count (`ReorderLimits.accept`)."""
+        """Record those rates of a worker's links that count (`ReorderLimits.accept`).
+
+        A rate from another worker replaces what that worker reported before the latest measurement: if it
+        only sent a burst on request (`bandwidth_probe`), its old report would hide that its line is faster.
+        """
         known = [rate for rate in rates.rates_Bps if rate[0] in self._run.workers]
-        if self.measured_links.record(peer, self.reorder_limits.accept(peer, known)):
+        accepted = self.reorder_limits.accept(peer, known)
+        if self.measured_links.record(peer, accepted):
             self.reorder_limits.mark_changed(peer)
+        for other, _, back_Bps in accepted:
+            if back_Bps and self.reorder_limits.is_outdated(other, peer):
+                self.measured_links.sent_Bps.pop((other, peer), None)
 
     def predicted_exchange_s(self) -> float | None:
         """Predict the duration of the current generation's exchange from the measured links, in seconds.

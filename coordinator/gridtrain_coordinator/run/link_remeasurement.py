@@ -6,8 +6,8 @@
 
 Without this, links would be measured only when a worker joins (`WorkerAdmission`), and nobody would notice
 that a line becomes slow, or fast again, during the run.  The members measure one after the other, so that
-their bursts do not share a line, and each pair of members once.  This is not done in pipelines, and in groups
-whose rank order is not replanned.
+their bursts do not share a line, and each pair of members at most once.  Nobody measures in pipelines, in
+groups whose rank order is not replanned, or with `LocalSteps(overlap=...)`, whose exchanges are rarely timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from gridtrain.core.messages import MEMBER_PROBE_S, PeerId
+from gridtrain.core.messages import MEMBER_PROBE_S, PeerId, relay_of
 from gridtrain.core.planning.rank_order import MAX_REPLANNED_MEMBERS
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase
@@ -33,8 +33,9 @@ NOTICEABLE_S = 0.1
 """Shorter durations are treated as this long, because processor load changes them more than links do."""
 
 PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
-"""Pause after a measurement, which doubles if the next one follows within `MAX_PAUSE_S`.  Members that
-measured less than `PAUSE_S` ago would report the same rates again (`bandwidth_probe.RATE_LIFETIME_S`)."""
+"""Pause after a measurement, which doubles if the next one follows within `MAX_PAUSE_S` of the pause's end.
+Members that measured less than `PAUSE_S` ago would report the same rates again
+(`bandwidth_probe.RATE_LIFETIME_S`)."""
 
 
 class LinkRemeasurement:
@@ -54,7 +55,7 @@ class LinkRemeasurement:
 
     def is_measuring(self, now_s: float) -> bool:
         """Whether rates are still arriving: some may be new, and others not."""
-        return bool(self._pending) or now_s < self._ended_s + WINDOW_S
+        return bool(self._pending) or now_s < self._ended_s + MEMBER_PROBE_S
 
     def record_end(self, peer: PeerId, now_s: float) -> None:
         """Record that a member has reported its round trips, which it does last."""
@@ -62,15 +63,15 @@ class LinkRemeasurement:
             self._next_s = now_s
 
     def poll(self, now_s: float) -> list[Effect]:
-        """Record the latest exchange; return messages that start a member's measurement, if one is due."""
+        """Record the latest exchange; return messages that start a member's measurement, if one is due.
+
+        Called after each heartbeat of the member with rank 0, unless a generation is forming.
+        """
         run, size = self._run, len(self._run.member_order)
         if run.partition.is_pipeline or not 1 < size <= MAX_REPLANNED_MEMBERS:
             self._pending.clear()
             return []
-        if run.phase is not RunPhase.TRAINING or not run.view_change.is_idle:
-            self._durations_s.clear()
-            return []
-        if now_s < self._next_s:
+        if run.phase is not RunPhase.TRAINING or now_s < self._next_s:
             return []
         if self._pending:
             return self._measure_next(now_s)
@@ -108,13 +109,18 @@ class LinkRemeasurement:
         return [LogEvent("info", "links_remeasured", fields), *self._measure_next(now_s)]
 
     def _measure_next(self, now_s: float) -> list[Effect]:
-        """Ask the next member to measure its links to those that have not measured theirs to it."""
+        """Ask the next member to measure its links to those that have not measured theirs to it.
+
+        Relayed links are left out: no bursts are sent over them, and the members would replace them if
+        `introduce`, which chooses among fewer relays, names another relay.
+        """
         run, peer = self._run, self._pending.pop()
         others = [other for other in run.member_order if other not in (peer, *self._asked)]
+        others = [other for other in others if relay_of(self._addresses.address(peer, other)) is None]
         self._asked.append(peer)
         self._next_s = now_s + MEMBER_PROBE_S
         if not self._pending:
-            is_repeated = now_s < self._ended_s + MAX_PAUSE_S
+            is_repeated = now_s < self._ended_s + self._pause_s + MAX_PAUSE_S
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if is_repeated else PAUSE_S
             self._next_s, self._ended_s = now_s + self._pause_s, now_s
         if peer not in run.members:

@@ -83,12 +83,14 @@ class Worker:
         self.state_progress.update(self.figures.get(m.STATE_LEFT, 0.0), now_s)
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
-    def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
+    def record_round_trips(self, rtt_s: dict[m.PeerId, float], known: Collection[m.PeerId]) -> None:
         """Store the round trips measured by the worker, and admit the worker if its setup is known.
 
-        Earlier round trips are kept: a member's other messages delay those that it measures later.
+        Earlier round trips to the workers in `known` are kept: a member's other messages delay those that it
+        measures later.
         """
-        self.rtt_s, self.is_admitted = rtt_s | self.rtt_s, self.setup is not None
+        kept = {peer: earlier_s for peer, earlier_s in self.rtt_s.items() if peer in known}
+        self.rtt_s, self.is_admitted = rtt_s | kept, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
         self.checkpoints = checkpoints
@@ -96,8 +98,8 @@ class Worker:
     # -- requests ----------------------------------------------------------------------------------
 
     def begin_probing(self, deadline_s: float) -> None:
-        """Give the worker until `deadline_s` to measure its links."""
-        self.probe_deadline_s = deadline_s
+        """Give the worker until `deadline_s` to measure its links, which may differ from those before."""
+        self.probe_deadline_s, self.rtt_s = deadline_s, {}
 
     def admit(self) -> None:
         self.is_admitted = True

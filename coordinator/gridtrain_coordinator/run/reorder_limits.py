@@ -61,6 +61,11 @@ class ReorderLimits:
                 accepted.append((other, there, back))
         return accepted
 
+    def is_outdated(self, peer: PeerId, other: PeerId) -> bool:
+        """Whether a rate from `peer` to `other` that counted, as reported by `peer`, was reported before the
+        latest introduction of one of them."""
+        return self._last_accepted.get((peer, other, True)) != self._introductions(peer, other)
+
     def mark_changed(self, peer: PeerId) -> None:
         """Record that a report by this worker changed a measurement."""
         self._changed_reporters.add(peer)
@@ -101,9 +106,11 @@ class ReorderLimits:
         self._changed_reporters.discard(peer)
 
     def _is_new(self, peer: PeerId, other: PeerId, there: bool) -> bool:
-        at = self._introduction_of.get(peer, 0), self._introduction_of.get(other, 0)
-        direction = peer, other, there
+        at, direction = self._introductions(peer, other), (peer, other, there)
         if self._last_accepted.get(direction) == at:
             return False
         self._last_accepted[direction] = at
         return True
+
+    def _introductions(self, peer: PeerId, other: PeerId) -> tuple[int, int]:
+        return self._introduction_of.get(peer, 0), self._introduction_of.get(other, 0)

@@ -185,10 +185,10 @@ def test_a_worker_is_introduced_then_admitted_and_eligible_once_it_has_caught_up
     assert not new.is_introduced and not new.is_eligible
     new.begin_probing(5.0)
     assert new.is_introduced and not new.is_admitted
-    new.record_round_trips({B: 0.1})
+    new.record_round_trips({B: 0.1}, {B})
     assert not new.is_admitted, "it has not sent its setup"
     new.record_setup(replace(SETUP, can_catch_up=True))
-    new.record_round_trips({B: 0.1})
+    new.record_round_trips({B: 0.1}, {B})
     assert new.is_catching_up and not new.is_eligible
     new.mark_caught_up()
     assert new.is_eligible and not new.is_catching_up

@@ -50,9 +50,10 @@ class Run(ScriptedCoordinator):
         super().__init__(limits=limits, min_workers=4, plans=plans)
         for peer in PEERS:
             links = m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer))
-            if hosts is not None:
+            is_reachable = hosts is None or peer not in hosts
+            if hosts is not None and not is_reachable:
                 self.hear(PeerConnected(peer, hosts[peer]))
-            self.join(peer, setup=None, reachable=hosts is None)
+            self.join(peer, setup=None, reachable=is_reachable)
             self.say(peer, setup, links)
         self.start(*PEERS)
 
@@ -456,6 +457,17 @@ def test_members_measure_again_when_a_line_has_recovered_but_less_and_less_often
     assert run.exchange(0.01, run.now_s + 60.0), "at the shortest interval again"
 
 
+def test_durations_that_keep_changing_cause_at_most_one_measurement_an_hour() -> None:
+    """One member can cause this: the shortest duration counts, and it can report a shorter one."""
+    run, times_s = Run(), []
+    run.rates(set())
+    for number in range(60):
+        found = run.exchange((1.0, 0.0)[number % 2], run.now_s + 200.0)
+        times_s += [at_s for at_s, name, _ in found if name == "links_remeasured"]
+    pauses_s = [later_s - at_s for at_s, later_s in itertools.pairwise(times_s)]
+    assert len(pauses_s) > 6 and all(pause_s >= link_remeasurement.MAX_PAUSE_S for pause_s in pauses_s[6:])
+
+
 def test_members_measure_once_more_if_that_has_changed_the_prediction_wrongly() -> None:
     """The bursts were slower than the exchange, because they competed with it."""
     run = Run()
@@ -501,6 +513,17 @@ def test_a_member_that_leaves_is_not_asked() -> None:
     assert "b" not in measured_again(rest) and {"c", "a"} <= set(measured_again(rest))
 
 
+def test_relayed_links_are_not_measured_again() -> None:
+    """Bursts are not sent over relays, and an address with another relay would break a connection in use."""
+    run = Run(hosts={A: "198.51.100.1", B: "198.51.100.2"})
+    assert [row[:2] for row in run.core.status(run.now_s)["relayed"]] == [[0, 3]]
+    run.rates(set())
+    run.exchange(0.01, 200.0)
+    asked = run.exchange(1.0, 260.0)[1:]
+    assert run.order == "acdb"
+    assert [(name, peers) for _, name, peers in asked] == [("b", "cd"), ("d", "ac"), ("c", "a"), ("a", "")]
+
+
 def test_without_a_prediction_nothing_is_measured_again() -> None:
     unmeasured, planless = Run(), Run(plans=False)
     planless.rates(set())
@@ -521,3 +544,28 @@ def test_round_trips_measured_while_training_do_not_replace_earlier_ones() -> No
     run = Run()
     run.say(A, m.LinkLatencies(((B, 0.5), (b"z" * 32, 0.5))))
     assert run.core.run.workers[A].rtt_s == {B: 0.001, C: 0.001, D: 0.001, b"z" * 32: 0.5}
+    run.say(A, m.LinkLatencies(((b"y" * 32, 0.5),)))
+    assert run.core.run.workers[A].rtt_s.keys() == {B, C, D, b"y" * 32}, "strangers would fill the memory"
+
+
+def test_round_trips_of_a_worker_that_is_introduced_again_replace_earlier_ones() -> None:
+    """It may have returned from another network."""
+    run = Run()
+    run.say(A, SETUP)
+    run.say(A, m.LinkLatencies(((B, 0.5),)))
+    assert run.core.run.workers[A].rtt_s == {B: 0.5}
+
+
+def test_a_line_that_has_become_faster_is_noticed_whichever_end_measures() -> None:
+    """D's upload was slow when it joined; then A measures, and D sends a burst only on request."""
+
+    def measure(peer: m.PeerId, other: m.PeerId, up_Bps: dict[m.PeerId, float]) -> float | None:
+        run.say(peer, SETUP)
+        run.say(other, m.LinkRates(((peer, 0.0, up_Bps[peer]),)))
+        run.say(peer, m.LinkRates(((other, up_Bps[peer], up_Bps[other]),)))
+        return run.core._planner.measured_links.rate_Bps(D, A)
+
+    run = Run()
+    assert measure(D, A, {D: SLOW_Bps, A: FAST_Bps}) == SLOW_Bps
+    assert measure(A, D, {D: FAST_Bps, A: FAST_Bps}) == FAST_Bps
+    assert measure(D, A, {D: SLOW_Bps, A: FAST_Bps}) == SLOW_Bps
