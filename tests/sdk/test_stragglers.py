@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from brisk import BRISK
+from brisk import BRISK, WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -221,7 +221,7 @@ def test_the_exchange_may_change_while_a_loop_stalls(monkeypatch: pytest.MonkeyP
     def await_change(grid: gridtrain.Grid) -> None:
         if grid.step > STALLED_AT and grid.step % 3 == 0:
             before = grid._session.snapshot.generation
-            grid._session._loop.mailbox.wait(lambda p: p.generation > before, 0.5)
+            grid._session._loop.mailbox.wait(lambda p: p.generation > before, WITHIN_S)
 
     monkeypatch.setattr(ExchangeChoice, "reconsider", take_next)
     monkeypatch.setattr(Absence, "apply", record)

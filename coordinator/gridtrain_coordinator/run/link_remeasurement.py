@@ -13,7 +13,7 @@ groups whose rank order is not replanned, or with `LocalSteps(overlap=...)`, who
 from __future__ import annotations
 
 import math
-from statistics import median
+from statistics import median, median_low
 
 from gridtrain.core.messages import MEMBER_PROBE_S, PeerId, relay_of
 from gridtrain.core.planning.rank_order import MAX_REPLANNED_MEMBERS
@@ -81,7 +81,7 @@ class LinkRemeasurement:
         """Record the duration of the latest exchange; return whether enough of them have been recorded."""
         run = self._run
         workers = [run.workers[peer] for peer in run.member_order if peer in run.workers]
-        latest = run.generation, max((worker.step for worker in workers), default=0)
+        latest = run.generation, median_low([worker.step for worker in workers] or [0])
         if latest[0] != self._latest[0] or not self._durations_s:
             self._durations_s, self._began_s = [], now_s
         figures = [worker.figures for worker in workers if "communicating_s" in worker.figures]
@@ -118,7 +118,7 @@ class LinkRemeasurement:
         others = [other for other in run.member_order if other not in (peer, *self._asked)]
         others = [other for other in others if relay_of(self._addresses.address(peer, other)) is None]
         self._asked.append(peer)
-        self._next_s = now_s + MEMBER_PROBE_S
+        self._next_s = now_s + (MEMBER_PROBE_S if peer in run.members else 0.0)
         if not self._pending:
             is_repeated = now_s < self._ended_s + self._pause_s + MAX_PAUSE_S
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if is_repeated else PAUSE_S

@@ -6,7 +6,8 @@
     new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
 
 Honest workers measure when they are introduced to their peers, so a report is counted once per introduction
-of either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals.
+of either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals;
+they start anew once it has caused none for as long again as the latest interval.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class ReorderLimits:
         """
         self._changed_reporters -= reporters
         for peer in reporters if found else ():
-            _, before_s = self._backoff.pop(peer, (0.0, 0.0))
-            wait_s = min(MAX_BACKOFF_S, 2 * before_s or self._initial_backoff_s)
+            until_s, before_s = self._backoff.pop(peer, (0.0, 0.0))
+            is_repeated = now_s < until_s + before_s
+            wait_s = min(MAX_BACKOFF_S, 2 * before_s if is_repeated else self._initial_backoff_s)
             self._backoff[peer] = now_s + wait_s, wait_s
         while len(self._backoff) > MAX_REMEMBERED:
             del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]

@@ -286,6 +286,17 @@ def test_a_worker_whose_reports_change_the_order_has_to_wait_longer_each_time() 
     assert found_s == [0, 30, 90, 210]
 
 
+def test_the_waits_start_anew_after_a_time_without_changes() -> None:
+    """The second wait is 60 s, from 30 to 90 s; until 150 s, a change would double it."""
+    for quiet_until_s, wait_s in ((149.0, 120.0), (150.0, 30.0)):
+        limits = ReorderLimits(pause_s=30.0)
+        for now_s in (0.0, 30.0, quiet_until_s):
+            limits.record_evaluation(frozenset({A}), now_s, found=True)
+        limits.mark_changed(A)
+        assert not limits.due_reporters(quiet_until_s + wait_s - 1.0)
+        assert limits.due_reporters(quiet_until_s + wait_s) == {A}
+
+
 def test_an_evaluation_without_a_result_does_not_lengthen_the_wait() -> None:
     limits = ReorderLimits(pause_s=30.0)
     limits.mark_changed(A)
@@ -499,6 +510,20 @@ def test_a_member_that_has_just_measured_is_not_asked_again() -> None:
     run.core._planner.reorder_limits.record_introduction(C, 80.0)
     asked = run.exchange(1.0, 139.0)[1:]
     assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("b", "ac"), ("a", "c")]
+
+
+def test_a_member_with_false_steps_does_not_prevent_a_measurement() -> None:
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 100.0)
+    found = []
+    while run.now_s < 130.0:
+        step = run.core.run.workers[A].step + 1
+        for peer in PEERS:
+            told = 10**9 if peer == B else step
+            beat = m.Heartbeat(0, told, step, (("communicating_s", 1.0),))
+            found += [e for e in run.say(peer, beat) if isinstance(e, LogEvent)]
+    assert [event.event for event in found] == ["links_remeasured"]
 
 
 def test_a_member_that_leaves_is_not_asked() -> None:
