@@ -99,7 +99,8 @@ class Board:
     def __init__(self) -> None:
         self.history = History()
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.event_counts: Counter[str] = Counter()  # by name
+        # By name, from 0: Prometheus does not count the increase from no value to the first one.
+        self.event_counts = Counter(dict.fromkeys(FAULTS | CHANGES, 0))
         self.run: dict[str, Any] = {}
         self.topology: dict[str, Any] = {"kind": "ring", "size": 0, "stages": 1, "edges": []}
         self.access: dict[str, Any] = {}

@@ -187,7 +187,8 @@ def test_metrics_can_be_read_by_prometheus(desk: Desks) -> None:
     missed = families["gridtrain_worker_missed_steps"]
     assert missed.type == "counter" and {sample.value for sample in missed.samples} == {0.0}
     assert len(missed.samples) == len(families["gridtrain_worker_sent_bytes"].samples) > 0
-    assert {s.labels["event"]: s.value for s in families["gridtrain_events"].samples}["lost"] == 1
+    events = {s.labels["event"]: s.value for s in families["gridtrain_events"].samples}
+    assert events["lost"] == 1 and events["no_room"] == 0  # `increase()` needs a value before the first event
     names = {sample.labels["worker"] for sample in families["gridtrain_worker_step"].samples}
     assert names == {row["name"] for row in here.board.workers()}  # the hostile one too, escaped
     phases = {s.labels["phase"]: s.value for s in families["gridtrain_phase"].samples}
