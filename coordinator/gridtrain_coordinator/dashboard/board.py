@@ -106,7 +106,6 @@ class Board:
         self.access: dict[str, Any] = {}
         self.exchanged_bytes = 0.0
         self.dense_bytes = 0.0
-        self.updated_s: float | None = None
         self._rows: dict[str, WorkerRow] = {}
         self._next_id = 0
         self._next_event = 1
@@ -158,7 +157,6 @@ class Board:
         Args:
             at_s: the wall-clock time of the status, in seconds.
         """
-        self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
         run_load = workload_of(facts)

@@ -133,7 +133,7 @@ def test_answers_before_the_first_status(desk: Desks) -> None:
 def test_a_daemon_that_publishes_nothing_is_unhealthy(desk: Desks) -> None:
     here = desk()
     assert here.client.get("/healthz").json() == {"ok": True, "phase": "training", "heard_s": 0.0}
-    here.now_s += 60
+    here.age_s = 60.0
     answer = here.client.get("/healthz")
     assert (answer.status_code, answer.json()["ok"], answer.json()["heard_s"]) == (503, False, 60.0)
 

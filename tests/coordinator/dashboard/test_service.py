@@ -386,3 +386,14 @@ def test_a_head_request_for_the_stream_ends(running: Running) -> None:
         asks.sendall(b"HEAD /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         answer = b"".join(iter(lambda: asks.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+def test_a_clock_that_is_set_back_hides_no_stuck_daemon(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.publish()
+    assert running.get("/healthz")[0] == 200
+    later_s, earlier_s = time.monotonic() + 60, time.time() - 3600
+    clocks = SimpleNamespace(time=lambda: earlier_s, monotonic=lambda: later_s)
+    monkeypatch.setattr(service, "time", clocks)
+    assert running.get("/healthz")[0] == 503
