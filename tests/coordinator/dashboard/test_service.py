@@ -20,6 +20,7 @@ from dashboard_demo.chromium import until
 from dashboard_demo.simulated_run import Run
 
 from gridtrain.core.messages import OperatorReply, RemoveWorker
+from gridtrain.event_text import event_text
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind
 
@@ -238,6 +239,8 @@ def test_the_limit_of_open_files_is_logged_once(
     assert made.get("/healthz")[0] in (200, 503)
     made.service.close()
     (reason,) = [fields["reason"] for _, _, fields in made.logged]
+    text = event_text({"event": "dashboard_failed", "reason": reason})
+    assert text.startswith("an error in the dashboard: "), "it answers again"
     assert reason.startswith("socket.accept() out of system resource OSError(24")
     assert not caplog.messages
 
