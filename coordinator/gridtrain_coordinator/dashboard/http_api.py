@@ -233,7 +233,7 @@ def _key(request: Request) -> str:
 def _count(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise HTTPException(400, f"{name} must be an integer")
+        raise HTTPException(400, f"{name} must be an integer >= 0, of at most 15 digits")
     return int(text)
 
 

@@ -97,7 +97,8 @@ def test_refusals_are_as_documented(desk: Desks) -> None:
     key = "/api/v1/workers/{key}"
     assert "64 hexadecimal" in checked_body(here.client.get("/api/v1/workers/anna"), document, key)["reason"]
     assert checked_body(here.client.get(f"/api/v1/workers/{'0' * 64}"), document, key)["code"] == "unknown"
-    assert here.client.get("/api/v1/workers?limit=-1").status_code == 400
+    limit = checked_body(here.client.get("/api/v1/workers?limit=-1"), document, "/api/v1/workers")
+    assert limit["reason"] == "limit must be an integer >= 0, of at most 15 digits"
     window = checked_body(here.client.get("/api/v1/history?window=foo"), document, "/api/v1/history")
     assert window["reason"] == "window must be recent or whole"
     assert here.client.get("/api/v1/nothing").json()["code"] == "unknown"
