@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from gridtrain.pipeline.batch_checks import check_in_flight
 from gridtrain.pipeline.boundary_specs import lone_sample_layer
 from gridtrain.pipeline.executor import StageExecutor, share_tied_parameters
 from gridtrain.pipeline.fault_origin import FaultOrigin, find_fault_origin, sender_fault
+from gridtrain.pipeline.held_stage import HeldStage
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
 from gridtrain.pipeline.stage_link import RoundStageLink
@@ -158,6 +160,16 @@ def test_invalid_arguments_are_refused_when_the_pipeline_is_made(option: dict[st
     grid._optimizer, grid._session = None, None  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=text):
         grid.pipeline(layers, torch.optim.SGD, stages=2, loss_fn=loss_fn, **option)
+
+
+def test_a_worker_that_never_held_a_stage_is_told_that_the_run_is_over() -> None:
+    held = HeldStage.__new__(HeldStage)
+    held.current = None
+    for state, told in (("waiting", "before the group has formed"), ("finished", "the run has finished")):
+        snapshot = SimpleNamespace(world_size=0, run_state=(state, ""))
+        held._session = SimpleNamespace(snapshot=snapshot)  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=told):
+            held.in_memory()
 
 
 def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
