@@ -17,7 +17,7 @@ SENTENCES = {
     "checkpoint_ignored": "{name} has a checkpoint of step {step}, but the run had reached step {reached}",
     "checkpoint_written": "{name} is writing checkpoints again",
     "checkpoint_uploaded": "{name} is uploading checkpoints again",
-    "dashboard_failed": "the dashboard failed: {reason}",
+    "dashboard_failed": "an error in the dashboard: {reason}",
     "compacted": "the journal was compacted: {entries} entries with {MB} MB were removed",
     "denied": "the key {peer} has no access",
     "drifted": "the state of {name} differs from the others' at step {step}",

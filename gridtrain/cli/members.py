@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = ("name", "key", "state", "violations", "reach")
+MIN_WIDTH = 56
+"""On a narrower terminal, the last two columns are omitted; all columns but the name have a fixed width."""
+
 MAX_LINES = 50  # per kind of line below the table
 
 
@@ -41,10 +44,11 @@ def members(run: str, state: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({name: status.get(name) for name in ("run", "members", "door")}))
     else:
-        make_console().print(render(status))
+        console = make_console()
+        console.print(render(status, console.width))
 
 
-def render(status: Mapping[str, Any]) -> Group:
+def render(status: Mapping[str, Any], width: int = 80) -> Group:
     """Return the table of members, followed by open invitations, banned keys and violations."""
     from rich.console import Group
     from rich.text import Text
@@ -59,20 +63,24 @@ def render(status: Mapping[str, Any]) -> Group:
     if not any(member_rows(status)):
         below.insert(0, "no worker has been admitted yet; create an invitation with gridtrain invite")
         return Group(*map(Text, below))
-    return Group(members_table(status), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
+    return Group(
+        members_table(status, width), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below)
+    )
 
 
-def members_table(status: Mapping[str, Any]) -> Table:
+def members_table(status: Mapping[str, Any], width: int) -> Table:
     """Return a table that lists the connected members by rank, and then the members that are away."""
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     drawn.add_column("rank", justify="right", no_wrap=True)
-    for heading in COLUMNS:
+    drawn.add_column("name", overflow="fold")
+    shown = COLUMNS if width >= MIN_WIDTH else COLUMNS[:-2]
+    for heading in shown[1:]:
         drawn.add_column(heading, justify="right" if heading == "violations" else "left", no_wrap=True)
     for cells in member_rows(status):
-        drawn.add_row(*(Text(cell) for cell in cells))
+        drawn.add_row(*(Text(cell) for cell in cells[: 1 + len(shown)]))
     return drawn
 
 

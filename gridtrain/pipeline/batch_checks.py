@@ -43,6 +43,11 @@ def check_batch(name: str, tree: Any, samples: int) -> Any:
                     remedy="pass pipe.step the whole batch that grid.batches(...) yielded, with the "
                     "samples in the first dimension",
                 )
+            if name == "inputs" and value.is_inference():  # targets are copied
+                raise ConfigError(
+                    "the inputs contain a tensor made under torch.inference_mode, which has no backward pass",
+                    remedy="use torch.no_grad where it is made, or pass a copy (.clone())",
+                )
             return value.dtype
         if not isinstance(value, bool | int | float | str | None):
             raise ConfigError(

@@ -124,9 +124,14 @@ class HeldStage:
         """Return the stage of this worker's current rank, built if necessary.
 
         Raises:
-            ConfigError: the group has not formed, so this worker has no rank.
+            ConfigError: the group has not formed, or the run has finished, so this worker has no rank.
         """
         snapshot = self._session.snapshot
+        if not snapshot.world_size and snapshot.run_state[0] == "finished":
+            raise ConfigError(
+                "the run has finished, and this worker held no stage at its end",
+                remedy="read pipe.module only if pipe.stage is not None",
+            )
         if not snapshot.world_size:
             raise ConfigError(
                 "the stage of this worker is not known before the group has formed",

@@ -182,15 +182,20 @@ class Pipeline:
             continue the loop over `grid.batches`.
 
         Raises:
-            ConfigError: (1) inputs or targets are not this step's batch, or the dtypes or structure of the
-                inputs differ from those in the previous step; nothing was sent, and `step` can be called
-                again with the right batch; (2) the optimizer settings on this worker differ from those on
-                most replicas of its stage; (3) this worker received a payload of an unexpected size, and has
-                not committed a step with its present autocast.
+            ConfigError: (1) inputs or targets are not this step's batch, the dtypes or structure of the
+                inputs differ from those in the previous step, or gradients are disabled; nothing was sent,
+                and `step` can be called again with the right batch; (2) the optimizer settings on this worker
+                differ from those on most replicas of its stage; (3) this worker received a payload of an
+                unexpected size, and has not committed a step with its present autocast.
             Exception: the exception that the model or the loss raised.  The other members are informed; they
                 repeat the step together with this worker or, if it leaves, without it.
         """
         check_applied(self._unapplied_step)
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "pipe.step was called under torch.no_grad or torch.inference_mode: nothing would be trained",
+                remedy="call it outside of both",
+            )
         self._end_failed_round()
         while True:
             began_s = time.perf_counter()

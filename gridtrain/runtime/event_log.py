@@ -29,7 +29,7 @@ EVENT_TEXTS = {
     "set_back": "the group returned to step %(to)s without this worker, which had completed step %(step)s; "
     "this worker has rejoined and is receiving the group's state",
     "offence": "%(peer)s violated the protocol: %(reason)s",
-    "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
+    "no_route": "these workers are away, or cannot be reached directly and need a relay: %(peers)s",
     "offline": "this worker reaches neither the coordinator nor any other worker, so its own network is "
     "probably down; it keeps trying to reconnect",
     "not_learning": "%(reason)s",

@@ -334,7 +334,8 @@ class TrainerTasks:
         try:
             disk.save_now(checkpoint)
         except OSError as error:
-            log.error("cannot write the state of step %d: %s", checkpoint.applied + 1, error)
+            reason = error.strerror or error
+            log.error("cannot write the state of step %d: %s", checkpoint.applied + 1, reason)
         self._loop.checkpoint_requests.finish(task)  # first, because the event may lead to the same request
         states = disk.stored_checkpoints()
         is_written = any(

@@ -61,7 +61,7 @@ from gridtrain.runtime.process_hooks import (
     install_sigterm_handler,
     uncaught_error,
 )
-from gridtrain.sdk.argument_checks import check_kinds, to_intervals, to_ints
+from gridtrain.sdk.argument_checks import check_kinds, to_device, to_intervals, to_ints
 from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.checkpoint_options import checkpoint_options
 from gridtrain.sdk.reported_figures import ReportedFigures
@@ -425,7 +425,12 @@ class Grid:
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
-        (seed,) = to_ints(seed=seed)
+        (seed,), at = to_ints(seed=seed), to_device(device)
+        if not isinstance(rematerialise, bool):
+            raise ConfigError(
+                f"rematerialise is {rematerialise!r}; it must be True or False",
+                remedy="try rematerialise=True",
+            )
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -443,7 +448,7 @@ class Grid:
             seed=seed,
         )
         blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
-        staging = ModelStages(blueprint, stages, cuts=cuts, device=torch.device(device))
+        staging = ModelStages(blueprint, stages, cuts=cuts, device=at)
         frozen = FrozenBase(
             staging.whole,
             sent=send_frozen,

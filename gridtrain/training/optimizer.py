@@ -49,6 +49,7 @@ from gridtrain.training.checkpoint.flat_gradient import (
 )
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.checkpoint.joint_optimizer import parts_of
+from gridtrain.training.checkpoint.model_buffers import buffers_of
 from gridtrain.training.exchangers import ExchangePart, Exchanger, join_parts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
 from gridtrain.training.parameter_watch import ParameterWatch
@@ -151,6 +152,8 @@ class GridOptimizer(WrappingOptimizer):
         check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
+        named = *state_parameters(model), *buffers_of(model)
+        serialization.check_loadable("the model", [tensor for _, tensor in named])
         if wait not in WAITS:
             raise ConfigError(
                 f"wait is {wait!r}; it must be one of {', '.join(WAITS)}",

@@ -196,7 +196,8 @@ def save_left_residual(folder: Path, facts: Facts, left: LeftResidual) -> None:
                 file.writelines(safetensors_pieces(tensors))
             (partial / "note.json").write_text(json.dumps(note))
     except OSError as error:
-        log.error("the residual of this worker cannot be written to %s: %s; it is lost", path, error)
+        reason = error.strerror or error
+        log.error("the residual of this worker cannot be written to %s: %s; it is lost", path, reason)
 
 
 def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_MODEL) -> LeftResidual | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -19,11 +20,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from gridtrain.cli import member_lookup
 from gridtrain.cli.invite import explanation
 from gridtrain.cli.main import cli
-from gridtrain.cli.members import member_rows
+from gridtrain.cli.members import member_rows, render
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import Invitation, parse
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
@@ -275,6 +277,16 @@ def test_members_are_shown_as_a_table(server: AccessServer) -> None:
     shown_id = server.access.status(now_s)["invitations"][0]["id"]
     drawn = re.sub("(59 min [0-9]+ s|1 h) left", "59 min 59 s left", drawn)
     assert drawn == DRAWN.format(id=shown_id)
+
+
+def test_a_narrow_terminal_cuts_neither_names_nor_keys_nor_states() -> None:
+    row = {"name": "a-long-volunteer-name", "peer": BERT, "state": "following", "rank": 1, "strikes": 0}
+    console = Console(file=io.StringIO(), width=40)
+    console.print(render({"members": [row]}, console.width))
+    assert isinstance(console.file, io.StringIO)
+    heading, first, second = (line.rstrip() for line in console.file.getvalue().splitlines())
+    assert heading == "rank name        key          state"
+    assert first == "   1 a-long-volu b2b2b2b2b2b2 following" and second == "     nteer-name"
 
 
 def test_members_are_shown_as_json(server: AccessServer) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ from gridtrain.pipeline.batch_checks import check_in_flight
 from gridtrain.pipeline.boundary_specs import lone_sample_layer
 from gridtrain.pipeline.executor import StageExecutor, share_tied_parameters
 from gridtrain.pipeline.fault_origin import FaultOrigin, find_fault_origin, sender_fault
+from gridtrain.pipeline.held_stage import HeldStage
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
 from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
 from gridtrain.sdk.local_group import local
 
-SEED, STEPS, BATCH = 4, 7, 4
+SEED, STEPS, BATCH = 4, 10, 4
 
 
 DATA = data(48)
@@ -67,6 +69,12 @@ WRONG: dict[str, tuple[Callable[[Pipeline, Any, Any], Any], str]] = {
         lambda pipe, x, y: pipe.step(x.double(), y),
         r"dtypes of the inputs are torch\.float64, but in earlier steps they were torch\.float32 -> ",
     ),
+    "inputs of inference_mode": (
+        lambda pipe, x, y: pipe.step(torch.inference_mode()(x.clone)(), y),
+        r"made under torch\.inference_mode.* -> use torch\.no_grad where",
+    ),
+    "no gradients": (lambda pipe, x, y: torch.no_grad()(pipe.step)(x, y), r"under torch\.no_grad or torch\."),
+    "inference": (lambda pipe, x, y: torch.inference_mode()(pipe.step)(x, y), r"outside of both"),
     "another structure": (lambda pipe, x, y: pipe.step([x], y), r"inputs are \[torch\.float32\], but in "),
 }
 
@@ -141,15 +149,27 @@ def test_no_more_micro_batches_are_in_flight_than_a_neighbour_stores(
     [
         ({"micro_batches": 2049, "schedule": "fill-drain"}, "2049 of them are in flight"),
         ({"micro_batches": 10**12}, "micro_batches is 1000000000000; it must be at most 16384"),
+        ({"rematerialise": "no"}, "rematerialise is 'no'; it must be True or False"),
+        ({"device": "cdua"}, r"device is 'cdua', which torch .* cannot use here: Expected one of cpu"),
+        ({"device": None}, "device is None, which torch .* cannot use here: .* -> pass"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', which torch .* cannot use here: "),
     ],
 )
-def test_too_many_micro_batches_are_refused_when_the_pipeline_is_made(
-    option: dict[str, Any], text: str
-) -> None:
+def test_invalid_arguments_are_refused_when_the_pipeline_is_made(option: dict[str, Any], text: str) -> None:
     grid = gridtrain.Grid.__new__(gridtrain.Grid)
     grid._optimizer, grid._session = None, None  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=text):
         grid.pipeline(layers, torch.optim.SGD, stages=2, loss_fn=loss_fn, **option)
+
+
+def test_a_worker_that_never_held_a_stage_is_told_that_the_run_is_over() -> None:
+    held = HeldStage.__new__(HeldStage)
+    held.current = None
+    for state, told in (("waiting", "before the group has formed"), ("finished", "the run has finished")):
+        snapshot = SimpleNamespace(world_size=0, run_state=(state, ""))
+        held._session = SimpleNamespace(snapshot=snapshot)  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=told):
+            held.in_memory()
 
 
 def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:

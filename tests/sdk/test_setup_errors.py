@@ -25,6 +25,7 @@ class Script:
     """The choices of a training script."""
 
     hidden: int = 3
+    make: Any = nn.Linear  # a layer
     lr: float = 0.1
     kind: Any = torch.optim.SGD
     exchange: Any = SPARSE
@@ -41,7 +42,7 @@ class Script:
     sizes: tuple[tuple[str, int], ...] = (("batch_size", 2),)
 
     def run(self, grid: gridtrain.Grid, after_step: Any = lambda: None) -> int:
-        model = nn.Sequential(nn.Linear(2, self.hidden), nn.Linear(self.hidden, 1))
+        model = nn.Sequential(self.make(2, self.hidden), self.make(self.hidden, 1))
         if self.seen:
             model.register_buffer("seen", torch.zeros(self.seen))
         inner = self.kind(model.parameters(), lr=self.lr)
@@ -80,6 +81,16 @@ def with_two_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 def with_a_set(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [*parameters], "layers": {0, 1}}], lr)
+
+
+@torch.inference_mode()
+def inference_layer(*sizes: int) -> nn.Module:
+    return nn.Linear(*sizes)
+
+
+@torch.inference_mode()
+def with_an_inference_tensor(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [*parameters], "scale": torch.ones(1)}], lr)
 
 
 @dataclass
@@ -313,6 +324,15 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             Script(kind=with_a_set),
             r"optimizer\.param_groups\[0\]\.layers is a set, which cannot be sent to a n",
         ),
+        (
+            Script(tracked=inference_layer(2, 1)),
+            "object has a tensor made under torch.inference_mode, .* -> make it under torch.no_grad",
+        ),
+        (
+            Script(kind=with_an_inference_tensor),
+            "optimizer has a tensor made under torch.inference_mode, into which no state can be loaded -> ",
+        ),
+        (Script(make=inference_layer), "the model has a tensor made under torch.inference"),
         (Script(tracked=3), "grid.track was given object=3, which does not have state_dict or load_state_"),
         (
             Script(kind=torch.optim.LBFGS),

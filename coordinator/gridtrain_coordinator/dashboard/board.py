@@ -99,13 +99,13 @@ class Board:
     def __init__(self) -> None:
         self.history = History()
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.event_counts: Counter[str] = Counter()  # by name
+        # By name, from 0: Prometheus does not count the increase from no value to the first one.
+        self.event_counts = Counter(dict.fromkeys(FAULTS | CHANGES, 0))
         self.run: dict[str, Any] = {}
         self.topology: dict[str, Any] = {"kind": "ring", "size": 0, "stages": 1, "edges": []}
         self.access: dict[str, Any] = {}
         self.exchanged_bytes = 0.0
         self.dense_bytes = 0.0
-        self.updated_s: float | None = None
         self._rows: dict[str, WorkerRow] = {}
         self._next_id = 0
         self._next_event = 1
@@ -157,7 +157,6 @@ class Board:
         Args:
             at_s: the wall-clock time of the status, in seconds.
         """
-        self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
         run_load = workload_of(facts)

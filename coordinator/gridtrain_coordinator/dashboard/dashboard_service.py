@@ -70,7 +70,8 @@ class DashboardService:
         self._log = log
         self._orders: queue.Queue[Order] = queue.Queue(MAX_ORDERS)
         self._events: deque[tuple[float, str, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
-        self._latest: tuple[float, Mapping[str, Any]] | None = None
+        self._latest: tuple[float, float, Mapping[str, Any]] | None = None  # with wall and monotonic clock
+        self._updated_s: float | None = None  # monotonic clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
         self._stream: EventStream | None = None
@@ -81,7 +82,7 @@ class DashboardService:
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Pass a status to the dashboard; the caller must not change it afterwards."""
-        self._latest = time.time(), status
+        self._latest = time.time(), time.monotonic(), status
         self._call(self._tick)
 
     def note(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
@@ -148,7 +149,7 @@ class DashboardService:
         self._loop = asyncio.get_running_loop()
         self._board = Board()
         self._stream = EventStream(lambda: encoded(self._board.full_state()))
-        api = Api(self._board, self._stream, self._token, self._submit_order, time.time)
+        api = Api(self._board, self._stream, self._token, self._submit_order, self._age_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._limited(create_app(api, allowed_hosts=self._named)),
@@ -198,8 +199,13 @@ class DashboardService:
         with contextlib.suppress(IndexError):
             while True:
                 self._board.add_event(*self._events.popleft())
-        self._board.update(latest[1], latest[0])
+        at_s, self._updated_s, status = latest
+        self._board.update(status, at_s)
         self._stream.publish(encoded(self._board.take_changes()))
+
+    def _age_s(self) -> float | None:
+        """Return the seconds since the latest status, on a clock that is never set back."""
+        return None if self._updated_s is None else time.monotonic() - self._updated_s
 
     def _submit_order(self, order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
         answer: Future[OperatorReply | Refused] = Future()

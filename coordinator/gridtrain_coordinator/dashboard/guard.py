@@ -60,9 +60,13 @@ def _without_port(host: str) -> str:
 
 
 def bearer(headers: Headers, token: str) -> bool:
-    """Return whether the request carries the token; the comparison takes constant time."""
+    """Return whether the request carries the token; the comparison takes constant time.
+
+    It may be in `X-Auth-Token`, because a proxy with passwords uses `Authorization` itself.
+    """
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(credentials.strip().encode(), token.encode())
+    given = [*([credentials] if scheme.lower() == "bearer" else []), *headers.getlist("x-auth-token")]
+    return any([secrets.compare_digest(text.strip().encode(), token.encode()) for text in given])
 
 
 class Guard:

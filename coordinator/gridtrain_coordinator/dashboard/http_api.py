@@ -61,22 +61,22 @@ class Api:
 
     Args:
         submit_order: a function that passes a command to the daemon, and returns a future of the reply.
-        wall: a function that returns wall-clock time in seconds.
+        age_s: a function that returns the seconds since the latest status; None before the first one.
     """
 
     _board: Board
     _stream: EventStream
     _token: str
     _submit_order: SubmitOrder
-    _wall: Callable[[], float]
+    _age_s: Callable[[], float | None]
 
     # -- reading -------------------------------------------------------------------------------
 
     async def healthz(self, request: Request) -> Response:
-        updated_s = self._board.updated_s
-        age_s = None if updated_s is None else round(max(self._wall() - updated_s, 0.0), 1)
+        age_s = self._age_s()
         is_healthy = age_s is not None and age_s < STALE_S
-        body = {"ok": is_healthy, "phase": self._board.run.get("phase", "starting"), "heard_s": age_s}
+        heard_s = None if age_s is None else round(age_s, 1)
+        body = {"ok": is_healthy, "phase": self._board.run.get("phase", "starting"), "heard_s": heard_s}
         return JSONResponse(body, 200 if is_healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -233,7 +233,7 @@ def _key(request: Request) -> str:
 def _count(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise HTTPException(400, f"{name} must be an integer")
+        raise HTTPException(400, f"{name} must be an integer >= 0, of at most 15 digits")
     return int(text)
 
 

@@ -86,7 +86,8 @@ class _BoardCollector(Collector):
         yield from self._workers()
 
     def _workers(self) -> Iterator[Metric]:
-        present = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
+        rows = [row for row in self._board.workers() if "departed_s" not in row]
+        present = [row for row in rows if row["reach"] or row["rank"] is not None]
         labels = [[row["name"], row["peer"][:12]] for row in present]
         families: Any = (GaugeMetricFamily, OF_WORKER), (CounterMetricFamily, COUNTED)
         for family, names in families:

@@ -153,7 +153,7 @@ class FreezePhase:
     # -- reports -----------------------------------------------------------------------------------
 
     @property
-    def _is_journal_behind(self) -> bool:
+    def is_journal_behind(self) -> bool:
         """Whether members are awaited, and a worker has reported a later generation than the journal's.
 
         The awaited members may report this generation as well.
@@ -184,7 +184,7 @@ class FreezePhase:
             return []  # the worker was disconnected; its setup follows this reply to an earlier `Freeze`
         report = self._divergence.without_diverged_state(worker.peer, report)
         view_change.record_freeze_report(worker.peer, report)
-        if report.is_synced and not self._is_journal_behind:
+        if report.is_synced and not self.is_journal_behind:
             # This report is enough to decide, so absent members are awaited for only one heartbeat timeout.
             view_change.shorten_deadline(now_s + run.limits.silence_s)
         return []
@@ -211,8 +211,8 @@ class FreezePhase:
         if self._is_known_to_wait(now_s):
             return []
         absent = self._silent_members()
-        no_holder = not any(report.is_synced for report in view_change.freeze_reports.values())
-        awaits_absent = self._is_journal_behind or (
+        no_holder = not self.has_state
+        awaits_absent = self.is_journal_behind or (
             self.is_awaiting_members and (no_holder or not self._has_delayed)
         )
         awaited = absent if awaits_absent else absent & set(run.workers)
@@ -277,7 +277,7 @@ class FreezePhase:
         """
         run = self._run
         absent = run.members - set(run.view_change.freeze_reports) - run.departed_members
-        if self._is_journal_behind:
+        if self.is_journal_behind:
             arrived = {w.peer for w in run.workers.values() if w.setup is not None}
             absent |= self._generation_reports.journaled_members - arrived  # may report a later generation
         return absent
@@ -297,8 +297,19 @@ class FreezePhase:
 
     @property
     def awaited_members(self) -> frozenset[m.PeerId]:
-        """The members whose reports are awaited because the journal is behind; empty if it is not."""
-        return self._silent_members() if self._is_journal_behind else frozenset()
+        """The members whose reports are awaited because the journal is behind, or whose return is awaited by
+        those that are back; empty if there are none."""
+        run = self._run
+        if self.is_journal_behind:
+            return self._silent_members()
+        if not self.is_awaiting_members or not run.present_members or (self._has_delayed and self.has_state):
+            return frozenset()
+        return run.members - run.departed_members - set(run.workers)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a member has reported that it holds the run's state."""
+        return any(report.is_synced for report in self._run.view_change.freeze_reports.values())
 
     def _unaddressed_workers(self) -> list[Worker]:
         """Return the workers for the next generation whose dial-back is still in progress."""

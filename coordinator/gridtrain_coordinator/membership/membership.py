@@ -321,7 +321,7 @@ class Membership:
             return f"ends when one of its {len(holders)} members, all of which are disconnected, {when}"
         write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
-        waits = self._describe_awaited(now_s)
+        waits = self._describe_awaited(now_s) if self._freeze_phase.is_journal_behind else ""
         if absent and not waits and self._freeze_phase.is_awaiting_members:
             most_s = run.limits.regather_s * (2 if run.partition.is_pipeline else 1)
             waits = f"; it may first wait for {absent}, for at most {most_s:g} s"
@@ -334,20 +334,20 @@ class Membership:
         )
 
     def _describe_awaited(self, now_s: float) -> str:
-        """Describe what is awaited: members, because the journal is behind, or the checkpoint of a worker
-        that has left; "" if nothing is awaited."""
+        """Describe what is awaited: members, or the checkpoint of a worker that has left; "" if nothing is
+        awaited."""
         if self.run.awaits_left_step:
             until_s = self._left_step_deadline_s - now_s
             limit = f", for at most {max(0, math.ceil(until_s))} s" if until_s < math.inf else ""
             return f"; awaiting a worker with the checkpoint of step {self.run.left_step:,}{limit}"
-        awaited, view_change = self._freeze_phase.awaited_members, self.run.view_change
-        left_s = view_change.deadline_s - now_s
+        awaited, delayed_s = self._freeze_phase.awaited_members, self._freeze_phase.delayed_until_s
+        left_s = min(self.run.view_change.deadline_s, math.inf if delayed_s is None else delayed_s) - now_s
         if not awaited or not 0 < left_s < math.inf:
             return ""
         names = sorted(self.worker_name(peer) or peer.hex()[:8] for peer in awaited)
         # Without a state, the run continues to wait when the time is up.
-        has_state = any(report.is_synced for report in view_change.freeze_reports.values())
-        limit = f", for at most {math.ceil(left_s)} s" if has_state else ""
+        is_limited = delayed_s is not None or self._freeze_phase.has_state
+        limit = f", for at most {math.ceil(left_s)} s" if is_limited else ""
         return f"; still awaited{limit}: {list_first(names, MAX_NAMES)}"
 
     @property

@@ -224,7 +224,7 @@ class CheckpointCopier:
                 adoption = _in_thread(disk.adopt_copy, complete.checkpoint, complete.folder)
                 self._adoptions = [*(x for x in self._adoptions if x.is_alive()), adoption]
         except OSError as error:
-            log.warning("cannot write a copy of another stage's checkpoint: %s", error)
+            log.warning("cannot write a copy of another stage's checkpoint: %s", error.strerror or error)
             self._discard_incoming()
 
     def _discard_incoming(self) -> None:

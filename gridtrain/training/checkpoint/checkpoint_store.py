@@ -183,7 +183,7 @@ class CheckpointStore:
             log.warning(
                 "no checkpoints will be written: %s is not writable: %s; start this worker with another "
                 "--state-dir, or with --checkpoint-every 0 to write none",
-                *(self.folder, error),
+                *(self.folder, error.strerror or error),
             )
 
     def _remove_partial(self) -> None:
@@ -273,7 +273,7 @@ class CheckpointStore:
         try:
             paths = list_checkpoints(self.folder)
         except OSError as error:
-            log.warning("checkpoints in %s cannot be listed: %s", self.folder, error)
+            log.warning("checkpoints in %s cannot be listed: %s", self.folder, error.strerror or error)
             paths = []
         for path in reversed(paths):
             try:
@@ -325,7 +325,7 @@ class CheckpointStore:
                     "the checkpoint of step %d cannot be written to %s: %s (failed checkpoints in a row: "
                     "%d); training continues without it; free space on that disk, or start this worker with "
                     "another --state-dir",
-                    *(step, self.folder, error, self._failures.count),
+                    *(step, self.folder, error.strerror or error, self._failures.count),
                 )
             return
         if self._failures.clear():

@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -83,7 +83,7 @@ class TurnStartState:
 
 def check_stateful(trackers: Trackers) -> None:
     """Raise `ConfigError` for an object without `state_dict` or `load_state_dict`, or whose state cannot be
-    sent: the members would fail when the first newcomer joins, and could not save their states either."""
+    sent or loaded: the run would fail when the first newcomer joins, and could not save its state either."""
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
@@ -91,7 +91,18 @@ def check_stateful(trackers: Trackers) -> None:
                 "load_state_dict",
                 remedy="track an object that has both, such as a scheduler",
             )
-        Packer(copies=False).pack(each.state_dict(), name)
+        packer = Packer(copies=False)
+        packer.pack(each.state_dict(), name)
+        check_loadable(name, packer.tensors.values())
+
+
+def check_loadable(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raise `ConfigError` if one of the tensors cannot receive another value."""
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ConfigError(
+            f"{name} has a tensor made under torch.inference_mode, into which no state can be loaded",
+            remedy="make it under torch.no_grad instead",
+        )
 
 
 INTERNAL_PREFIX = ":"

@@ -171,7 +171,7 @@ class StageCheckpointStore:
         except OSError as error:
             log.error(
                 "this worker's stage cannot be saved: %s; its progress since the last checkpoint is lost",
-                error,
+                error.strerror or error,
             )
             return False
         self._report(self.stored_checkpoints())

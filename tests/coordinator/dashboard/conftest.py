@@ -41,7 +41,7 @@ class Desk:
     client: TestClient
     orders: list[RemoveWorker | Unban] = field(default_factory=list)
     reply: OperatorReply | Refused | None = field(default_factory=lambda: OperatorReply("it is out"))
-    now_s: float = 0.0
+    age_s: float | None = None  # of the latest status
     token: str = TOKEN
 
     @property
@@ -79,9 +79,9 @@ def desk() -> Iterator[Desks]:
         async def stream() -> EventStream:  # an asyncio.Event belongs to a loop only when it is waited for
             return EventStream(lambda: encoded(board.full_state()))
 
-        api = Api(board, asyncio.run(stream()), TOKEN, handle, lambda: made.now_s)
+        api = Api(board, asyncio.run(stream()), TOKEN, handle, lambda: made.age_s)
         client = TestClient(create_app(api, allowed_hosts=named), base_url="http://127.0.0.1:7780")
-        made = Desk(board, client, now_s=board.updated_s or 0.0)
+        made = Desk(board, client, age_s=0.0 if board.run else None)
         opened.append(client)
         return made
 

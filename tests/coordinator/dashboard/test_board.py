@@ -89,6 +89,16 @@ def test_a_departed_worker_stays_for_a_while_with_the_reason() -> None:
     assert [row["name"] for row in board.workers()] == ["anna"]
 
 
+def test_a_departed_worker_has_no_metrics() -> None:
+    """bert leaves; then anna, the only member, is kicked."""
+    board, reached = Board(), {"reach": "direct"}
+    anna, bert = member("anna") | reached, member("bert", 1) | reached
+    for step, members in enumerate(((anna, bert), (anna,), ())):
+        board.update(status(step, members), step)
+        assert exposition(board).count(b"gridtrain_worker_step{") == len(members)
+    assert len(board.workers()) == 2, "the table still has both"
+
+
 def test_a_removed_worker_is_no_fault() -> None:
     board = Board()
     board.update(status(1, (member("anna"), member("bert", 1))), 0.0)

@@ -78,6 +78,8 @@ def test_every_answer_carries_the_headers(desk: Desks, path: str) -> None:
         {"authorization": "Basic " + "t" * 43},
         {"authorization": "Bearer \xff\xfe".encode("latin-1")},
         {"cookie": "token=" + "t" * 43},
+        {"x-auth-token": ""},
+        {"x-auth-token": "t" * 42},
     ],
 )
 def test_a_command_without_the_token_is_refused(desk: Desks, headers: Any) -> None:
@@ -89,6 +91,14 @@ def test_a_command_without_the_token_is_refused(desk: Desks, headers: Any) -> No
     assert here.client.get("/api/v1/door", headers=headers).status_code == 401
     assert here.client.get(f"{where}/kick", headers=here.owner).status_code == 405  # a link changes nothing
     assert here.orders == []
+
+
+def test_a_proxy_may_use_the_authorization_header_itself(desk: Desks) -> None:
+    here = desk()
+    headers = {"authorization": "Basic YTpi", "x-auth-token": "t" * 43}
+    assert here.client.get("/api/v1/door", headers=headers).status_code == 200
+    where = f"/api/v1/workers/{here.board.workers()[0]['peer']}/kick"
+    assert here.client.post(where, headers=headers).status_code == 200 and here.orders
 
 
 @pytest.mark.parametrize("body", [b"x" * 5000, b"[1]", b"{", b'{"reason": 5}', b"[" * 4000, b'"\xff"'])

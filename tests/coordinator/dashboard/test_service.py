@@ -20,6 +20,7 @@ from dashboard_demo.chromium import until
 from dashboard_demo.simulated_run import Run
 
 from gridtrain.core.messages import OperatorReply, RemoveWorker
+from gridtrain.event_text import event_text
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind
 
@@ -238,6 +239,8 @@ def test_the_limit_of_open_files_is_logged_once(
     assert made.get("/healthz")[0] in (200, 503)
     made.service.close()
     (reason,) = [fields["reason"] for _, _, fields in made.logged]
+    text = event_text({"event": "dashboard_failed", "reason": reason})
+    assert text.startswith("an error in the dashboard: "), "it answers again"
     assert reason.startswith("socket.accept() out of system resource OSError(24")
     assert not caplog.messages
 
@@ -386,3 +389,14 @@ def test_a_head_request_for_the_stream_ends(running: Running) -> None:
         asks.sendall(b"HEAD /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         answer = b"".join(iter(lambda: asks.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+def test_a_clock_that_is_set_back_hides_no_stuck_daemon(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.publish()
+    assert running.get("/healthz")[0] == 200
+    later_s, earlier_s = time.monotonic() + 60, time.time() - 3600
+    clocks = SimpleNamespace(time=lambda: earlier_s, monotonic=lambda: later_s)
+    monkeypatch.setattr(service, "time", clocks)
+    assert running.get("/healthz")[0] == 503

@@ -269,6 +269,22 @@ def test_a_member_lost_with_the_coordinator_is_not_awaited_until_regather_s() ->
     assert run.core.generation == 2 and {x.peer for x in run.core.run.member_list} == {A, B}
 
 
+def test_the_status_names_the_members_that_are_not_back_after_a_restart() -> None:
+    """C was lost with the coordinator; then B, which holds the state, is the only one to be back."""
+    run = restarted()
+    assert "awaited" not in run.core.status(0.5)["reason"], "nobody is back yet"
+    run.join(A, 1.0)
+    run.join(B, 1.2)
+    waiting = run.core.status(1.5)["reason"]
+    assert waiting.startswith("the coordinator restarted; waiting for 3 members to come back")
+    assert waiting.endswith("; still awaited, for at most 3 s: c")
+    run.pass_to(4.0, A, B)
+    run.report(A, 4.1, synced=False)
+    assert run.core.status(4.2)["reason"].endswith("; still awaited: c"), "only with the state it continues"
+    run.report(B, 4.3)
+    assert run.core.generation == 2 and "awaited" not in run.core.status(4.4)["reason"]
+
+
 def test_a_reported_stall_ends_the_wait_sooner() -> None:
     run = restarted()
     run.join(A, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -244,6 +245,18 @@ def test_a_folder_is_synced_before_it_is_renamed(
             tmp_path, (), residual_departure.LeftResidual(9, bytes(32), np.ones(3, np.float32))
         )
     assert power_cut.synced and not power_cut.lost
+
+
+def test_a_full_disk_is_named_without_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(residual_departure, "replaced_folder", fail)
+    left = residual_departure.LeftResidual(9, bytes(32), np.ones(3, np.float32))
+    residual_departure.save_left_residual(tmp_path, (), left)
+    assert ": No space left on device; it is lost" in caplog.text
 
 
 def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ export class Details {
   }
 
   async ask(worker) {
-    const headers = this.token ? { authorization: `Bearer ${this.token}` } : {};
+    const headers = this.token ? { "x-auth-token": this.token } : {};
     const answer = await fetch(`api/v1/workers/${worker.peer}`, { headers }).catch(() => null);
     const told = answer?.ok ? await answer.json() : null;
     if (!told || this.shown !== worker.id) return false;
@@ -67,7 +67,7 @@ export class Details {
 
   async send(worker, verb, reason) {
     const answer = await fetch(`api/v1/workers/${worker.peer}/${verb}`, { method: "POST", body: JSON.stringify({ reason }),
-      headers: { authorization: `Bearer ${this.token}`, "content-type": "application/json" } }).catch(() => null);
+      headers: { "x-auth-token": this.token, "content-type": "application/json" } }).catch(() => null);
     if (!answer) return "The coordinator does not answer.";
     const body = await answer.json();
     return answer.ok ? body.done : `${body.reason}: ${body.remedy}`;

@@ -203,7 +203,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
     """Bind the socket; return the address with the chosen port.
 
     Raises:
-        TransportError: the address is taken or invalid.
+        TransportError: the address is taken or invalid, or too many files are open.
     """
     try:
         _check_address(address)
@@ -212,7 +212,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
             endpoint = replace_host(address, name_lookup.names.resolve(host) or host)
         _set_address_family(router, endpoint)
         router.bind(f"{endpoint[:-1]}0" if endpoint.endswith(":*") else endpoint)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, OSError) as error:
         raise _bind_error(address, error) from None
     return str(router.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
@@ -417,7 +417,7 @@ def _dial_error(address: str, error: zmq.ZMQError) -> TransportError:
     )
 
 
-def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
+def _bind_error(address: str, error: zmq.ZMQError | OSError) -> TransportError:
     if error.errno == errno.EADDRINUSE:
         return AddressTaken(
             f"cannot listen on {address}: the port is taken",
@@ -428,6 +428,10 @@ def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
         return TransportError(
             f"cannot listen on {address}: no interface of this machine has that address",
             remedy='listen on "tcp://0.0.0.0:PORT" for all interfaces',
+        )
+    if error.errno == errno.EMFILE:
+        return TransportError(
+            f"cannot listen on {address}: {error.strerror}", remedy="raise the limit, see ulimit -n"
         )
     return TransportError(
         f"cannot listen on {address!r}: {error.strerror}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -239,6 +240,15 @@ def test_a_taken_port_says_what_to_do(zeromq_net):
         TransportError, match="the port is taken -> stop the program that uses the port, choose"
     ):
         zeromq_net.add("bert").transport.listen(address)
+
+
+def test_the_limit_on_open_files_is_named(zeromq_net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(sockets, "if_nameindex", fail)
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:0: Too many open files -> .* ulimit -n"):
+        zeromq_net.add("anna").transport.listen("tcp://127.0.0.1:0")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "ipc:///x:1", "tcp://127.0.0.1", "tcp://host:70000"])
