@@ -260,6 +260,10 @@ def _can_take(folder: Path, end: str, names: set[str]) -> bool:
     return parts.keys() == {end} and names.isdisjoint(path.name for path in parts[end])
 
 
+_UNREADABLE = SafetensorError, FileNotFoundError, RuntimeError
+"""Raised for a damaged part, or for one that another worker moves while it is being opened."""
+
+
 def _parts(folder: Path) -> dict[str, list[Path]]:
     """Return the parts and the index of final models in `folder`, by the end at which they were written."""
     found: dict[str, list[Path]] = {}
@@ -269,7 +273,7 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
             with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):  # damaged, or moved
                 metadata = dict(json.loads(path.read_bytes())["metadata"])
         elif _FINAL_PART.fullmatch(path.name):
-            with contextlib.suppress(SafetensorError, FileNotFoundError), safe_open(path, "pt") as file:
+            with contextlib.suppress(*_UNREADABLE), safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
         else:
             continue

@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint import model_export
 from gridtrain.training.checkpoint.model_export import (
     END,
     FINAL_FILE,
@@ -108,6 +110,21 @@ def test_a_worker_keeps_the_parts_of_its_former_stages_apart(tmp_path: Path) -> 
         "earlier-1": named("first", 1, of=2, index=False),
         "earlier-2": named("second", 0, of=2),
     }
+
+
+@pytest.mark.parametrize("raised", [FileNotFoundError, RuntimeError])
+def test_a_part_that_another_worker_moves_while_it_is_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
+) -> None:
+    """The reader of safetensors raises the first, and torch, which maps the file, the second."""
+
+    def vanish(path: Path, framework: str) -> Any:
+        path.unlink()
+        raise raised(f"unable to open file {path}: No such file or directory")
+
+    write_parts(tmp_path, "one", 2, [1, 2])
+    monkeypatch.setattr(model_export, "safe_open", vanish)
+    assert write_parts(tmp_path, "two", 2, [1]) == ""
 
 
 def test_parts_of_an_unknown_end_are_kept_too(tmp_path: Path) -> None:
