@@ -120,6 +120,8 @@ class LinkRemeasurement:
         if peer not in run.members:
             return []
         self._planner.reorder_limits.record_introduction(peer, now_s)
+        for other in others:  # only the receiver measures a requested burst: see `BandwidthProbe`
+            self._planner.measured_links.sent_Bps.pop((other, peer), None)
         return self._addresses.introduce(peer, others)
 
 

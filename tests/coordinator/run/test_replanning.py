@@ -32,6 +32,7 @@ FACTS = (
     ("exchange", "GTopK(density=0.001, values=fp16, topology=butterfly)"),
 )
 SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
+SETUP_RING = replace(SETUP, facts=(FACTS[0], ("exchange", "Dense(topology=ring)")))
 SETUP_AUTO = replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)")))
 FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
@@ -88,20 +89,23 @@ class Run(ScriptedCoordinator):
     ) -> list[tuple[float, str, Any]]:
         """Steps whose exchanges take `seconds`; returns what starts measurements: (time, event, fields), and
         (time, name of the member that measures, the peers to which it measures)."""
-        step = self.core.run.workers[A].step
         found: list[tuple[float, str, Any]] = []
         while self.now_s < until_s:
-            step += 1
-            for peer in PEERS:
-                for effect in self.say(peer, m.Heartbeat(0, step, step, (("communicating_s", seconds),))):
-                    if isinstance(effect, LogEvent) and effect.event == "links_remeasured":
-                        found.append((self.now_s, effect.event, effect.fields))
-                    elif isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
-                        targets = "".join(self.core.worker_name(to) for to, _ in effect.message.probe_targets)
-                        found.append((self.now_s, self.core.worker_name(effect.peer), targets))
-                        if is_answering:
-                            self.say(effect.peer, m.LinkLatencies(()))
+            for effect in self.step(seconds):
+                if isinstance(effect, LogEvent) and effect.event == "links_remeasured":
+                    found.append((self.now_s, effect.event, effect.fields))
+                elif isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
+                    targets = "".join(self.core.worker_name(to) for to, _ in effect.message.probe_targets)
+                    found.append((self.now_s, self.core.worker_name(effect.peer), targets))
+                    if is_answering:
+                        self.say(effect.peer, m.LinkLatencies(()))
         return found
+
+    def step(self, exchange_s: float) -> list[Effect]:
+        """The members' heartbeats after a step whose exchange took this long."""
+        step = self.core.run.workers[A].step + 1
+        beat = m.Heartbeat(0, step, step, (("communicating_s", exchange_s),))
+        return [effect for peer in PEERS for effect in self.say(peer, beat)]
 
     def next_generation(self) -> None:
         self.report(*PEERS)
@@ -135,9 +139,8 @@ def test_changed_links_lead_to_another_order_but_not_at_once(
 
 def test_in_a_ring_workers_that_need_no_relay_are_neighbours() -> None:
     """No worker can be dialled from outside; a and c are behind the same router."""
-    ring = replace(SETUP, facts=(FACTS[0], ("exchange", "Dense(topology=ring)")))
     hosts = {A: "198.51.100.1", B: "198.51.100.2", C: "198.51.100.1", D: "198.51.100.4"}
-    run = Run(setup=ring, hosts=hosts)
+    run = Run(setup=SETUP_RING, hosts=hosts)
     assert run.order == "abdc", "in join order a and c are opposite"
     relayed = [tuple(row[:2]) for row in run.core.status(run.now_s)["relayed"]]
     assert relayed == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)], "all pairs but that of a and c"
@@ -487,6 +490,31 @@ def test_a_member_that_has_just_measured_is_not_asked_again() -> None:
     run.core._planner.reorder_limits.record_introduction(C, 80.0)
     asked = run.exchange(1.0, 139.0)[1:]
     assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("b", "ac"), ("a", "c")]
+
+
+@pytest.mark.parametrize("slow", PEERS, ids="abcd")
+def test_a_line_that_was_slow_at_first_counts_as_fast_once_it_has_been_measured_again(
+    slow: m.PeerId,
+) -> None:
+    """The worker with this line has reported its upload to the others, which measure again before it or after
+    it."""
+    run = Run(setup=SETUP_RING)
+    run.uploads({slow: SLOW_Bps})
+    assert (predicted_s := run.core._planner.predicted_exchange_s()) is not None
+    assert run.exchange(predicted_s, 100.0) == []
+    told: set[m.PeerId] = set()
+    for _ in range(12):
+        for effect in run.step(1.0):
+            if isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
+                targets = [peer for peer, _ in effect.message.probe_targets]
+                told.add(effect.peer)
+                run.say(effect.peer, m.LinkRates(tuple((peer, FAST_Bps, FAST_Bps) for peer in targets)))
+                for peer in targets:
+                    run.say(peer, m.LinkRates(((effect.peer, 0.0, FAST_Bps),)))
+                run.say(effect.peer, m.LinkLatencies(()))
+    links = run.core._planner.measured_links
+    assert told == set(PEERS)
+    assert {links.rate_Bps(a, b) for a, b in itertools.permutations(PEERS, 2)} == {FAST_Bps}
 
 
 def test_a_member_that_leaves_is_not_asked() -> None:
