@@ -99,10 +99,11 @@ class LinkRemeasurement:
             self._usual_ratio, self._ratio_before = ratio if _is_similar(ratio, before) else 1.0, None
         if _is_similar(ratio, self._usual_ratio):
             return []
-        asked_s = self._planner.reorder_limits.introduced_s
-        self._pending = [peer for peer in self._run.member_order if now_s >= asked_s(peer) + PAUSE_S]
-        if not self._pending:
+        order, asked_s = self._run.member_order, self._planner.reorder_limits.introduced_s
+        may_measure = [peer for peer in order if now_s >= asked_s(peer) + PAUSE_S]
+        if len(may_measure) < len(order) - 1:  # nobody would measure the links between the others
             return []
+        self._pending = may_measure
         self._ratio_before, self._asked = ratio, []
         fields = {"measured_s": round(measured_s, 3), "predicted_s": round(predicted_s, 3)}
         return [LogEvent("info", "links_remeasured", fields), *self._measure_next(now_s)]

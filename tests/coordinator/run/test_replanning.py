@@ -492,6 +492,17 @@ def test_a_member_that_has_just_measured_is_not_asked_again() -> None:
     assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("b", "ac"), ("a", "c")]
 
 
+def test_members_do_not_measure_again_while_two_of_them_have_just_measured() -> None:
+    """Neither would measure the link between them."""
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 100.0)
+    for peer in (B, C):
+        run.core._planner.reorder_limits.record_introduction(peer, 80.0)
+    assert run.exchange(1.0, 139.0) == []
+    assert measured_again(run.exchange(1.0, 180.0)) == "dcba"
+
+
 @pytest.mark.parametrize("slow", PEERS, ids="abcd")
 def test_a_line_that_was_slow_at_first_counts_as_fast_once_it_has_been_measured_again(
     slow: m.PeerId,
