@@ -37,6 +37,10 @@ PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
 Members that measured less than `PAUSE_S` ago would report the same rates again
 (`bandwidth_probe.RATE_LIFETIME_S`)."""
 
+SPARSE_INTERVAL_S = 1800.0
+"""Members measure again after this time if the coordinator has chosen a sparse exchange.  Its duration hardly
+shows that lines have become faster, and a dense exchange may then be better."""
+
 
 class LinkRemeasurement:
     """Compares the durations of exchanges with the planner's prediction."""
@@ -98,13 +102,18 @@ class LinkRemeasurement:
         ratio, before = max(NOTICEABLE_S, measured_s) / max(NOTICEABLE_S, predicted_s), self._ratio_before
         if before is not None:
             self._usual_ratio, self._ratio_before = ratio if _is_similar(ratio, before) else 1.0, None
-        if _is_similar(ratio, self._usual_ratio):
+        order, choice = self._run.member_order, self._planner.exchange_choice
+        asked_s = [self._planner.reorder_limits.introduced_s(peer) for peer in order]
+        is_changed = not _is_similar(ratio, self._usual_ratio)
+        if not is_changed and not (
+            choice.is_auto and choice.is_sparse and now_s >= min(asked_s) + SPARSE_INTERVAL_S
+        ):
             return []
-        asked_s = self._planner.reorder_limits.introduced_s
-        self._pending = [peer for peer in self._run.member_order if now_s >= asked_s(peer) + PAUSE_S]
-        if not self._pending:
+        may_measure = [peer for peer, at_s in zip(order, asked_s, strict=True) if now_s >= at_s + PAUSE_S]
+        if len(may_measure) < len(order) - 1:  # nobody would measure the links between the others
             return []
-        self._ratio_before, self._asked = ratio, []
+        self._pending, self._asked = may_measure, []
+        self._ratio_before = ratio if is_changed else None
         fields = {"measured_s": round(measured_s, 3), "predicted_s": round(predicted_s, 3)}
         return [LogEvent("info", "links_remeasured", fields), *self._measure_next(now_s)]
 
@@ -121,7 +130,8 @@ class LinkRemeasurement:
         self._next_s = now_s + (MEMBER_PROBE_S if peer in run.members else 0.0)
         if not self._pending:
             is_repeated = now_s < self._ended_s + self._pause_s + MAX_PAUSE_S
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if is_repeated else PAUSE_S
+            if self._ratio_before is not None:
+                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if is_repeated else PAUSE_S
             self._next_s, self._ended_s = now_s + self._pause_s, now_s
         if peer not in run.members:
             return []

@@ -7,7 +7,7 @@
 
 Honest workers measure when they are introduced to their peers, so a report is counted once per introduction
 of either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals;
-they start anew once it has caused none for as long again as the latest interval.
+the first interval applies again if it has caused none for twice the latest one.
 """
 
 from __future__ import annotations

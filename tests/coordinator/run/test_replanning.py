@@ -32,6 +32,7 @@ FACTS = (
     ("exchange", "GTopK(density=0.001, values=fp16, topology=butterfly)"),
 )
 SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
+SETUP_RING = replace(SETUP, facts=(FACTS[0], ("exchange", "Dense(topology=ring)")))
 SETUP_AUTO = replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)")))
 FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
@@ -89,20 +90,23 @@ class Run(ScriptedCoordinator):
     ) -> list[tuple[float, str, Any]]:
         """Steps whose exchanges take `seconds`; returns what starts measurements: (time, event, fields), and
         (time, name of the member that measures, the peers to which it measures)."""
-        step = self.core.run.workers[A].step
         found: list[tuple[float, str, Any]] = []
         while self.now_s < until_s:
-            step += 1
-            for peer in PEERS:
-                for effect in self.say(peer, m.Heartbeat(0, step, step, (("communicating_s", seconds),))):
-                    if isinstance(effect, LogEvent) and effect.event == "links_remeasured":
-                        found.append((self.now_s, effect.event, effect.fields))
-                    elif isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
-                        targets = "".join(self.core.worker_name(to) for to, _ in effect.message.probe_targets)
-                        found.append((self.now_s, self.core.worker_name(effect.peer), targets))
-                        if is_answering:
-                            self.say(effect.peer, m.LinkLatencies(()))
+            for effect in self.step(seconds):
+                if isinstance(effect, LogEvent) and effect.event == "links_remeasured":
+                    found.append((self.now_s, effect.event, effect.fields))
+                elif isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
+                    targets = "".join(self.core.worker_name(to) for to, _ in effect.message.probe_targets)
+                    found.append((self.now_s, self.core.worker_name(effect.peer), targets))
+                    if is_answering:
+                        self.say(effect.peer, m.LinkLatencies(()))
         return found
+
+    def step(self, exchange_s: float) -> list[Effect]:
+        """The members' heartbeats after a step whose exchange took this long."""
+        step = self.core.run.workers[A].step + 1
+        beat = m.Heartbeat(0, step, step, (("communicating_s", exchange_s),))
+        return [effect for peer in PEERS for effect in self.say(peer, beat)]
 
     def next_generation(self) -> None:
         self.report(*PEERS)
@@ -136,9 +140,8 @@ def test_changed_links_lead_to_another_order_but_not_at_once(
 
 def test_in_a_ring_workers_that_need_no_relay_are_neighbours() -> None:
     """No worker can be dialled from outside; a and c are behind the same router."""
-    ring = replace(SETUP, facts=(FACTS[0], ("exchange", "Dense(topology=ring)")))
     hosts = {A: "198.51.100.1", B: "198.51.100.2", C: "198.51.100.1", D: "198.51.100.4"}
-    run = Run(setup=ring, hosts=hosts)
+    run = Run(setup=SETUP_RING, hosts=hosts)
     assert run.order == "abdc", "in join order a and c are opposite"
     relayed = [tuple(row[:2]) for row in run.core.status(run.now_s)["relayed"]]
     assert relayed == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)], "all pairs but that of a and c"
@@ -524,6 +527,63 @@ def test_a_member_with_false_steps_does_not_prevent_a_measurement() -> None:
             beat = m.Heartbeat(0, told, step, (("communicating_s", 1.0),))
             found += [e for e in run.say(peer, beat) if isinstance(e, LogEvent)]
     assert [event.event for event in found] == ["links_remeasured"]
+
+
+def test_members_do_not_measure_again_while_two_of_them_have_just_measured() -> None:
+    """Neither would measure the link between them."""
+    run = Run()
+    run.rates(set())
+    run.exchange(0.01, 100.0)
+    for peer in (B, C):
+        run.core._planner.reorder_limits.record_introduction(peer, 80.0)
+    assert run.exchange(1.0, 139.0) == []
+    assert measured_again(run.exchange(1.0, 180.0)) == "dcba"
+
+
+@pytest.mark.parametrize("slow", PEERS, ids="abcd")
+def test_a_line_that_was_slow_at_first_counts_as_fast_once_it_has_been_measured_again(
+    slow: m.PeerId,
+) -> None:
+    """The worker with this line has reported its upload to the others, which measure again before it or after
+    it."""
+    run = Run(setup=SETUP_RING)
+    run.uploads({slow: SLOW_Bps})
+    assert (predicted_s := run.core._planner.predicted_exchange_s()) is not None
+    assert run.exchange(predicted_s, 100.0) == []
+    told: set[m.PeerId] = set()
+    for _ in range(12):
+        for effect in run.step(1.0):
+            if isinstance(effect, Send) and isinstance(effect.message, m.Admitted):
+                targets = [peer for peer, _ in effect.message.probe_targets]
+                told.add(effect.peer)
+                run.say(effect.peer, m.LinkRates(tuple((peer, FAST_Bps, FAST_Bps) for peer in targets)))
+                for peer in targets:
+                    run.say(peer, m.LinkRates(((effect.peer, 0.0, FAST_Bps),)))
+                run.say(effect.peer, m.LinkLatencies(()))
+    links = run.core._planner.measured_links
+    assert told == set(PEERS)
+    assert {links.rate_Bps(a, b) for a, b in itertools.permutations(PEERS, 2)} == {FAST_Bps}
+
+
+@pytest.mark.parametrize("up_Bps", [SLOW_Bps, FAST_Bps], ids=["sparse", "dense"])
+def test_members_measure_again_every_half_hour_while_the_chosen_exchange_is_sparse(up_Bps: float) -> None:
+    """The durations of sparse exchanges do not show that the lines have become faster."""
+    run = Run(setup=SETUP_AUTO)
+    run.uploads(dict.fromkeys(PEERS, up_Bps))
+    for peer in PEERS:
+        run.say(peer, m.Heartbeat(0, 0, 0, ((FIRST_STEP_FIGURE, 30.0),)))
+    run.next_generation()
+    planner = run.core._planner
+    assert planner.exchange_choice.is_sparse == (up_Bps == SLOW_Bps)
+    predicted_s = planner.predicted_exchange_s()
+    assert predicted_s is not None
+    found = run.exchange(predicted_s, 6000.0)
+    times_s = [at_s for at_s, name, _ in found if name == "links_remeasured"]
+    assert len(times_s) == 3 * planner.exchange_choice.is_sparse
+    assert all(1800.0 <= later_s - at_s < 1850.0 for at_s, later_s in itertools.pairwise(times_s))
+    assert run.core._link_remeasurement._pause_s == link_remeasurement.PAUSE_S, (
+        "they do not lengthen the pause"
+    )
 
 
 def test_a_member_that_leaves_is_not_asked() -> None:
