@@ -152,8 +152,6 @@ class GridOptimizer(WrappingOptimizer):
         check_unused(unused, exchange, overlap)
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
-        named = *state_parameters(model), *buffers_of(model)
-        serialization.check_loadable("the model", [tensor for _, tensor in named])
         if wait not in WAITS:
             raise ConfigError(
                 f"wait is {wait!r}; it must be one of {', '.join(WAITS)}",
@@ -172,6 +170,8 @@ class GridOptimizer(WrappingOptimizer):
             has_used=unused == "skip",
             allows_sparse=isinstance(exchange, LocalSteps),
         )
+        named = *state_parameters(model), *buffers_of(model)
+        serialization.check_loadable("the model", [tensor for _, tensor in named])
         self.flat_size = self._flat.n
         self.unused = unused
         self.base = base or FrozenBase(model)

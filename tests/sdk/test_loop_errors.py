@@ -323,6 +323,7 @@ def test_a_worker_that_alone_changes_its_learning_rate_is_removed(outcomes: Any)
         match=r"^step 4 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(ranks \d, \d\) have "
         r"lr=0\.01; the run continues without rank \d -> "
         r"change the optimizer's settings in the same way on all workers: "
+        r"compute them from grid\.step instead of a counter, "
         r"step ReduceLROnPlateau with grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",
     ):
         raise changed

@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from importlib import import_module
 from typing import Any
+
+from simulation import test_staged_world, test_world
 
 TIMES = 2  # seeds for each counted case, if there are as many
 MIN_S = 0.05  # cost of a history besides its simulation
@@ -23,8 +24,7 @@ def main() -> None:
     arguments.add_argument("sweep", choices=("world", "staged", "starved"))
     arguments.add_argument("--of", type=int, default=800, help="seeds to choose from")
     options = arguments.parse_args()
-    # Not an import statement, because mypy, which leaves out tests, would follow it.
-    tests = import_module(f"simulation.test_{'world' if options.sweep == 'world' else 'staged_world'}")
+    tests = test_world if options.sweep == "world" else test_staged_world
     costs_s: dict[int, float] = {}
     reached: dict[int, frozenset[str]] = {}
     for seed in range(options.of):
