@@ -15,10 +15,10 @@ import pytest
 import torch
 from brisk import BRISK, WITHIN_S
 from local_training import EVERY, EXCHANGES, OUTER, Numbered, adamw, model_of, train_batch
+from next_exchange import choose_next_exchange
 from torch import nn
 
 import gridtrain
-from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.training import local_sgd, optimizer
 
@@ -241,13 +241,7 @@ def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch:
     """At each evaluation the coordinator chooses the next exchange, possibly during a round."""
     turns = 9
 
-    def take_next(choice: ExchangeChoice, *measurements: Any, edges: bool) -> str:
-        candidates = choice._candidates()
-        choice.chosen = candidates[(candidates.index(choice.chosen) + 1) % len(candidates)]
-        choice.reason = choice.chosen_text
-        return choice.reason
-
-    monkeypatch.setattr(ExchangeChoice, "reconsider", take_next)
+    choose_next_exchange(monkeypatch)
 
     class Recorded(local_training.Loop):
         def begin(self, grid: gridtrain.Grid) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK, WITHIN_S
+from next_exchange import choose_next_exchange
 from torch import nn
 
 import gridtrain
@@ -20,7 +21,6 @@ from gridtrain.core.commit.data_ledger import MAX_LATE_STEPS
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
 from gridtrain.core.messages import ReplicaDigest
 from gridtrain.core.planning.batch_shares import SECONDS_FIGURE
-from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.sdk import local_group
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.absence import Absence
@@ -208,12 +208,6 @@ def test_the_exchange_may_change_while_a_loop_stalls(monkeypatch: pytest.MonkeyP
     """At each evaluation the coordinator chooses the next exchange; the missed updates are of all kinds."""
     kinds, apply = set(), Absence.apply
 
-    def take_next(choice: ExchangeChoice, *measurements: Any, edges: bool) -> str:
-        candidates = choice._candidates()
-        choice.chosen = candidates[(candidates.index(choice.chosen) + 1) % len(candidates)]
-        choice.reason = choice.chosen_text
-        return choice.reason
-
     def record(absence: Absence, steps: Any) -> None:
         kinds.update(type(step.update).__name__ for step in steps)
         apply(absence, steps)
@@ -223,7 +217,7 @@ def test_the_exchange_may_change_while_a_loop_stalls(monkeypatch: pytest.MonkeyP
             before = grid._session.snapshot.generation
             grid._session._loop.mailbox.wait(lambda p: p.generation > before, WITHIN_S)
 
-    monkeypatch.setattr(ExchangeChoice, "reconsider", take_next)
+    choose_next_exchange(monkeypatch)
     monkeypatch.setattr(Absence, "apply", record)
     monkeypatch.setattr(local_group, "Deadlines", lambda: replace(BRISK, reshare_s=0.05))
     stall = Stall(wanted=MAX_LATE_STEPS - 3)

@@ -124,17 +124,21 @@ class LinkRemeasurement:
         `introduce`, which chooses among fewer relays, names another relay.
         """
         run, peer = self._run, self._pending.pop()
-        others = [other for other in run.member_order if other not in (peer, *self._asked)]
-        others = [other for other in others if relay_of(self._addresses.address(peer, other)) is None]
         self._asked.append(peer)
-        self._next_s = now_s + (MEMBER_PROBE_S if peer in run.members else 0.0)
+        is_member = peer in run.members
+        self._next_s = now_s + (MEMBER_PROBE_S if is_member else 0.0)
         if not self._pending:
             is_repeated = now_s < self._ended_s + self._pause_s + MAX_PAUSE_S
             if self._ratio_before is not None:
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if is_repeated else PAUSE_S
             self._next_s, self._ended_s = now_s + self._pause_s, now_s
-        if peer not in run.members:
+        if not is_member:
             return []
+        others = [
+            other
+            for other in run.member_order
+            if other not in self._asked and relay_of(self._addresses.address(peer, other)) is None
+        ]
         self._planner.reorder_limits.record_introduction(peer, now_s)
         return self._addresses.introduce(peer, others)
 
