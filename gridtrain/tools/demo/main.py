@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 from rich.table import Table
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.extras import install_command
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.tools.demo import demo_report
@@ -41,13 +41,8 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
         model=f"byte GPT, {size.parameters:,} parameters",
         machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch_version}",
     )
-    try:
+    with disk_errors(f"cannot create the folder {plan.out}", "choose another folder with --out"):
         plan.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create the folder {plan.out}: {error.strerror}",
-            remedy="choose another folder with --out",
-        ) from None
     console.print(
         f"{plan.workers} workers, each behind a {setting.cap} link, train one {setting.model}, "
         f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.tools.options.option_table import PROGRAMS, Option, OptionKind, OptionValue
 
 RUN_FILE = "run.toml"
@@ -119,13 +119,9 @@ class RunFile:
     @classmethod
     def read(cls, path: Path) -> RunFile:
         """Read a run.toml.  Raises `ConfigError` if it cannot be read or its content is invalid."""
-        try:
-            with path.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error.strerror}", remedy="choose another file with GRIDTRAIN_CONFIG"
-            ) from None
+        remedy = "choose another file with GRIDTRAIN_CONFIG"
+        with disk_errors(f"{path} cannot be read", remedy), path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
         return cls.parse(content, path)
 
     @classmethod

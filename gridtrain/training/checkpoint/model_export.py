@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gridtrain.core.messages import LedgerState
 from gridtrain.core.stages.repartition import uncovered_spans
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, disk_errors
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import (
     Checkpoint,
@@ -367,12 +367,8 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
 
 
 def _search_folders(folder: Path, depth: int) -> list[Path]:
-    try:
+    with disk_errors(f"{folder} cannot be read", "pass a folder that contains checkpoints"):
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be read: {error.strerror}", remedy="pass a folder that contains checkpoints"
-        ) from None
     whole = [path for path in inside if parse_step(path.name) is not None]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
     return whole + [path for below in deeper for path in _search_folders(below, depth - 1)]
