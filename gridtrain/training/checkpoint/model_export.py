@@ -38,7 +38,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
     earlier_folder,
     parse_step,
 )
-from gridtrain.training.checkpoint.flat_gradient import canonical_names
+from gridtrain.training.checkpoint.flat_gradient import canonical_state
 from gridtrain.training.checkpoint.frozen_base import is_base
 from gridtrain.training.checkpoint.pretrained import (
     MAX_SHARD_BYTES,
@@ -304,8 +304,8 @@ def _keep_file(source: str | Path, target: str | Path) -> None:
 def plain_state(model: nn.Module) -> dict[str, Any]:
     """Return the model's `state_dict`, excluding its base, under the plain model's names, even if the model
     is compiled or wrapped."""
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_base(value)}
-    return dict(zip(canonical_names(list(state)), state.values(), strict=True))
+    state = model.state_dict(keep_vars=True)
+    return canonical_state({name: value for name, value in state.items() if not is_base(value)})
 
 
 def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
