@@ -7,6 +7,8 @@ the last line of a traceback tells users how to continue.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """The error numbers for a full disk and for an exhausted quota."""
@@ -50,6 +52,19 @@ class ConfigError(GridtrainError):
     """A setting or an argument is invalid, or contradicts another one."""
 
     exit_code = 2
+
+
+@contextmanager
+def disk_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise a `ConfigError` in place of an `OSError` in the `with` block.
+
+    Args:
+        what: what cannot be done, such as "run.toml cannot be read"; the system's reason follows it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}", remedy=remedy) from None
 
 
 class DataError(GridtrainError):

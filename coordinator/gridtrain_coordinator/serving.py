@@ -24,7 +24,7 @@ from gridtrain._version import SOFTWARE
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.core.messages import PeerId
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError, disk_errors
 from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
@@ -178,7 +178,8 @@ def _open(
 
     If a part cannot be opened, no new term begins, and the parts that are already open are closed.
     """
-    _make(folder)
+    with disk_errors(f"the folder {folder} cannot be created", "choose another folder with --state"):
+        make_private_folder(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
         log = own_log
@@ -271,16 +272,6 @@ def _backups(settings: Settings, state: Path) -> Backups | None:
     backups = Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
     backups.check_folder()
     return backups
-
-
-def _make(folder: Path) -> None:
-    try:
-        make_private_folder(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} cannot be created: {error.strerror}",
-            remedy="choose another folder with --state",
-        ) from None
 
 
 def _outward_host(listen: str) -> str:

@@ -24,8 +24,7 @@ from gridtrain.errors import ConfigError, DataError, describe_type
 from gridtrain.quantities import format_count
 from gridtrain.training.data import shard_index, shard_tables
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.data.shard_fetch import Copy
-from gridtrain.training.data.shard_files import ShardCache, ShardFile
+from gridtrain.training.data.shard_files import ShardCache
 from gridtrain.training.data.shards import Shards
 
 _PLACE = "datasets://shard/"
@@ -46,9 +45,9 @@ class StreamShards(Shards):
     """
 
     def __init__(self, stream: Any, index: str | Path, **options: Any) -> None:
-        self._stream = stream
         count = _shard_count(stream)
         super().__init__(index, **options)
+        self._copy = partial(_copy, stream)
         found = [shard.url for shard in self.index.shards]
         if found != _places(count):
             raise ConfigError(
@@ -56,9 +55,6 @@ class StreamShards(Shards):
                 f"{format_count(len(found), 'file')}, of which the first is {found[0]}",
                 remedy="write the index of this stream with gridtrain.adapters.datasets.write_index",
             )
-
-    def _copy_of(self, shard: ShardFile) -> Copy:
-        return partial(_copy, self._stream)
 
 
 def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = None, **options: Any) -> None:

@@ -8,7 +8,7 @@ import click
 
 from gridtrain.cli.option_flags import default_option
 from gridtrain.errors import ConfigError
-from gridtrain.extras import install_command
+from gridtrain.extras import require_torch
 from gridtrain.quantities import format_bytes, format_count
 
 
@@ -49,13 +49,9 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
     Every file is read once, and every sample is decoded.  Scripts pass the index to gridtrain.Shards;
     [run.data] in run.toml names it for volunteers.
     """
-    try:
-        from gridtrain.training.data import shard_index, token_packing
-        from gridtrain.training.data.shard_files import ShardFile
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed, but is needed to read data", remedy=install_command("data")
-        ) from None
+    require_torch("gridtrain data index")
+    from gridtrain.training.data import shard_index, token_packing
+    from gridtrain.training.data.shard_files import ShardFile
 
     def show(shard: ShardFile) -> None:
         tokens = f", {format_count(shard.tokens, 'token')}" if tokenizer else ""

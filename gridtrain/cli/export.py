@@ -6,8 +6,7 @@ import click
 
 from gridtrain.cli.layers_file import parse_size
 from gridtrain.cli.output import wrap_text
-from gridtrain.errors import ConfigError
-from gridtrain.extras import install_command
+from gridtrain.extras import require_torch
 from gridtrain.quantities import describe_skipped, format_count
 
 
@@ -33,14 +32,10 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
     adapters were trained, and otherwise with AutoModel...from_pretrained(FOLDER); the model must be one of
     PEFT's or transformers'.
     """
-    try:
-        from gridtrain.training.checkpoint.model_export import export_by_url
-        from gridtrain.training.checkpoint.remote_store import shown_url
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed, but is needed to read checkpoints",
-            remedy=install_command("torch"),
-        ) from None
+    require_torch("gridtrain export")
+    from gridtrain.training.checkpoint.model_export import export_by_url
+    from gridtrain.training.checkpoint.remote_store import shown_url
+
     done = export_by_url(checkpoint, out, step, parse_size(shard_size))
     size = f"{format_count(done.tensors, 'tensor')} with {format_count(done.elements, 'element')}"
     text = f"the model after step {done.step}, {size}"

@@ -47,11 +47,6 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
     return value_s
 
 
-def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Parse the time to wait for workers; return it in seconds, or 0 if the option is not given."""
-    return _parse_duration(context, parameter, text) if text else 0.0
-
-
 @click.command()
 @run_options
 @default_option("--uses", 1, "Number of workers that may join.", type=click.IntRange(1, 10_000), metavar="N")
@@ -71,7 +66,7 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     help="Wait this long for a coordinator that is starting.",
 )
 @click.option(
-    "--until-joined", callback=_patience, metavar="TIME", default="",
+    "--until-joined", callback=_parse_duration, metavar="TIME", default="0s",
     help="Then wait this long for workers to join.",
 )  # fmt: skip
 @click.option("--withdraw", metavar="INVITATION", help="Withdraw this invitation instead of creating one.")

@@ -24,16 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gridtrain.cli.network_file import check_keys, parse_seconds, read_toml
+from gridtrain.cli.network_file import parse_seconds, read_toml, tables_named
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import parse_bytes
+from gridtrain.tools.options.runfile import check_keys
 
 if TYPE_CHECKING:
     from gridtrain.core.stages.stage_cost import Layer
 
 MAX_LAYERS = 2000
-_KNOWN_KEYS = {"name", "repeat", "parameters", "trainable", "forward", "backward", "overhead"}
-_KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
+_SIZES = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")
 
 
 def parse_size(text: str) -> int:
@@ -75,14 +75,8 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
     Raises:
         ConfigError: the file cannot be read, or does not describe layers.
     """
-    document = read_toml(path, "pipeline.md")
-    entries = document.get("layer", [])
-    unknown = set(document) - {"input", "layer"}
-    if unknown or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(
-            f"{path} has invalid entries: {', '.join(sorted(unknown)) or 'layer'}",
-            remedy="use only input and [[layer]]",
-        )
+    document = read_toml(path, "pipeline.md", ("input", "layer"))
+    entries = tables_named(path, document, "layer")
     layers = [layer for number, entry in enumerate(entries) for layer in _layers(path, number, entry)]
     if not 1 <= len(layers) <= MAX_LAYERS:
         raise ConfigError(f"{path} has {len(layers)} layers", remedy=f"give 1 to {MAX_LAYERS} layers")
@@ -94,7 +88,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
 
     name = entry.get("name", f"layer{number}")
     where = f'{path}: layer "{name}"'
-    check_keys(where, entry, _KNOWN_KEYS)
+    check_keys(f"{where}:", entry, ("name", "repeat", "forward", "backward", "overhead", *_SIZES))
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MAX_LAYERS:
         raise ConfigError(
@@ -102,8 +96,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
             remedy=f"write the name as a string, and repeat as an integer from 1 to {MAX_LAYERS}",
         )
     forward_s = _seconds(where, entry.get("forward", 0))
-    named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")
-    sizes = {key: _bytes(where, entry[key]) for key in named if key in entry}
+    sizes = {key: _bytes(where, entry[key]) for key in _SIZES if key in entry}
     one = Layer(
         name,
         forward_s,

@@ -105,9 +105,8 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
                 trips[ranks[a], ranks[b]] = rtt_s
             if rate_Bps is not None:
                 measured.record(ranks[a], [(ranks[b], rate_Bps, 0.0)])
-        network = measured.build_network(
-            ranks, bounded=False
-        )  # the coordinator has compared the reports of both ends
+        # Not bounded, because the coordinator has compared the reports of both ends.
+        network = measured.build_network(ranks, bounded=False)
     if network is None:
         raise ConfigError(
             f'no link between members of "{run}" has been measured yet (training: '

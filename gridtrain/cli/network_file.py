@@ -15,15 +15,17 @@ latency = "15ms"           # one way
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import parse_duration_s
+from gridtrain.tools.options.runfile import check_keys
 
 if TYPE_CHECKING:
-    from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+    from gridtrain.core.planning.network_model import NetworkModel
 
 MAX_WORKERS = 1_000_000
 
@@ -43,22 +45,24 @@ def parse_seconds(text: str, name: str = "") -> float:
     return found
 
 
-def read_toml(path: Path, page: str) -> dict[str, Any]:
-    """Read a TOML file.  Raises a `ConfigError` that refers to docs/`page` if it cannot be read or parsed."""
+def read_toml(path: Path, page: str, known: Collection[str]) -> dict[str, Any]:
+    """Read a TOML file.  Raises a `ConfigError`, which refers to docs/`page` if the file cannot be read or
+    parsed, also for a key that is not in `known`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = "lists are nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{path}: {reason}", remedy=f"see docs/{page} for the format of the file") from None
+    check_keys(f"{path}:", document, known)
+    return document
 
 
-def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` if a table has keys that are not in `known`."""
-    if unknown := set(entry) - known:
-        raise ConfigError(
-            f"{where} has unknown keys: {', '.join(sorted(unknown))}",
-            remedy=f"use only {', '.join(sorted(known))}",
-        )
+def tables_named(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the tables [[`name`]] of a file; raise `ConfigError` if the key has another value."""
+    found = document.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise ConfigError(f"{path}: {name} is not a list of tables", remedy=f"write tables: [[{name}]]")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +118,10 @@ class DescribedNetwork:
         shared_Bps: dict[str, float] = {}
         for pair, (alpha_s, rate_Bps) in self.between.items():
             for a, b in (sorted(pair), sorted(pair, reverse=True)):
-                links[a, b] = _between(a, b, alpha_s, rate_Bps)
+                name = f"{a} to {b}"
+                links[a, b] = LinkModel(alpha_s, shared_links=(name,) if rate_Bps is not None else ())
                 if rate_Bps is not None:
-                    shared_Bps[f"{a} to {b}"] = rate_Bps
+                    shared_Bps[name] = rate_Bps
         return NetworkModel(
             lambda src, dst: links[members[src].name, members[dst].name],
             [site.up_Bps for site in members],
@@ -132,12 +137,6 @@ class DescribedNetwork:
         for i in most_left[: size - sum(counts)]:
             counts[i] += 1
         return counts
-
-
-def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkModel:
-    from gridtrain.core.planning.network_model import LinkModel
-
-    return LinkModel(alpha_s, shared_links=(f"{a} to {b}",) if rate_Bps is not None else ())
 
 
 def single_site(link: str, latency: str) -> DescribedNetwork:
@@ -157,8 +156,8 @@ def read_network(path: Path) -> DescribedNetwork:
     Raises:
         ConfigError: the file cannot be read, or does not describe a network.
     """
-    document = read_toml(path, "planning.md")
-    sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))
+    document = read_toml(path, "planning.md", ("site", "between"))
+    sites = tuple(_site(path, entry) for entry in tables_named(path, document, "site"))
     names = [site.name for site in sites]
     if not sites or len(set(names)) != len(names):
         raise ConfigError(
@@ -166,7 +165,7 @@ def read_network(path: Path) -> DescribedNetwork:
             "one",
             remedy="add at least one [[site]] and give each site its own name",
         )
-    between = dict(_pair(path, names, entry) for entry in _tables(path, document, "between"))
+    between = dict(_pair(path, names, entry) for entry in tables_named(path, document, "between"))
     for i, a in enumerate(names):
         for b in names[:i]:
             if frozenset((a, b)) not in between:
@@ -177,20 +176,9 @@ def read_network(path: Path) -> DescribedNetwork:
     return DescribedNetwork(sites, between)
 
 
-def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    unknown = set(document) - {"site", "between"}
-    found = document.get(name, [])
-    if unknown or not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-        what = (
-            f"unknown keys {', '.join(sorted(unknown))}" if unknown else f"[{name}] is not a list of tables"
-        )
-        raise ConfigError(f"{path}: {what}", remedy="use only [[site]] and [[between]]")
-    return found
-
-
 def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     where = f'{path}: site "{entry.get("name", "?")}"'
-    check_keys(where, entry, {"name", "workers", "link", "up", "down", "latency"})
+    check_keys(f"{where}:", entry, ("name", "workers", "link", "up", "down", "latency"))
     workers, name = entry.get("workers", 1), entry.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{path}: a site has name = {name!r}", remedy="give each site a name in quotes")
@@ -217,7 +205,7 @@ def _pair(
     named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
     if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
         raise ConfigError(f"{where} does not name two sites", remedy=f"specify two of {', '.join(names)}")
-    check_keys(where, entry, {"sites", "link", "latency"})
+    check_keys(f"{where}:", entry, ("sites", "link", "latency"))
     rate_Bps = _rates(str(entry["link"]), where)[0] if "link" in entry else None
     return frozenset(named), (parse_seconds(str(entry.get("latency", "0s")), where), rate_Bps)
 

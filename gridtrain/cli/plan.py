@@ -363,10 +363,8 @@ def _print(
     optimizer: str,
     memory_of: Callable[[ExchangeEstimate], WorkerMemory],
 ) -> None:
-    from gridtrain.core.planning.exchange_recommendation import (
-        format_exchange,
-        recommend_exchange,
-    )
+    from gridtrain.cli.live_network import LiveNetwork
+    from gridtrain.core.planning.exchange_recommendation import format_exchange, recommend_exchange
     from gridtrain.core.planning.local_steps_proposal import recommend_local_steps
 
     console = make_console()
@@ -394,15 +392,9 @@ def _print(
         console.print(
             "For each exchange, members are ordered to minimize its predicted time.", highlight=False
         )
-        if rows[-1][0].world_size > described.workers and _is_live(described):
+        if rows[-1][0].world_size > described.workers and isinstance(described, LiveNetwork):
             text = f"Above {described.workers} workers, each further worker is assumed to equal a member."
             console.print(text, highlight=False)
-
-
-def _is_live(described: DescribedNetwork | LiveNetwork) -> bool:
-    from gridtrain.cli.live_network import LiveNetwork
-
-    return isinstance(described, LiveNetwork)
 
 
 def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> list[Table]:

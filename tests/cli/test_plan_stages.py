@@ -197,14 +197,14 @@ def test_invalid_options_are_refused(arguments: tuple[str, ...], error: str) -> 
     ("text", "error"),
     [
         ("", "0 layers"),
-        ("[[layer]]\ncolour = 1", "unknown keys: colour"),
+        ("[[layer]]\ncolour = 1", "'colour' is not a known key"),
         ("[[layer]]\nrepeat = 0", "has name = 'layer0' and repeat = 0"),
         ("[[layer]]\nforward = true", "has the invalid time True"),
         ("[[layer]]\nforward = 'soon'", "is not a time"),
         ("[[layer]]\nkept = 1.5", "has the invalid size 1.5"),
         ("[[layer]]\nkept = 'much'", "is not a size"),
         ("[[block]]\nname = 'a'", "block"),
-        ("layer = 3", "use only input and"),
+        ("layer = 3", "layer is not a list of tables"),
         ("][", "Expected|Invalid"),
     ],
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.runtime.client.private_file import replace_private_file
 
 MAX_FILE_BYTES = 4096
@@ -69,13 +69,9 @@ class Budget:
             return
         *others, (day, nbytes) = self._days.items()
         body = {"day": day, "bytes": nbytes, "others": dict(others)}
-        try:
+        what = f"the day's traffic cannot be counted in {self._path}"
+        with disk_errors(what, "free space on the disk, or check the folder's permissions"):
             replace_private_file(self._path, json.dumps(body), durable=sure)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._path} cannot be written: {error.strerror}, so the day's traffic cannot be counted",
-                remedy="free space on the disk, or check the folder's permissions",
-            ) from None
         self._unwritten_bytes, self._unwritten_since_s = 0, math.inf
 
     def _read(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError, disk_errors
 from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, MAX_LINE_BYTES
 from gridtrain.runtime.client.worker_defaults import state_directory
@@ -97,14 +97,11 @@ class ControlSocket:
         self._default_path = folder / SOCKET
         self.path, self._short_folder = _free(self._default_path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        what = f"cannot create the control socket {self.path}"
         before = os.umask(0o177)  # the file is created with its final mode
         try:
-            self._socket.bind(self.path)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create the control socket {self.path}: {error.strerror}",
-                remedy="check the folder, or set XDG_STATE_HOME to another folder",
-            ) from None
+            with disk_errors(what, "check the folder, or set XDG_STATE_HOME to another folder"):
+                self._socket.bind(self.path)
         finally:
             os.umask(before)
         self._socket.listen(MAX_CONNECTIONS)

@@ -63,15 +63,14 @@ class Sensors(Protocol):
 class MachineSensors:
     """This machine's sensors; `SensorReadings.absent` lists the sensors that cannot be read, with reasons."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._latest: tuple[float, SensorReadings] | None = None
         self._asked: frozenset[str] = frozenset()
         self._psutil = _psutil()
         self._nvml, self._no_nvml = _nvml()
 
     def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> SensorReadings:
-        now_s, wanted = self._clock(), frozenset(names)
+        now_s, wanted = time.monotonic(), frozenset(names)
         if self._latest is None or now_s >= self._latest[0] + EVERY_S or not wanted <= self._asked:
             self._latest, self._asked = (now_s, self._all(ours, wanted)), wanted
         return self._latest[1]

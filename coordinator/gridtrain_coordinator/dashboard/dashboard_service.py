@@ -196,9 +196,8 @@ class DashboardService:
         latest, self._latest = self._latest, None
         if latest is None or self._stream is None:
             return
-        with contextlib.suppress(IndexError):
-            while True:
-                self._board.add_event(*self._events.popleft())
+        while self._events:
+            self._board.add_event(*self._events.popleft())
         at_s, self._updated_s, status = latest
         self._board.update(status, at_s)
         self._stream.publish(encoded(self._board.take_changes()))

@@ -20,7 +20,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from gridtrain.errors import DISK_FULL, AddressTaken, ConfigError, TransportError
+from gridtrain.errors import DISK_FULL, AddressTaken, ConfigError, TransportError, disk_errors
 from gridtrain.extras import install_command
 from gridtrain.runtime.client.private_file import replace_private_file
 
@@ -158,12 +158,9 @@ def load_token(folder: Path) -> str:
 
 def _read(path: Path) -> str:
     remedy = "delete the file; the next start creates a new one"
-    try:
-        with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(256).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=remedy) from None
+    with disk_errors(f"{path} cannot be read", remedy), open(path, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        text = file.read(256).decode("ascii", "replace").strip()
     if mode & 0o077:
         raise ConfigError(
             f"{path} can be read by others (mode {mode:04o}), who could then remove workers", remedy=remedy

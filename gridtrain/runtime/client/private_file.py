@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import disk_errors
 
 LEFTOVER_AGE_S = 60.0
 MAX_LEFTOVERS = 100
@@ -52,10 +52,8 @@ def replace_private_json(path: Path, body: object, remedy: str) -> None:
 
     Raises `ConfigError` with this remedy if the file cannot be written.
     """
-    try:
+    with disk_errors(f"{path} cannot be written", remedy):
         replace_private_file(path, json.dumps(body, indent=1))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy) from None
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import RUN_NAME
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.network.transport.zmq.name_lookup import names
 
 _LOOPBACK = "127.0.0.1"
@@ -66,16 +66,14 @@ def export_folder(run: str, export_dir: str) -> Path:
             remedy="omit export_dir, and copy the final model to the URL with gridtrain export",
         )
     folder = Path(export_dir or state_directory(run))
-    try:
+    with disk_errors(
+        f"the final model cannot be written to {folder}",
+        "choose another folder with --export-dir (or gridtrain.join(export_dir=...)); if this worker has a "
+        "checkpoint of a finished run, gridtrain export writes its model from --state-dir",
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise ConfigError(
-            f"the final model cannot be written to {folder}: {error.strerror or error}",
-            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...)); if this "
-            "worker has a checkpoint of a finished run, gridtrain export writes its model from --state-dir",
-        ) from None
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 def identity_folder(run: str, coordinator: bytes) -> Path:

@@ -130,10 +130,8 @@ def run_repeat(
         aborts += 1
         if outcome.is_committed:
             break
-    cpu_s, end_s = (
-        time.process_time() - cpu_s,
-        time.monotonic(),
-    )  # all members have voted, so all bytes have arrived
+    # All members have voted, so all bytes have arrived.
+    cpu_s, end_s = time.process_time() - cpu_s, time.monotonic()
     player.wait_at("done", start_s=start_s, end_s=end_s)
     figures = {
         "cpu_s": cpu_s,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, disk_errors
 from gridtrain.tools.bundle.bundle_archive import MAX_BUNDLE_BYTES, ArchiveError, pack, unpack
 from gridtrain.tools.options.runfile import DATA_KEYS, RUN_FILE, RunDescription, RunFile
 
@@ -129,14 +129,12 @@ def _quoted(value: str | list[str] | int) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BUNDLE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}, which is listed in {RUN_FILE}, cannot be read: {error.strerror}",
-            remedy=f"restore the file, or correct its path in {RUN_FILE}",
-        ) from None
+    remedy = f"restore the file, or correct its path in {RUN_FILE}"
+    with (
+        disk_errors(f"{path}, which is listed in {RUN_FILE}, cannot be read", remedy),
+        path.open("rb") as file,
+    ):
+        content = file.read(MAX_BUNDLE_BYTES + 1)
     if len(content) > MAX_BUNDLE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_TOO_LARGE_REMEDY)
     return content

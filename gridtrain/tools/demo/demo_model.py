@@ -60,16 +60,13 @@ class ByteGPT(nn.Module):
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        """Draw matrices from Normal(0, 0.02), with a smaller deviation where a layer writes into the residual
-        stream (GPT-2, section 2.3); set biases to 0 and the weights of norms to 1."""
+        """Draw the matrices; set biases to 0 and the weights of norms to 1."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
-                continue
-            into_residual = "attention_out" in name or "mlp_out" in name
-            std = 0.02 / math.sqrt(2 * self.size.layers) if into_residual else 0.02
-            nn.init.normal_(parameter, std=std, generator=generator)
+            else:
+                draw_matrix(name, parameter, self.size.layers, generator)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
         """Return logits of the next byte, shape (B, T, 256), for byte values of shape (B, T), int64."""
@@ -82,6 +79,14 @@ class ByteGPT(nn.Module):
     def loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Return the mean cross entropy in nats per byte."""
         return F.cross_entropy(self(x_BT).flatten(0, 1), y_BT.flatten())
+
+
+def draw_matrix(name: str, matrix: Tensor, layers: int, generator: torch.Generator | None = None) -> None:
+    """Draw a matrix from Normal(0, 0.02), with a smaller deviation where a layer writes into the residual
+    stream (GPT-2, section 2.3)."""
+    into_residual = "attention_out" in name or "mlp_out" in name
+    std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
+    nn.init.normal_(matrix, std=std, generator=generator)
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from rich.console import Console
 from rich.table import Table
 
-from gridtrain.errors import ConfigError
-from gridtrain.extras import install_command
+from gridtrain.errors import disk_errors
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.tools.demo import demo_report
 from gridtrain.tools.demo.orchestrator import DemoPlan, run_all
@@ -27,27 +26,21 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     """Run the demo, print its results, and write the report.
 
     Raises:
-        ConfigError: torch or the standard library's source is missing, the rate cap is invalid, or the folder
-            for the results cannot be created.
+        ConfigError: the standard library's source is missing, the rate cap is invalid, or the folder for the
+            results cannot be created.
         GridtrainError: a process failed, or no step was committed for too long; the message contains the last
             lines of the logs.
     """
-    torch_version = _torch_version()
     corpus = load_corpus()
     size = SIZES[plan.model]
     setting = demo_report.DemoSetting(
         workers=plan.workers,
         cap=f"{parse_rate(plan.cap) * 8 / 1e6:g} Mbit/s",
         model=f"byte GPT, {size.parameters:,} parameters",
-        machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch_version}",
+        machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {version('torch')}",
     )
-    try:
+    with disk_errors(f"cannot create the folder {plan.out}", "choose another folder with --out"):
         plan.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create the folder {plan.out}: {error.strerror}",
-            remedy="choose another folder with --out",
-        ) from None
     console.print(
         f"{plan.workers} workers, each behind a {setting.cap} link, train one {setting.model}, "
         f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
@@ -94,14 +87,3 @@ def transposed_table(headings: demo_report.Row, rows: list[demo_report.Row]) -> 
     for position, heading in enumerate(headings[1:], 1):
         table.add_row(heading, *(row[position] for row in rows))
     return table
-
-
-def _torch_version() -> str:
-    """Return the version of torch without importing it, which would take more than a second."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        raise ConfigError(
-            "the demo trains with PyTorch, but torch is not installed",
-            remedy=install_command("torch"),
-        ) from None

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -149,7 +149,6 @@ def supervise(
     on_record: Callable[[StepRecord], None],
     *,
     start_s: float = START_TIMEOUT_S,
-    silence_s: float = NO_PROGRESS_TIMEOUT_S,
 ) -> None:
     """Run the coordinator and the workers until all workers have ended; no process outlives this call.
 
@@ -159,7 +158,6 @@ def supervise(
         folder: the folder for the log files, in which the first worker writes its records.
         on_record: a function that is called with each new record in `folder`.
         start_s: the maximum time from the start to the first record.
-        silence_s: the maximum time between two records.
 
     Raises:
         GridtrainError: a process failed, or a step took too long.
@@ -174,7 +172,7 @@ def supervise(
             ended = len(processes) > 1 and all(process.poll() is not None for process in processes[1:])
             for record in follower.new_records():
                 on_record(record)
-                heard_s, patience_s = time.monotonic(), silence_s
+                heard_s, patience_s = time.monotonic(), NO_PROGRESS_TIMEOUT_S
             for process in processes:
                 process.raise_if_failed()
             if ended:
@@ -263,5 +261,5 @@ def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:
             remedy=f"see the logs in {folder}",
         )
     last = records[-1]
-    times_s = {name: getattr(last.times, name) for name in ("compute", "select", "communicate", "wait")}
-    return LossCurve(exchange, label, measurements, last.step, last.seconds, mean_sent(folder), times_s)
+    sent, times_s = mean_sent(folder), asdict(last.times)
+    return LossCurve(exchange, label, measurements, last.step, last.seconds, sent, times_s)

@@ -167,7 +167,7 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
     limit = (
         "" if limit_bytes is None else f", and the declared limit is {limit_bytes / MIB:.1f} MiB per worker"
     )
-    said = [
+    return [
         f"After {format_count(len(cut.losses), 'step')}, training in {cut.run.stages} stages differs from "
         f"training without stages by at most {differs:g} in a parameter and "
         f"{_apart(whole.losses, cut.losses):g} in a loss.",
@@ -176,7 +176,6 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
         f"All {square.run.workers} workers of 2 stages x 2 replicas computed the same losses: "
         f"{'yes' if all(w['losses'] == square.losses for w in square.workers) else 'NO'}.",
     ]
-    return said
 
 
 def largest_parameter_difference(whole: Path, cut: Path) -> float:

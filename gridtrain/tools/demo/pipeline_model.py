@@ -7,14 +7,13 @@ This module defines shapes, initial values, the memory limit, and the boundaries
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.tools.demo.demo_model import TransformerBlock
+from gridtrain.tools.demo.demo_model import TransformerBlock, draw_matrix
 from gridtrain.tools.demo.recipe import VOCABULARY, ModelSize
 
 SIZE = ModelSize(width=96, layers=8, heads=4, context=64)
@@ -72,13 +71,10 @@ def make_model(size: ModelSize = SIZE) -> nn.Sequential:
 
 
 def init(block: nn.Module, number: int) -> None:
-    """Draw the matrices of a block from Normal(0, 0.02), with a smaller deviation where a layer writes into
-    the residual stream (GPT-2, section 2.3)."""
+    """Draw the matrices of a block."""
     for name, parameter in block.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        into_residual = "attention_out" in name or "mlp_out" in name
-        nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * SIZE.layers) if into_residual else 0.02)
+        if parameter.dim() >= 2:
+            draw_matrix(name, parameter, SIZE.layers)
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -131,9 +131,8 @@ def _late(said: bytes | str | None, took_s: float) -> Finding:
     for line in text.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             at = json.loads(line)["at"]
-    here = _installed() or (
-        "torch" if at in ("gpu", "product") else ""
-    )  # torch was imported, even if its version is unknown
+    was_imported = at in ("gpu", "product")  # even if its version is unknown
+    here = _installed() or ("torch" if was_imported else "")
     if at == "gpu":
         check = "python -c 'import torch; print(torch.cuda.is_available())'"
         return failure(

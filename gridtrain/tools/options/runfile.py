@@ -13,12 +13,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, disk_errors
 from gridtrain.tools.options.option_table import PROGRAMS, Option, OptionKind, OptionValue
 
 RUN_FILE = "run.toml"
@@ -119,13 +119,9 @@ class RunFile:
     @classmethod
     def read(cls, path: Path) -> RunFile:
         """Read a run.toml.  Raises `ConfigError` if it cannot be read or its content is invalid."""
-        try:
-            with path.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error.strerror}", remedy="choose another file with GRIDTRAIN_CONFIG"
-            ) from None
+        remedy = "choose another file with GRIDTRAIN_CONFIG"
+        with disk_errors(f"{path} cannot be read", remedy), path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
         return cls.parse(content, path)
 
     @classmethod
@@ -144,7 +140,7 @@ class RunFile:
                 f"{path}: {error or 'lists are nested too deeply'}",
                 remedy="see docs/configuration.md for the format of the file",
             ) from None
-        check_keys(path, document, ("run", *PROGRAMS), "")
+        check_keys(f"{path}:", document, ("run", *PROGRAMS))
         for table, value in document.items():
             if not isinstance(value, dict):
                 raise ConfigError(
@@ -154,7 +150,7 @@ class RunFile:
         for program, options in PROGRAMS.items():
             places = [one.toml_location(program) for one in options if not one.is_command_line_only]
             own = [key for table, key in places if table == program]
-            check_keys(path, document.get(program, {}), own, program)
+            check_keys(f"{path}: [{program}]", document.get(program, {}), own)
         return cls(path, run, document)
 
     def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
@@ -169,26 +165,23 @@ class RunFile:
         where = f"{self.path} [{table}] {key}"
         value = one.from_toml(values[key], where)
         if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
-            value = str(
-                self.path.parent / Path(value).expanduser()
-            )  # relative to the file, not to the working directory
+            # Relative to the file, not to the working directory.
+            value = str(self.path.parent / Path(value).expanduser())
         return value, where
 
 
-def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
+def check_keys(where: str, found: Iterable[str], known: Collection[str]) -> None:
     """Raise `ConfigError` for the first unknown key; the remedy suggests a similar key, or all known keys.
 
     Args:
-        table: the name of the table that has the keys; "" for the tables of the file itself.
+        where: the file and the table that have the keys, as the beginning of the message.
     """
-    names = list(known)
     for key in found:
-        if key not in names:
-            place = f"[{table}] " if table else ""
-            near = nearest_word(key, names)
+        if key not in known:
+            near = nearest_word(key, known)
             raise ConfigError(
-                f"{path}: {place}{key!r} is not a known key",
-                remedy=f"did you mean {near!r}?" if near else f"use one of {', '.join(names)}",
+                f"{where} {key!r} is not a known key",
+                remedy=f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}",
             )
 
 
@@ -203,7 +196,7 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
 
 
 def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
-    check_keys(path, table, RUN_KEYS, "run")
+    check_keys(f"{path}: [run]", table, RUN_KEYS)
     script = _text(path, table, "script")
     run = RunDescription(
         name=_text(path, table, "name") or "default",
@@ -245,7 +238,7 @@ def _refuse_code(path: Path, run: RunDescription, data: DatasetDescription) -> N
 def _data(path: Path, table: object) -> DatasetDescription:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [run] data is {table!r}, not a table", remedy="write a table: [run.data]")
-    check_keys(path, table, DATA_KEYS, "run.data")
+    check_keys(f"{path}: [run.data]", table, DATA_KEYS)
     where, url, index, given, digest = (
         _text(path, table, key, "run.data") for key in ("where", "url", "index", "file", "digest")
     )

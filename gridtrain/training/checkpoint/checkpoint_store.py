@@ -54,6 +54,7 @@ START_FROM_MODEL = "to train its model with other settings, load the model befor
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".step-*.partial"
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,9 @@ class FailureCounter:
         figure: the name of the figure that reports the count.
     """
 
-    def __init__(self, figure: str, report_figures: ReportFigures, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, figure: str, report_figures: ReportFigures, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._figure, self._report_figures, self._clock = figure, report_figures, clock
         self.count, self._error, self._warned_s = 0, "", -math.inf
 
@@ -493,9 +496,7 @@ def read(path: Path) -> Checkpoint:
             raise ValueError("its tensors differ from those that were written")
         state = dict(body["state"])
         return Checkpoint(held, facts, state, tensors, residual, body.get("pretrained"), path=path)
-    except RemoteProtocolError as error:
-        raise _unreadable_error(path, error) from None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+    except (*_UNREADABLE, RemoteProtocolError, SafetensorError) as error:
         raise _unreadable_error(path, error) from None
 
 
@@ -517,16 +518,12 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
     if not path.exists():
         return {}
     data = path.read_bytes()
-    if written and _digest(data) != written:
+    if written and hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest() != written:
         log.warning(
             "the residual %s differs from what was written and is lost; the state is not affected", path
         )
         return {}
     return safetensors.torch.load(data)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _hashed(pieces: Iterable[memoryview], total: hashlib.blake2b) -> Iterator[memoryview]:
@@ -542,7 +539,7 @@ def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
     try:
         body = json.loads(_read_text(path / "state.json"))
         return _parse_position(body), parse_facts(body["facts"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise _unreadable_error(path, error) from None
 
 

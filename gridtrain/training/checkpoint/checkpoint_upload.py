@@ -20,7 +20,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class CheckpointUploader:
         start_step: the step of the latest checkpoint at the URL when this worker joined.  A run that begins
             at an earlier step must not replace this checkpoint, and the checkpoint does not prove that its
             uploader is still active.
-        report_figures, clock: as in `CheckpointStore`.
+        report_figures: as in `CheckpointStore`.
     """
 
     def __init__(
@@ -83,13 +83,12 @@ class CheckpointUploader:
         keep: int,
         start_step: int,
         report_figures: ReportFigures = lambda figures: None,
-        clock: Callable[[], float] = time.monotonic,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
         final_wait_s: float = FINAL_WAIT_S,
     ) -> None:
         self._store, self._every, self._keep, self._start_step = store, every, keep, start_step
         self._worker = hashlib.sha256(f"{platform.node()}:{folder.absolute()}".encode()).hexdigest()[:16]
-        self._failures = FailureCounter(FAILED_UPLOADS, report_figures, clock)
+        self._failures = FailureCounter(FAILED_UPLOADS, report_figures)
         self._retry_after_s, self._final_wait_s = tuple(retry_after_s), final_wait_s
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []  # oldest first

@@ -15,8 +15,9 @@ it is scattered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,11 @@ def canonical_names(names: Sequence[str]) -> list[str]:
     while plain and all(name.startswith(_DATA_PARALLEL) for name in plain):
         plain = [name.removeprefix(_DATA_PARALLEL) for name in plain]
     return plain
+
+
+def canonical_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `state_dict` under the names of the plain model."""
+    return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
 def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gridtrain.core.messages import LedgerState
 from gridtrain.core.stages.repartition import uncovered_spans
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError, disk_errors
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import (
     Checkpoint,
@@ -38,7 +38,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
     earlier_folder,
     parse_step,
 )
-from gridtrain.training.checkpoint.flat_gradient import canonical_names
+from gridtrain.training.checkpoint.flat_gradient import canonical_state
 from gridtrain.training.checkpoint.frozen_base import is_base
 from gridtrain.training.checkpoint.pretrained import (
     MAX_SHARD_BYTES,
@@ -304,8 +304,8 @@ def _keep_file(source: str | Path, target: str | Path) -> None:
 def plain_state(model: nn.Module) -> dict[str, Any]:
     """Return the model's `state_dict`, excluding its base, under the plain model's names, even if the model
     is compiled or wrapped."""
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_base(value)}
-    return dict(zip(canonical_names(list(state)), state.values(), strict=True))
+    state = model.state_dict(keep_vars=True)
+    return canonical_state({name: value for name, value in state.items() if not is_base(value)})
 
 
 def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
@@ -367,12 +367,8 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
 
 
 def _search_folders(folder: Path, depth: int) -> list[Path]:
-    try:
+    with disk_errors(f"{folder} cannot be read", "pass a folder that contains checkpoints"):
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be read: {error.strerror}", remedy="pass a folder that contains checkpoints"
-        ) from None
     whole = [path for path in inside if parse_step(path.name) is not None]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
     return whole + [path for below in deeper for path in _search_folders(below, depth - 1)]

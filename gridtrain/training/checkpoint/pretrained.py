@@ -36,7 +36,7 @@ from gridtrain.core.messages import Facts
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_count
 from gridtrain.training.checkpoint import checkpoint_store
-from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
+from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters, canonical_state
 
 log = logging.getLogger("gridtrain")
 
@@ -254,8 +254,7 @@ def _stored_names(model: nn.Module, prefix: str, names: list[str]) -> list[str]:
 
 def _uncovered(model: nn.Module, layout: PretrainedLayout) -> list[str]:
     """Return the names of the trained parameters that no file of the directory contains."""
-    state = model.state_dict(keep_vars=True)
-    named = dict(zip(canonical_names(list(state)), state.values(), strict=True))
+    named = canonical_state(model.state_dict(keep_vars=True))
     covered = {id(named[name]) for names in layout.names.values() for name in names.values()}
     return [name for name, p in canonical_parameters(model) if p.requires_grad and id(p) not in covered]
 
@@ -286,8 +285,7 @@ def save_directory(model: nn.Module, folder: Path) -> None:
     found = find_pretrained(model)
     assert found is not None
     _, inner = found
-    state = inner.state_dict()
-    state = dict(zip(canonical_names(list(state)), state.values(), strict=True))
+    state = canonical_state(inner.state_dict())
     options: dict[str, Any] = {} if is_adapter(inner) else {"max_shard_size": MAX_SHARD_BYTES}
 
     def write(partial: Path) -> None:

@@ -23,7 +23,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -353,7 +353,6 @@ class RemoteStore:
         facts: Facts | None = None,
         newer_than: int = 0,
         step: int | None = None,
-        retry_after_s: Sequence[float] = FETCH_RETRY_AFTER_S,
     ) -> int:
         """Copy the latest complete checkpoint or the one of `step` to `folder`, in the layout of a worker's
         disk.  A damaged one is skipped with a warning if an older one can be used.
@@ -370,7 +369,7 @@ class RemoteStore:
         """
         first_error: ConfigError | None = None
         try:
-            for manifests in self._retried(lambda: list(self.complete_checkpoints()), retry_after_s):
+            for manifests in self._retried(lambda: list(self.complete_checkpoints())):
                 found = manifests[0].step
                 if step is not None and found != step:
                     continue
@@ -380,7 +379,7 @@ class RemoteStore:
                 log.warning("fetching the checkpoint of step %d from %s", found, self.shown)
                 try:
                     for manifest in manifests:
-                        self._fetch(manifest, folder, facts or manifest.facts, retry_after_s)
+                        self._fetch(manifest, folder, facts or manifest.facts)
                     return found
                 except ConfigError as error:
                     log.warning(
@@ -408,7 +407,7 @@ class RemoteStore:
             remedy="choose another URL for each run",
         )
 
-    def _fetch(self, manifest: Manifest, folder: Path, facts: Facts, retry_after_s: Sequence[float]) -> None:
+    def _fetch(self, manifest: Manifest, folder: Path, facts: Facts) -> None:
         """Copy a part, unless it is on disk with the same history and settings.  Raises `ConfigError` if the
         part is missing or damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
@@ -421,7 +420,7 @@ class RemoteStore:
         with checkpoint_store.replaced_folder(path) as copy:
             for file in manifest.files:
                 source = f"{self._folder(manifest.step)}/{file.stored_name}"
-                self._retried(partial(self._get, source, copy / file.name, file), retry_after_s)
+                self._retried(partial(self._get, source, copy / file.name, file))
             checkpoint_store.read(copy)  # also checks the digest of its contents
             checkpoint_store.keep_refused(folder, [parent], facts)
 
@@ -438,8 +437,8 @@ class RemoteStore:
                 remedy=_OLDER_IS_USED,
             )
 
-    def _retried(self, work: Callable[[], T], retry_after_s: Sequence[float]) -> T:
-        for wait_s in retry_after_s:
+    def _retried(self, work: Callable[[], T]) -> T:
+        for wait_s in FETCH_RETRY_AFTER_S:
             try:
                 return work()
             except ConfigError:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, RemoteProtocolError, describe_type
-from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, canonical_state
 from gridtrain.training.checkpoint.frozen_base import (
     FROZEN_KEY,
     is_base,
@@ -240,8 +240,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     """Return a mapping from the additional names of tied tensors to the names under which they are packed."""
     packed = {id(tensor): name for name, tensor in (*state_parameters(model), *buffers_of(model))}
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    named = zip(canonical_names(list(state)), state.values(), strict=True)
-    return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
+    named = canonical_state(state)
+    return {name: packed[id(x)] for name, x in named.items() if packed.get(id(x), name) != name}
 
 
 def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:

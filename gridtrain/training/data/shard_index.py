@@ -21,7 +21,7 @@ from tarfile import TarError
 from typing import Any
 from urllib.parse import quote
 
-from gridtrain.errors import ConfigError, DataError
+from gridtrain.errors import ConfigError, DataError, disk_errors
 from gridtrain.quantities import format_count, shorten
 from gridtrain.training.data import shard_files
 from gridtrain.training.data.shard_fetch import Copy, copy_rest, refuse_credentials
@@ -139,12 +139,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
         for shard, name in zip(index.shards, names, strict=True)
     ]
     body = {"version": VERSION, "format": index.format, "tokenizer": index.tokenizer, "shards": shards}
-    try:
+    with disk_errors(f"{path} cannot be written", "choose another file with --out"):
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", remedy="choose another file with --out"
-        ) from None
 
 
 def _absolute(place: str) -> str:

@@ -148,6 +148,7 @@ class Shards(ShardedDataset):
         self._tokenize, self._text_field = tokenize, text_field
         self._pack_seed, self._decode = pack_seed, decode
         self._cache = ShardCache(None if cache is None else Path(cache), limit_bytes)
+        self._copy: Copy = copy_rest  # for files that are not on this machine
         self._cache.close_idle, self._cache.note_outage = self._close_files, self._note_outage
         self._opening, self._is_in_outage = ExitStack(), False
         self._verify, self._keep_open = verify, keep_open
@@ -256,17 +257,11 @@ class Shards(ShardedDataset):
             self._open.popitem()[1].close()
         return had_files
 
-    def _copy_of(self, shard: ShardFile) -> Copy:
-        """Return the function that copies a file that is not on this machine."""
-        return copy_rest
-
     def _open_file(self, shard: ShardFile) -> _OpenFile:
         place = self.index.url(shard)
         self.opened.append(shard.url)
         convert = format_named(self.index.format).convert
-        file = self._cache.open(
-            place, shard, compares_digest=self._verify, convert=convert, copy=self._copy_of(shard)
-        )
+        file = self._cache.open(place, shard, compares_digest=self._verify, convert=convert, copy=self._copy)
         opened = _OpenFile(place, file, self.index, shard)
         if self._pack:
             if self._tokenize is None:

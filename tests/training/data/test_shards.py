@@ -382,7 +382,7 @@ def test_the_context_of_opening_is_left_in_a_long_outage(tmp_path: Path, caplog:
     data = gridtrain.Shards(tmp_path / "index.json", root="memory://none", cache=tmp_path / "cache")
     data.obey(FetchMeter(now_s, sleep))
     data.while_opening = opening
-    data._copy_of = lambda shard: copy  # type: ignore[method-assign]
+    data._copy = copy
     assert number_of(data[1]) == 1 and not in_context
     assert waited_s == {True: 31.0, False: 120.0}
     assert attempts == [(True, True)] * 4 + [(False, False), (False, True)]
