@@ -214,7 +214,8 @@ class FlowControlTransport(WrappingTransport):
             case PeerUp(peer):
                 self._accounts[peer] = _CreditAccount()
                 if event.pending_key is None:  # a pending member sends no bulk messages
-                    self._reset_account(peer)
+                    with contextlib.suppress(TransportError):  # the connection is down again
+                        self._inner.send(peer, Credit(0))
             case PeerDown(peer):
                 self._accounts.pop(peer, None)
         events.append(event)
@@ -236,10 +237,6 @@ class FlowControlTransport(WrappingTransport):
         account.received += nbytes
         self._unprocessed.add(peer)
         events.append(event)
-
-    def _reset_account(self, peer: PeerId) -> None:
-        with contextlib.suppress(TransportError):  # the connection is down again
-            self._inner.send(peer, Credit(0))
 
     def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> None:
         account = self._accounts.setdefault(peer, _CreditAccount())
