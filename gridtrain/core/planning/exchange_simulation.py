@@ -89,11 +89,7 @@ class ExchangeSimulation:
     """
 
     def __init__(
-        self,
-        messages: Sequence[PlannedMessage],
-        load: Workload,
-        network: NetworkModel,
-        cpu: CpuCosts,
+        self, messages: Sequence[PlannedMessage], load: Workload, network: NetworkModel, cpu: CpuCosts
     ) -> None:
         self.messages, self.load, self.network, self.cpu = messages, load, network, cpu
         self._cpus = CpuOccupancy(network.size)
