@@ -41,6 +41,7 @@ from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.tools.bench.bench_group import BenchSetting, start_group
 from gridtrain.tools.bench.processor_bench import measure_processor
 from record import RESULTS, parser
+from shared_host import host_exchange_cost
 
 CPU = RESULTS / "cpu.json"
 PARAMETERS, ENTRIES = 25_600_000, 25_600
@@ -243,9 +244,7 @@ def solved(
 
     def predicted_s(wake_s: float) -> float:
         cpu, network = replace(found, wake_s=wake_s), uniform_network(members, 0.0, 1e12)
-        return sum(
-            exchange_cost(workload_of(what), network, cpu, host_cores=cores).exchange_s for what in seconds
-        )
+        return sum(host_exchange_cost(workload_of(what), network, cpu, cores).exchange_s for what in seconds)
 
     low, high, measured_s = 0.0, max(seconds.values()), sum(seconds.values())
     for _ in range(40):

@@ -38,6 +38,7 @@ from gridtrain.core.planning.workload import (
     Workload,
 )
 from lab.link import bucket_bytes
+from shared_host import host_exchange_cost
 
 FRAME_SHARE = 1448 / 1514
 """The share of a message's bytes in an Ethernet frame: TCP with timestamps over IPv4."""
@@ -89,8 +90,12 @@ def predict(cell: Cell, cpu: CpuCosts, cores: int | None = None) -> float:
     Args:
         cores: the cores that all workers share, where they select in turns; None: each has its own machine.
     """
-    found = exchange_cost(load_of(cell), network_of(cell), cpu, host_cores=cores)
-    return found.exchange_s - found.select_s * (math.ceil(cell.link.workers / cores) if cores else 1)
+    load, network = load_of(cell), network_of(cell)
+    if cores is None:
+        found = exchange_cost(load, network, cpu)
+        return found.exchange_s - found.select_s
+    found = host_exchange_cost(load, network, cpu, cores)
+    return found.exchange_s - found.select_s * math.ceil(network.size / cores)
 
 
 def is_predictable(result: CellResult) -> bool:

@@ -99,7 +99,6 @@ class JournalStore:
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
         self._path = path
-        self._generated: Identity | None = None
         self._chain = b""  # digest of the latest entry
 
     @classmethod
@@ -140,16 +139,12 @@ class JournalStore:
     def identity(self) -> Identity:
         """Return the coordinator's key pair; create it on the first start with this journal.
 
-        The key pair is in `coordinator.key` beside the journal.  Each ":memory:" store has a key
-        pair of its own.
+        The key pair is in `coordinator.key` beside the journal, which must be on disk.
 
         Raises:
             JournalError: this journal belongs to another key, or the key file is missing.
             ConfigError: the key file cannot be used.
         """
-        if self._path == MEMORY:
-            self._generated = self._generated or Identity.generate()
-            return self._generated
         return coordinator_identity(Path(self._path), self.key(), self._adopt)
 
     def key(self) -> PeerId | None:

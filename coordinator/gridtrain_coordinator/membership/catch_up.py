@@ -89,7 +89,8 @@ class CatchUp:
             step: the step after which snapshots are to be taken.
             latest: the members' last step.
         """
-        entering = [worker for worker in self._run.newcomers() if worker.has_caught_up]
+        candidates = self._run.workers.candidates(self._run.members)
+        entering = [worker for worker in candidates.newcomers if worker.has_caught_up]
         effects: list[Effect] = []
         catching_up: list[Worker] = []
         for worker in newcomers[:MAX_CATCHING_UP]:

@@ -121,7 +121,7 @@ class GenerationPlanner:
         Returns None if ranks are not ordered by links, or if the workload or all rates are unknown.
         """
         load, members = self.exchange_choice.workload, self._run.member_order
-        network = self.measured_links.build_network(members) if self._has_rates else None
+        network = self.measured_links.build_network(members) if self.measured_links.has_rates else None
         if not self._by_links or load is None or network is None:
             return None
         network = rank_order.with_entry_shares(network, members, self._current_entry_shares)
@@ -418,16 +418,12 @@ class GenerationPlanner:
 
     # -- links and compute times of a group ------------------------------------------------------------
 
-    @property
-    def _has_rates(self) -> bool:
-        return bool(self.measured_links.sent_Bps or self.measured_links.received_Bps)
-
     def _rated(self, peers: Sequence[m.PeerId]) -> NetworkModel | None:
         """Return the links between these workers.
 
         Returns None if there is no choice of topology, or if no rate has been measured.
         """
-        is_examined = self._has_rates and is_direct_size(len(peers))
+        is_examined = self.measured_links.has_rates and is_direct_size(len(peers))
         return self.measured_links.build_network(peers) if is_examined else None
 
     def _first_batch_measurements(
@@ -440,7 +436,7 @@ class GenerationPlanner:
         workers = [self._run.workers[peer] for peer in peers]
         figures = {w.peer: w.figures[FIRST_STEP_FIGURE] for w in workers if FIRST_STEP_FIGURE in w.figures}
         valid = {peer: seconds for peer, seconds in figures.items() if 0 < seconds < math.inf}
-        if not self._has_rates or len(peers) < 2:
+        if not self.measured_links.has_rates or len(peers) < 2:
             return valid, None
         self.measured_links.rtt_s = round_trip_times(workers)
         return valid, self.measured_links.build_network(peers)

@@ -189,10 +189,6 @@ class RunState:
             ready = (w for w in ready if w.peer in self.members)
         return self.workers.sort_by_seniority([w.peer for w in ready])
 
-    def newcomers(self) -> list[Worker]:
-        """Return the workers that may enter the next generation and are not in the current one."""
-        return self.workers.candidates(self.members).newcomers
-
     @property
     def checkpoint_step(self) -> int | None:
         """The step of the registered workers' latest checkpoint; None if there is none, or for a pipeline."""

@@ -143,18 +143,14 @@ class CollectiveBase:
         flags: flags of this rank's contribution (`core.group.round_flags`).
     """
 
-    __slots__ = ("_flags", "_name", "_rank", "_world_size", "complete")
+    __slots__ = ("_flags", "_label", "_rank", "_world_size", "complete")
 
     def __init__(self, name: str, rank: int, world_size: int, flags: int) -> None:
-        self._name = name
+        self._label = f"{name}, rank {rank} of {world_size}"
         self._rank = rank
         self._world_size = world_size
         self._flags = int(flags)  # later combined with the flags of the contributions that have arrived
         self.complete = False
-
-    @property
-    def _label(self) -> str:
-        return f"{self._name}, rank {self._rank} of {self._world_size}"
 
     def _check(
         self,

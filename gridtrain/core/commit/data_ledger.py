@@ -370,18 +370,14 @@ def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> Ledge
     """
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
-        requeued = subtract(state.requeued, taken)
-        return replace(state, cursor=_cursor_after(state, taken), requeued=tuple(requeued))
+        cursor = max([state.cursor, *(span.stop for span in taken)])
+        return replace(state, cursor=cursor, requeued=tuple(subtract(state.requeued, taken)))
     late = {batch.peer for batch in state.late}
     new = {peer: spans for peer, spans in assignment.items() if peer not in late}
     handed_out = _hand_out(spec, state, [(peer, count_samples(spans)) for peer, spans in new.items()])
     if {peer: tuple(spans) for peer, spans in handed_out.taken.items()} != new:
         raise LocalProtocolError(f"the assignment of step {state.step} belongs to another state")
     return handed_out.state
-
-
-def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
-    return max(state.cursor, *(span.stop for span in taken), 0)
 
 
 def is_balanced(state: LedgerState) -> bool:

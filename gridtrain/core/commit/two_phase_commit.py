@@ -136,7 +136,7 @@ class TwoPhaseCommit:
         if self.verdict is not None:
             return []  # already decided; the caller repeats the decision to late voters
         earlier = self._votes.get(rank)
-        if earlier is not None and not _is_same_vote(earlier, vote):
+        if earlier is not None and (earlier.yes, earlier.digest) != (vote.yes, vote.digest):
             raise RemoteProtocolError(f"rank {rank} changed its vote in round {self.round_id}")
         self._votes[rank] = vote
         if not vote.yes:
@@ -232,10 +232,6 @@ def check_decision(from_rank: int, rank: int) -> None:
 
 def _decides(from_rank: int, rank: int) -> bool:
     return from_rank == ROOT and rank != ROOT
-
-
-def _is_same_vote(earlier: m.Vote, vote: m.Vote) -> bool:
-    return (earlier.yes, earlier.digest) == (vote.yes, vote.digest)
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

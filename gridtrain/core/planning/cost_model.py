@@ -11,14 +11,13 @@ link or CPU.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import assert_never
 
 from gridtrain.core.planning.exchange_simulation import CpuOccupancy, ExchangeSimulation, vote_end_s
-from gridtrain.core.planning.message_schedule import scale_to_shares
-from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+from gridtrain.core.planning.message_schedule import PlannedMessage, scale_to_shares
+from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
     MAX_MESSAGES,
@@ -59,9 +58,8 @@ class ExchangeCost:
     cpu_s: float
 
 
-_CONTENTION_ROUNDS, _MAX_CORE_SHARE = 4, 0.75
-"""If members share one host's cores, the slowdown by packet handling is estimated iteratively.  These are the
-number of iterations, and the largest share of the cores that packet handling is assumed to take."""
+MAX_CORE_SHARE = 0.75
+"""The largest share of a core that handling packets is assumed to take."""
 
 _MIN_SIMULATED_DIRECT = 500
 """A direct exchange of at most this many messages is always simulated; 16 members send 480."""
@@ -72,30 +70,23 @@ def exchange_cost(
     network: NetworkModel,
     cpu: CpuCosts,
     *,
-    host_cores: int | None = None,
     vote: bool = True,
     max_messages: int = MAX_MESSAGES,
 ) -> ExchangeCost:
-    """Predict the cost of one exchange over `network`.
+    """Predict the cost of one exchange over `network`, each of whose members has its own machine.
 
     Args:
-        host_cores: the number of cores that all members share on one machine; None if each member has its own
-            machine.
         vote: whether to include the vote at the end.
         max_messages: the maximum number of messages to simulate; see `MAX_MESSAGES`.
     """
-    cpu = replace(cpu, packet_s=_packet_s(network, cpu, host_cores))
+    cpu = replace(cpu, packet_s=_packet_s(network, cpu))
     if _is_too_large(load, network.size, max_messages):
-        return _with_packets(_estimated_cost(load, network, cpu, vote), cpu)
-    found = first = _simulated_cost(load, network, cpu, host_cores, vote, max_messages)
-    if host_cores is not None and first.exchange_s > 0:
-        packets_s = 2 * first.total_bytes / PACKET_BYTES * cpu.packet_s / host_cores  # of all members
-        selecting_s = start_work_s(load, cpu) * math.ceil(network.size / host_cores)  # before packets
-        for _ in range(_CONTENTION_ROUNDS):
-            taken = min(_MAX_CORE_SHARE, packets_s / max(found.exchange_s - selecting_s, packets_s, 1e-9))
-            slowed = _slowed_cpu(cpu, 1 / (1 - taken))
-            found = _simulated_cost(load, network, slowed, host_cores, vote, max_messages)
-    return _with_packets(replace(found, cpu_s=first.cpu_s), cpu)
+        found = _estimated_cost(load, network, cpu, vote)
+    else:
+        messages = planned_messages(load, network, max_messages)
+        bounded = cpu_bounded_network(load, network, cpu)
+        found = simulated_cost(ExchangeSimulation(messages, load, bounded, cpu), vote)
+    return with_packets(found, cpu)
 
 
 def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
@@ -115,55 +106,46 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
             return False
 
 
-def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
-    """Return the CPU time per packet; 0 if the cores are too slow to handle packets one by one, because many
+def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
+    """Return the CPU time per packet; 0 if a core is too slow to handle packets one by one, because many
     packets are then read at once.
 
     All members are assumed to send and receive packets at the rate of the slowest link.
     """
-    slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
-    members, cores = (network.size, host_cores) if host_cores is not None else (1, 1)
-    share = members * slowest_Bps / PACKET_BYTES * 2 * cpu.packet_s / cores
-    return cpu.packet_s if share < _MAX_CORE_SHARE else 0.0
+    share = slowest_Bps(network) / PACKET_BYTES * 2 * cpu.packet_s
+    return cpu.packet_s if share < MAX_CORE_SHARE else 0.0
 
 
-def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
+def slowest_Bps(network: NetworkModel) -> float:
+    """Return the lowest rate of an upload, a download or a shared link."""
+    return min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
+
+
+def with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
     """Return the cost, with `cpu_s` increased by the CPU time that the busiest member spends on packets."""
     packets = (found.sent_bytes + found.received_bytes) / PACKET_BYTES
     return replace(found, cpu_s=found.cpu_s + packets * cpu.packet_s)
-
-
-_ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
-"""Costs per entry or element that packet handling slows down; selecting and encoding precede all packets."""
-
-
-def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:
-    names = ("message_s", "wake_s", "begin_s", "add_byte_s", "store_byte_s", "hash_byte_s", *_ENTRY_COSTS)
-    return replace(cpu, **{name: times * getattr(cpu, name) for name in names})
 
 
 _messages_of = lru_cache(maxsize=4)(messages_of)
 """Cached, because a search simulates the same messages with several orders of ranks."""
 
 
-def _simulated_cost(
-    load: Workload,
-    network: NetworkModel,
-    cpu: CpuCosts,
-    host_cores: int | None,
-    vote: bool,
-    max_messages: int,
-) -> ExchangeCost:
-    bounded = _cpu_bounded_network(network, load, cpu, host_cores)
+def planned_messages(load: Workload, network: NetworkModel, max_messages: int) -> list[PlannedMessage]:
+    """Return the messages of one exchange, as long as the members' shares of k make them."""
     messages = _messages_of(load, network.size, max_messages)
     if network.entry_shares and load.kind.is_sparse:
-        messages = scale_to_shares(messages, network.entry_shares)
-    simulation = ExchangeSimulation(messages, load, bounded, cpu, host_cores)
+        return scale_to_shares(messages, network.entry_shares)
+    return messages
+
+
+def simulated_cost(simulation: ExchangeSimulation, vote: bool) -> ExchangeCost:
+    """Run a simulation; return the cost without packets."""
     ends_s = simulation.run()
-    exchange_s = simulation.run_vote(ends_s) if vote and network.size > 1 else max(ends_s)
+    exchange_s = simulation.run_vote(ends_s) if vote and simulation.network.size > 1 else max(ends_s)
     return ExchangeCost(
         exchange_s=exchange_s,
-        select_s=start_work_s(load, cpu),
+        select_s=start_work_s(simulation.load, simulation.cpu),
         sent_bytes=max(simulation.sent_bytes),
         received_bytes=max(simulation.received_bytes),
         total_bytes=sum(simulation.sent_bytes),
@@ -171,27 +153,14 @@ def _simulated_cost(
     )
 
 
-def _cpu_bounded_network(
-    network: NetworkModel, load: Workload, cpu: CpuCosts, host_cores: int | None
-) -> NetworkModel:
+def cpu_bounded_network(load: Workload, network: NetworkModel, cpu: CpuCosts) -> NetworkModel:
     """Return `network` with rates limited by how fast the members' CPUs read, write and encrypt."""
     byte_s = cpu_s_per_byte(load, cpu)
     if byte_s == 0:
         return network
     up_Bps = [min(rate, 1 / byte_s) for rate in network.up_Bps]
     down_Bps = [min(rate, 1 / byte_s) for rate in network.down_Bps]
-    if host_cores is None:
-        return replace(network, up_Bps=up_Bps, down_Bps=down_Bps)
-    link, shared_Bps = network.link, {**network.shared_Bps, _HOST_LINK: host_cores / (2 * byte_s)}
-
-    def on_host(src: int, dst: int) -> LinkModel:
-        between = link(src, dst)
-        return LinkModel(between.alpha_s, between.bandwidth_Bps, (*between.shared_links, _HOST_LINK))
-
-    return replace(network, link=on_host, up_Bps=up_Bps, down_Bps=down_Bps, shared_Bps=shared_Bps)
-
-
-_HOST_LINK = "the host's cores"
+    return replace(network, up_Bps=up_Bps, down_Bps=down_Bps)
 
 
 def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: bool) -> ExchangeCost:
@@ -204,7 +173,7 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
     size, slices = network.size, slice_count(load, network.size)
     fraction = 1 / slices if load.kind.topology == "star" else 1 / (size * slices)
     slice_bytes = fraction * load.unit_bytes + HEADER_BYTES
-    bounded = _cpu_bounded_network(network, load, cpu, None)
+    bounded = cpu_bounded_network(load, network, cpu)
     message_s = cpu.message_s + slice_bytes * cpu_s_per_byte(load, cpu)
     add_s, store_s = (receive_work_s(work, load, fraction, cpu) for work in receive_works(load.kind))
     out, into = [0.0] * size, [0.0] * size  # bytes

@@ -166,8 +166,7 @@ def _rated_network(
 ) -> NetworkModel | None:
     """Return the members' network; None if the exchange is not sparse, no rate is measured, or the group has
     fewer than 3 or more than `MAX_MEMBERS` members."""
-    has_rates = bool(measured.sent_Bps or measured.received_Bps)
-    if load is None or not load.kind.is_sparse or not has_rates:
+    if load is None or not load.kind.is_sparse or not measured.has_rates:
         return None
     return measured.build_network(peers) if 2 < len(peers) <= MAX_MEMBERS else None
 

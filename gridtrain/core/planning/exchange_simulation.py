@@ -3,8 +3,7 @@
     ready --> [sender's CPU] --> links --latency--> [download] --> [receiver's CPU: work] --> handled
 
 A message is ready once its sender has handled all messages that it needs (`PlannedMessage.needs`).  A
-member's CPU does one thing at a time, while its links transfer data.  With `host_cores`, all members run on
-one machine and share that many cores, as in the benchmarks.
+member's CPU does one thing at a time, while its links transfer data.
 """
 
 from __future__ import annotations
@@ -28,23 +27,14 @@ from gridtrain.core.planning.workload import (
 
 
 class CpuOccupancy:
-    """Tracks when each member's CPU is free.
+    """Tracks when each member's CPU, which does one thing at a time, is free."""
 
-    Each CPU does one thing at a time; with `host_cores`, all members together use at most that many cores.
-    """
-
-    def __init__(self, size: int, host_cores: int | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self._free_s = [0.0] * size
-        self._cores_s = [0.0] * host_cores if host_cores else None
 
     def reserve(self, rank: int, ready_s: float, seconds: float) -> float:
         """Queue work that can begin at `ready_s` for the CPU of `rank`; return the time when it is done."""
-        start_s = max(ready_s, self._free_s[rank])
-        if self._cores_s is not None and seconds > 0:
-            start_s = max(start_s, heapq.heappop(self._cores_s))
-        end_s = self._free_s[rank] = start_s + seconds
-        if self._cores_s is not None and seconds > 0:
-            heapq.heappush(self._cores_s, end_s)
+        end_s = self._free_s[rank] = max(ready_s, self._free_s[rank]) + seconds
         return end_s
 
 
@@ -99,16 +89,10 @@ class ExchangeSimulation:
     """
 
     def __init__(
-        self,
-        messages: Sequence[PlannedMessage],
-        load: Workload,
-        network: NetworkModel,
-        cpu: CpuCosts,
-        host_cores: int | None = None,
+        self, messages: Sequence[PlannedMessage], load: Workload, network: NetworkModel, cpu: CpuCosts
     ) -> None:
         self.messages, self.load, self.network, self.cpu = messages, load, network, cpu
-        self.host_cores = host_cores
-        self._cpus = CpuOccupancy(network.size, host_cores)
+        self._cpus = CpuOccupancy(network.size)
         self.sent_bytes, self.received_bytes = [0.0] * network.size, [0.0] * network.size
         self.cpu_s = [start_work_s(load, cpu) + cpu.begin_s] * network.size
         self._events: list[tuple[float, int, int, float]] = []
@@ -154,12 +138,14 @@ class ExchangeSimulation:
                 heapq.heappush(self._events, (arrived_s + self.cpu.wake_s, index, _ARRIVE, 0.0))
             else:
                 self._arrive(index, now_s)
-        end_s = end_work_s(self.load, size, self.cpu)
-        overlapped_s = overlapped_work_s(self.load, size, self.cpu)
+        end_s, overlapped_s = (work(self.load, size, self.cpu) for work in (end_work_s, overlapped_work_s))
         self.cpu_s = [spent_s + end_s + overlapped_s for spent_s in self.cpu_s]
-        if self.host_cores is not None:
-            end_s += overlapped_s  # cores that all members share are never idle
-        return [self._cpus.reserve(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
+        last_s = self.last_work_s()
+        return [self._cpus.reserve(rank, ready_s, last_s) for rank, ready_s in enumerate(self._ends_s)]
+
+    def last_work_s(self) -> float:
+        """Return the CPU time of each member's work after it has handled its last message."""
+        return end_work_s(self.load, self.network.size, self.cpu)
 
     def run_vote(self, ends_s: Sequence[float]) -> float:
         """Simulate the vote after `run`; return the time at which it ends (`vote_end_s`)."""

@@ -81,6 +81,10 @@ class LinkMeasurements:
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
     relayed: Collection[PeerPair] = ()
 
+    @property
+    def has_rates(self) -> bool:
+        return bool(self.sent_Bps or self.received_Bps)
+
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
         """Record a report from `peer`; return whether the report has changed any rate.
 
@@ -280,8 +284,7 @@ def search_rank_order(
     joined = (*peers[start:], *peers[:start])
     if count <= 2:
         return RankOrder(joined, f"{format_count(count, 'worker')}: the order makes no difference")
-    has_rates = bool(measured.sent_Bps or measured.received_Bps)
-    by_latency = load is None or (load.kind.topology == "ring" and not has_rates)
+    by_latency = load is None or (load.kind.topology == "ring" and not measured.has_rates)
     yield
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
@@ -318,8 +321,7 @@ def compare_rank_orders(
             because all hold the state.
         entry_shares: see `search_rank_order`.
     """
-    has_rates = bool(measured.sent_Bps or measured.received_Bps)
-    if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
+    if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not measured.has_rates:
         return ""
     peers = peers or current
     measured = measured.between(frozenset(peers))  # reports may arrive between two pieces
@@ -429,7 +431,7 @@ def _reason(
             f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
             f"{format_seconds(found.exchange_s)} per exchange"
         )
-    if not (measured.sent_Bps or measured.received_Bps):
+    if not measured.has_rates:
         return f"{text} (no rate has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed)"
     # Only measured rates, in both directions, as in the status; others are assumed in the prediction.
     rates = [

@@ -39,7 +39,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
     not_connected_error,
 )
-from gridtrain.network.transport.send_queue import BULK_MESSAGES, DEFAULT_LIMIT_BYTES
+from gridtrain.network.transport.send_queue import BULK_MESSAGES, QUEUE_LIMIT_BYTES
 from gridtrain.network.transport.wrapping_transport import WrappingTransport
 from gridtrain.network.wire import codec
 
@@ -112,15 +112,11 @@ class FlowControlTransport(WrappingTransport):
     Args:
         inner: the transport with direct or relayed connections.
         window_bytes: the size of the window, which must be the same on both sides.
-        queue_bytes: the maximum number of bytes that may wait for one peer's credit.
     """
 
-    def __init__(
-        self, inner: Transport, *, window_bytes: int = WINDOW_BYTES, queue_bytes: int = DEFAULT_LIMIT_BYTES
-    ) -> None:
+    def __init__(self, inner: Transport, *, window_bytes: int = WINDOW_BYTES) -> None:
         super().__init__(inner)
         self._window_bytes = window_bytes
-        self._queue_bytes = queue_bytes
         self._accounts: dict[PeerId, _CreditAccount] = {}
         self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk messages, over all resets
         self._blocked: set[PeerId] = set()  # peers for which the queue of the inner transport was full
@@ -151,10 +147,10 @@ class FlowControlTransport(WrappingTransport):
         if not account.waiting and account.fits_window(nbytes, self._window_bytes):
             self._send_bulk(peer, account, (message, frames, nbytes))
             return
-        if account.waiting_bytes + nbytes > self._queue_bytes:
+        if account.waiting_bytes + nbytes > QUEUE_LIMIT_BYTES:
             raise TransportError(
                 f"the queue for peer {peer.hex()[:8]} is full: {account.waiting_bytes} bytes wait for "
-                f"credit, and {nbytes} more would exceed the limit of {self._queue_bytes}",
+                f"credit, and {nbytes} more would exceed the limit of {QUEUE_LIMIT_BYTES}",
                 remedy="treat the connection as failed, because the peer processes messages too slowly",
             )
         account.waiting.append((message, frames, nbytes))
@@ -214,7 +210,8 @@ class FlowControlTransport(WrappingTransport):
             case PeerUp(peer):
                 self._accounts[peer] = _CreditAccount()
                 if event.pending_key is None:  # a pending member sends no bulk messages
-                    self._reset_account(peer)
+                    with contextlib.suppress(TransportError):  # the connection is down again
+                        self._inner.send(peer, Credit(0))
             case PeerDown(peer):
                 self._accounts.pop(peer, None)
         events.append(event)
@@ -236,10 +233,6 @@ class FlowControlTransport(WrappingTransport):
         account.received += nbytes
         self._unprocessed.add(peer)
         events.append(event)
-
-    def _reset_account(self, peer: PeerId) -> None:
-        with contextlib.suppress(TransportError):  # the connection is down again
-            self._inner.send(peer, Credit(0))
 
     def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> None:
         account = self._accounts.setdefault(peer, _CreditAccount())

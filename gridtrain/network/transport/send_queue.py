@@ -32,7 +32,8 @@ from gridtrain.core.messages import (
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.rate_limiter import UploadLimiter
 
-DEFAULT_LIMIT_BYTES = 256 * 2**20
+QUEUE_LIMIT_BYTES = 256 * 2**20
+"""The maximum number of bytes that may be queued for one peer, not counting libzmq's queue."""
 T = TypeVar("T")
 
 
@@ -101,12 +102,10 @@ class SendQueue(Generic[T]):
 
     Args:
         limiter: the upload cap.
-        limit_bytes: the maximum number of bytes that may be queued for one peer.
     """
 
-    def __init__(self, limiter: UploadLimiter, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    def __init__(self, limiter: UploadLimiter) -> None:
         self.limiter = limiter
-        self._limit_bytes = limit_bytes
         self._queues: dict[PeerId, _PeerQueues[T]] = {}  # only peers with queued messages
         self._in_transit: QueuedMessage[T] | None = None
         self._release_s = 0.0
@@ -114,10 +113,10 @@ class SendQueue(Generic[T]):
     def put(self, message: QueuedMessage[T]) -> None:
         """Queue a message; raise `TransportError` if the peer's queue would exceed its limit."""
         queued_bytes = self.backlog_bytes(message.peer)
-        if queued_bytes + message.nbytes > self._limit_bytes:
+        if queued_bytes + message.nbytes > QUEUE_LIMIT_BYTES:
             raise TransportError(
                 f"the queue for peer {message.peer.hex()[:8]} is full: {queued_bytes} bytes wait, and "
-                f"{message.nbytes} more would exceed the limit of {self._limit_bytes}",
+                f"{message.nbytes} more would exceed the limit of {QUEUE_LIMIT_BYTES}",
                 remedy="treat the connection as failed, because the peer or the link is too slow",
             )
         queues = self._queues.setdefault(message.peer, _PeerQueues())

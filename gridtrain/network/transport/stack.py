@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gridtrain.network.transport.flow_control import WINDOW_BYTES, FlowControlTransport
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.relay import RelayTransport
@@ -28,7 +28,6 @@ def build_stack(
     *,
     may_relay: RelayPolicy = relay_for_nobody,
     software: str = "gridtrain",
-    window_bytes: int = WINDOW_BYTES,
     with_faults: Callable[[Transport], Transport] | None = None,
 ) -> FlowControlTransport:
     """Build the whole stack over `inner`.
@@ -40,11 +39,10 @@ def build_stack(
             message.  A worker relays between the members of its generation, and the coordinator relays
             between the members of the run.
         software: the name and version of our software.
-        window_bytes: the size of the flow control window, which the protocol fixes; only tests change it.
         with_faults: adds planned faults below flow control (`fault_injection.Faults.over`); None for no
             faults.
     """
     transport: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
     if with_faults is not None:
         transport = with_faults(transport)
-    return FlowControlTransport(transport, window_bytes=window_bytes)
+    return FlowControlTransport(transport)

@@ -84,8 +84,8 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
 class UpdateLog:
     """The updates of the latest steps, oldest first and without gaps; each index is stored in 4 bytes."""
 
-    def __init__(self, max_count: int = MAX_LOGGED_STEPS, max_bytes: int = MAX_LOGGED_BYTES) -> None:
-        self._max_count, self._max_bytes = max_count, max_bytes
+    def __init__(self, max_bytes: int = MAX_LOGGED_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._updates: deque[StepUpdate] = deque()
         self._bytes = 0
 
@@ -94,7 +94,7 @@ class UpdateLog:
             self.clear()  # this member has missed steps, so the older updates do not lead up to this step
         self._updates.append(_with_indices(update, np.uint32))
         self._bytes += _memory_bytes(update)
-        while len(self._updates) > self._max_count or (
+        while len(self._updates) > MAX_LOGGED_STEPS or (
             self._bytes > self._max_bytes and len(self._updates) > 1
         ):
             self._bytes -= _memory_bytes(self._updates.popleft())

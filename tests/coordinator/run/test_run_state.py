@@ -93,7 +93,8 @@ def test_eligible_workers_are_those_for_the_next_generation() -> None:
     state._set_members(tuple(m.Member(peer, "", "", 4, False) for peer in (A, B, b"x" * 32)))
     assert state.eligible_workers() == [C, B, A]
     state.workers[B].setup = None
-    assert state.eligible_workers() == [C, A] and [w.peer for w in state.newcomers()] == [C]
+    assert state.eligible_workers() == [C, A]
+    assert [w.peer for w in state.workers.candidates(state.members).newcomers] == [C]
     assert state.present_members == [A, B] == state.connected_members
     state.workers[A].liveness.record_disconnected(1.0)
     assert state.connected_members == [B]

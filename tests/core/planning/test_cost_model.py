@@ -191,14 +191,6 @@ def test_the_root_of_a_star_receives_and_sends_as_fast_as_its_cpu_moves_bytes() 
     assert found_s == pytest.approx(2 * 4 * (load.unit_bytes + HEADER_BYTES) * 1e-6, rel=1e-6)
 
 
-def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
-    load, network = Workload(ExchangeKind.GTOPK, 2_000_000, 0.01), uniform_network(8, 0.0, 1e9)
-    alone = cost_model.exchange_cost(load, network, CpuCosts())
-    shared = cost_model.exchange_cost(load, network, CpuCosts(), host_cores=2)
-    assert shared.exchange_s > 2 * alone.exchange_s
-    assert shared.cpu_s == alone.cpu_s
-
-
 def test_members_that_share_a_link_share_its_rate() -> None:
     thin = LinkModel(0.001, shared_links=("between",))
     near = LinkModel(0.001)
@@ -340,24 +332,6 @@ def test_the_root_handles_one_vote_after_the_other(world_size: int) -> None:
     assert voted <= trips_s + turns_s + 1e-6
     if world_size & (world_size - 1) == 0:
         assert voted == pytest.approx(trips_s + turns_s, rel=1e-6)
-
-
-def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> None:
-    """There are more cores than work: without packets sharing the machine changes nothing."""
-    load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uniform_network(4, 0.001, RATE_Bps)
-    costs = replace(NO_CPU_COSTS, message_s=0.001, merge_entry_s=1e-6)
-
-    def on_one_host_s(cpu: CpuCosts) -> float:
-        return cost_model.exchange_cost(load, network, cpu, host_cores=20, vote=False).exchange_s
-
-    alone_s = exchange_s(load, network, costs)
-    assert on_one_host_s(costs) == pytest.approx(alone_s)
-    packets = replace(costs, packet_s=50e-6)
-    assert on_one_host_s(packets) > 1.02 * alone_s
-    # Selecting ends before there are packets, so neither slows the other down.
-    select_s = 5 * alone_s
-    selecting = replace(packets, select_parameter_s=select_s / load.parameters)
-    assert on_one_host_s(selecting) == pytest.approx(select_s + on_one_host_s(packets))
 
 
 @pytest.mark.parametrize("far", [1, 2, 3])

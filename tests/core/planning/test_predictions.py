@@ -13,9 +13,10 @@ from bench.results import CellResult, Sample
 from calibrate import LARGE, TINY, ends_of, solved, workload_of
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
-from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind
+from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind, Workload
 from paper import DATA, MODELS, efficiencies, markdown
 from predictions import FRAME_SHARE, compare, is_predictable, load_of, paced_Bps, predict
+from shared_host import host_exchange_cost
 
 RING = parse("dense P=4 n=25.6M rate=100Mbit")
 
@@ -115,7 +116,7 @@ def test_calibration_recovers_the_cost_of_messages(members: int) -> None:
     """The exchanges take the time that the model predicts."""
     cpu = replace(NO_CPU_COSTS, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
     network = uniform_network(members, 0.0, 1e12)
-    seconds = {what: exchange_cost(workload_of(what), network, cpu, host_cores=2).exchange_s for what in TINY}
+    seconds = {what: host_exchange_cost(workload_of(what), network, cpu, 2).exchange_s for what in TINY}
     cpu_s = {what: cpu.begin_s + ends_of(what, members) * cpu.message_s for what in TINY}
     ring_cpu_s = cpu.begin_s + ends_of(LARGE["ring"][0], members, LARGE["ring"][1]) * cpu.message_s
     found = solved(members, 2, seconds, cpu_s, ring_cpu_s)
@@ -135,9 +136,35 @@ def test_packets_take_cores_from_members_that_share_them() -> None:
         exchange_cost(load, network, with_packets).exchange_s
         == exchange_cost(load, network, without).exchange_s
     )
-    shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (without, with_packets)]
+    shared = [host_exchange_cost(load, network, cpu, 2) for cpu in (without, with_packets)]
     assert shared[1].exchange_s > shared[0].exchange_s
     assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)
     fast = uniform_network(4, 0.0, 125e6)  # 12 us between packets, of which each costs 2 * 20 us
-    together = [exchange_cost(load, fast, cpu, host_cores=2) for cpu in (without, with_packets)]
+    together = [host_exchange_cost(load, fast, cpu, 2) for cpu in (without, with_packets)]
     assert together[0] == together[1]
+
+
+def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
+    load, network = Workload(ExchangeKind.GTOPK, 2_000_000, 0.01), uniform_network(8, 0.0, 1e9)
+    alone = exchange_cost(load, network, CpuCosts())
+    shared = host_exchange_cost(load, network, CpuCosts(), 2)
+    assert shared.exchange_s > 2 * alone.exchange_s
+    assert shared.cpu_s == alone.cpu_s
+
+
+def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> None:
+    """There are more cores than work: without packets sharing the machine changes nothing."""
+    load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uniform_network(4, 0.001, 12.5e6)
+    costs = replace(NO_CPU_COSTS, message_s=0.001, merge_entry_s=1e-6)
+
+    def on_one_host_s(cpu: CpuCosts) -> float:
+        return host_exchange_cost(load, network, cpu, 20, vote=False).exchange_s
+
+    alone_s = exchange_cost(load, network, costs, vote=False).exchange_s
+    assert on_one_host_s(costs) == pytest.approx(alone_s)
+    packets = replace(costs, packet_s=50e-6)
+    assert on_one_host_s(packets) > 1.02 * alone_s
+    # Selecting ends before there are packets, so neither slows the other down.
+    select_s = 5 * alone_s
+    selecting = replace(packets, select_parameter_s=select_s / load.parameters)
+    assert on_one_host_s(selecting) == pytest.approx(select_s + on_one_host_s(packets))

@@ -21,7 +21,7 @@ from gridtrain.core.messages import (
     RoundId,
 )
 from gridtrain.errors import LocalProtocolError, TransportError
-from gridtrain.network.transport import access_control
+from gridtrain.network.transport import access_control, send_queue
 from gridtrain.network.transport.interface import (
     ConnectionDenied,
     ConnectionRole,
@@ -421,8 +421,9 @@ def test_more_than_all_queues_hold_flows_without_loss(net):
     assert anna.transport.backlog_bytes(bert.key) == 0
 
 
-def test_a_full_outbox_is_an_error(socket_net):
-    anna, bert = socket_net.pair(dialler={"outbox_bytes": 4 * 2**20})
+def test_a_full_outbox_is_an_error(socket_net, monkeypatch):
+    monkeypatch.setattr(send_queue, "QUEUE_LIMIT_BYTES", 4 * 2**20)
+    anna, bert = socket_net.pair()
     payload = bytes(2**20)
     with pytest.raises(TransportError, match=r"queue for peer .* is full: \d+ bytes wait"):
         for index in range(1000):

@@ -22,6 +22,7 @@ from gridtrain.core.messages import (
     StatusReply,
 )
 from gridtrain.errors import TransportError
+from gridtrain.network.transport import flow_control
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
@@ -75,16 +76,15 @@ class Side:
 class Pair:
     """anna has dialled bert.  `raw` ones have no flow control."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self) -> None:
         self.hub = FaultyHub()
-        self.options = options
         self.sides: list[Side] = []
 
     def add(self, name: str, *, raw: bool = False) -> Side:
         inner = MemoryTransport(name.encode().ljust(32, b"."), self.hub)
         transport: Transport = inner
         if not raw:
-            transport = FlowControlTransport(inner, **{"window_bytes": WINDOW_BYTES, **self.options})  # type: ignore[arg-type]
+            transport = FlowControlTransport(inner, window_bytes=WINDOW_BYTES)
         self.sides.append(Side(name, transport))
         return self.sides[-1]
 
@@ -195,8 +195,8 @@ def test_no_size_of_message_gets_stuck(pair, fraction):
     assert bert.violations() == []
 
 
-def test_the_queue_is_bounded():
-    pair = Pair(queue_bytes=4 * ONE)
+def test_the_queue_is_bounded(pair, monkeypatch):
+    monkeypatch.setattr(flow_control, "QUEUE_LIMIT_BYTES", 4 * ONE)
     anna, bert = pair.join(pair.add("anna"), pair.add("bert"))
     with pytest.raises(TransportError, match=r"bytes wait for credit, and \d+ more would exceed"):
         for index in range(FULL + 100):

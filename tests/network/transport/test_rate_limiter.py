@@ -6,6 +6,7 @@ import pytest
 
 from gridtrain.core.messages import Ping, StateBlock
 from gridtrain.errors import ConfigError, TransportError
+from gridtrain.network.transport import send_queue
 from gridtrain.network.transport.rate_limiter import (
     MAX_LATENESS_S,
     UploadLimiter,
@@ -162,8 +163,9 @@ def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
     assert outbox.backlog_bytes(b"a" * 32) == 0
 
 
-def test_the_bound_is_per_peer_and_says_what_is_queued():
-    outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0), limit_bytes=250)
+def test_the_bound_is_per_peer_and_says_what_is_queued(monkeypatch):
+    monkeypatch.setattr(send_queue, "QUEUE_LIMIT_BYTES", 250)
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0))
     outbox.put(packet("a", "a1"))
     outbox.put(packet("a", "a2"))
     with pytest.raises(TransportError, match="200 bytes wait, and 100 more would exceed the limit of 250"):

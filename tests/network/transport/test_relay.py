@@ -26,6 +26,7 @@ from gridtrain.core.messages import (
 )
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.network.transport import relay_forwarder
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
@@ -41,7 +42,6 @@ from gridtrain.network.transport.interface import (
 from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_for_nobody
 from gridtrain.network.transport.secure_channel import PIECE_BYTES
 from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES, is_bulk
-from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.network.wire import codec
 
@@ -665,7 +665,7 @@ def test_another_version_is_told_in_words(world, monkeypatch):
 
 
 def stacked(inner: Transport, identity: Identity) -> Transport:
-    return build_stack(inner, identity, may_relay=everybody, window_bytes=4 * 2**20)
+    return FlowControlTransport(RelayTransport(inner, identity, may_relay=everybody), window_bytes=4 * 2**20)
 
 
 def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> None:

@@ -317,8 +317,9 @@ def test_an_invalid_update_is_refused(payload: bytes) -> None:
         update_log.decode_update(5, payload, N)
 
 
-def test_the_log_is_bounded_and_has_no_gap() -> None:
-    log = UpdateLog(max_count=3)
+def test_the_log_is_bounded_and_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_log, "MAX_LOGGED_STEPS", 3)
+    log = UpdateLog()
     for update in STEPS:
         log.add(update)
     assert [log.get(step) is not None for step in range(5, 13)] == [False] * 4 + [True] * 3 + [False]

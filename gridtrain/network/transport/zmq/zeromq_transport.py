@@ -53,7 +53,7 @@ from gridtrain.network.transport.interface import (
 )
 from gridtrain.network.transport.rate_limiter import UploadLimiter
 from gridtrain.network.transport.receive_queue import ReceiveQueue
-from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
+from gridtrain.network.transport.send_queue import QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.transport.zmq import dialer, handshake, sockets
 from gridtrain.network.transport.zmq.dialer import Connection, Dialer, OutgoingConnection
 from gridtrain.network.transport.zmq.listener import Listener
@@ -88,8 +88,6 @@ class ZeroMQTransport:
             are allowed.
         plain_anywhere: whether to allow all addresses without encryption, for benchmarks.
         upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
-        outbox_bytes: the maximum number of bytes that may be queued for one peer, not counting libzmq's
-            queue.
         advertise_host: the host that peers should dial if we listen on all interfaces.
 
     Raises:
@@ -106,7 +104,6 @@ class ZeroMQTransport:
         plain_anywhere: bool = False,
         upload_Bps: float | None = None,
         download_Bps: float | None = None,
-        outbox_bytes: int = DEFAULT_LIMIT_BYTES,
         advertise_host: str = "127.0.0.1",
     ) -> None:
         if encrypted:
@@ -118,7 +115,7 @@ class ZeroMQTransport:
         self._is_any_address_allowed = encrypted or plain_anywhere
         self._hello = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._advertise_host = advertise_host
-        self._send_queue: SendQueue[Frames] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
+        self._send_queue: SendQueue[Frames] = SendQueue(UploadLimiter(upload_Bps))
         self._receive_queue: ReceiveQueue[Connection, TransportEvent] = ReceiveQueue(download_Bps)
         self._context = sockets.open_context()
         curve_identity = identity if encrypted else None
