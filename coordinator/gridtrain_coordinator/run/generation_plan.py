@@ -112,8 +112,9 @@ class GenerationPlanner:
         if self.measured_links.record(peer, accepted):
             self.reorder_limits.mark_changed(peer)
         for other, _, back_Bps in accepted:
-            if back_Bps and self.reorder_limits.is_outdated(other, peer):
-                self.measured_links.sent_Bps.pop((other, peer), None)
+            is_outdated = back_Bps and self.reorder_limits.is_outdated(other, peer)
+            if is_outdated and self.measured_links.sent_Bps.pop((other, peer), None):
+                self.reorder_limits.mark_changed(peer)
 
     def predicted_exchange_s(self) -> float | None:
         """Predict the duration of the current generation's exchange from the measured links, in seconds.

@@ -52,12 +52,16 @@ def busy_s(figures: Mapping[str, float]) -> float:
     return _sum(figures, BUSY_METRICS)
 
 
-def exchange_duration_s(figures: Iterable[Mapping[str, float]]) -> float:
+def exchange_duration_s(figures: Sequence[Mapping[str, float]]) -> float:
     """Return the duration of the latest exchange, given the metrics of at least one member, in seconds.
 
-    It is that of the member that began last: the others also wait for this member.
+    It is that of the member that began last: the others also wait for this member.  All members' steps take
+    equally long, so a member whose durations add up to less than half of the median step is ignored.
     """
-    return min(_sum(each, SHARED_METRICS[:1]) for each in figures)
+    steps_s = [_step_s(each) for each in figures]
+    least_s = median(steps_s) / 2
+    known = zip(figures, steps_s, strict=True)
+    return min(_sum(each, SHARED_METRICS[:1]) for each, step_s in known if step_s >= least_s)
 
 
 def find_slow_member(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -275,6 +276,18 @@ def test_reported_rates_count_once_per_introduction() -> None:
     assert run.heartbeat_until_frozen(100.0) == "", "no other worker reports it"
 
 
+def test_a_report_that_only_replaces_an_older_one_of_the_other_end_is_a_change() -> None:
+    planner = Run().core._planner
+    limits, from_anna = planner.reorder_limits, m.LinkRates(((A, 0.0, FAST_Bps),))
+    planner.record_rates(A, m.LinkRates(((B, SLOW_Bps, 0.0),)))
+    planner.record_rates(B, from_anna)
+    limits.clear_changes()
+    limits.record_introduction(B, 0.0)
+    planner.record_rates(B, from_anna)
+    assert planner.measured_links.rate_Bps(A, B) == FAST_Bps
+    assert limits.due_reporters(0.0) == {B}
+
+
 def test_a_worker_whose_reports_change_the_order_has_to_wait_longer_each_time() -> None:
     """Changes reported every second lead to another order at 0, 30, 90 and 210 s."""
     limits, found_s = ReorderLimits(pause_s=30.0), []
@@ -515,7 +528,12 @@ def test_a_member_that_has_just_measured_is_not_asked_again() -> None:
     assert [(name, peers) for _, name, peers in asked] == [("d", "abc"), ("b", "ac"), ("a", "c")]
 
 
-def test_a_member_with_false_steps_does_not_prevent_a_measurement() -> None:
+@pytest.mark.parametrize(
+    ("false_step", "false_s"), [(10**9, 1.0), (None, 0.0), (None, 1e-6), (None, math.nan)]
+)
+def test_a_member_with_false_reports_does_not_prevent_a_measurement(
+    false_step: int | None, false_s: float
+) -> None:
     run = Run()
     run.rates(set())
     run.exchange(0.01, 100.0)
@@ -523,10 +541,10 @@ def test_a_member_with_false_steps_does_not_prevent_a_measurement() -> None:
     while run.now_s < 130.0:
         step = run.core.run.workers[A].step + 1
         for peer in PEERS:
-            told = 10**9 if peer == B else step
-            beat = m.Heartbeat(0, told, step, (("communicating_s", 1.0),))
+            told, seconds = (false_step or step, false_s) if peer == B else (step, 1.0)
+            beat = m.Heartbeat(0, told, step, (("communicating_s", seconds),))
             found += [e for e in run.say(peer, beat) if isinstance(e, LogEvent)]
-    assert [event.event for event in found] == ["links_remeasured"]
+    assert [(event.event, event.fields["measured_s"]) for event in found] == [("links_remeasured", 1.0)]
 
 
 def test_members_do_not_measure_again_while_two_of_them_have_just_measured() -> None:
