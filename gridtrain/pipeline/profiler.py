@@ -100,10 +100,10 @@ def profile(
         clock: a function that returns the time in seconds.
 
     Raises:
-        ConfigError: the example has no samples, its tensors differ in their numbers of rows, or a block's
-            output cannot be sent.
+        ConfigError: torch cannot use the device, the example has no samples, its tensors differ in their
+            numbers of rows, or a block's output cannot be sent.
     """
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    at = to_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     samples = _samples(example)
     doubled = map_tensors(example, lambda x: torch.cat([x, x]))
     flows = [map_tensors(each, lambda x: x.to(at)) for each in (example, doubled)]
@@ -122,6 +122,20 @@ def profile(
         kept_after.append(runs[0].keeps_output)
         flows = [map_tensors(run.result, _detached) for run in runs]
     return Profile(tuple(layers), tuple(boundaries), input_bytes, samples, str(at))
+
+
+def to_device(device: object) -> torch.device:
+    """Return the device as torch names it; raise `ConfigError` unless this torch can use it."""
+    try:
+        at: torch.device = torch.device(device)  # type: ignore[call-overload]
+        torch.empty(0, device=at)
+    except (TypeError, RuntimeError, AssertionError) as error:  # without CUDA, torch raises AssertionError
+        first, *_ = str(error).splitlines() or [""]
+        raise ConfigError(
+            f"device is {device!r}, which torch {torch.__version__} cannot use here: {first}",
+            remedy='pass "cuda" on a machine with a GPU and a torch that supports it, otherwise "cpu"',
+        ) from None
+    return at
 
 
 def _samples(example: Any) -> int:

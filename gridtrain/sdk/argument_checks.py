@@ -38,20 +38,6 @@ def check_kinds(optimizer: object, model: object) -> None:
         )
 
 
-def to_device(device: object) -> torch.device:
-    """Return the device as torch names it; raise `ConfigError` unless this torch can use it."""
-    try:
-        at: torch.device = torch.device(device)  # type: ignore[call-overload]
-        torch.empty(0, device=at)
-    except (TypeError, RuntimeError, AssertionError) as error:  # without CUDA, torch raises AssertionError
-        first, *_ = str(error).splitlines() or [""]
-        raise ConfigError(
-            f"device is {device!r}, which torch {torch.__version__} cannot use here: {first}",
-            remedy='pass "cuda" on a machine with a GPU and a torch that supports it, otherwise "cpu"',
-        ) from None
-    return at
-
-
 def to_intervals(**named: Any) -> list[int]:
     """Return numbers of steps (0 stands for never) as plain ints; raise `ConfigError` for other values."""
     intervals = []

@@ -43,7 +43,7 @@ from gridtrain.pipeline.memory_limit import training_memory_bytes
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
-from gridtrain.pipeline.profiler import Profile
+from gridtrain.pipeline.profiler import Profile, to_device
 from gridtrain.pipeline.stage import LossFunction
 from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.pipeline.stage_state import (
@@ -61,7 +61,7 @@ from gridtrain.runtime.process_hooks import (
     install_sigterm_handler,
     uncaught_error,
 )
-from gridtrain.sdk.argument_checks import check_kinds, to_device, to_intervals, to_ints
+from gridtrain.sdk.argument_checks import check_kinds, to_intervals, to_ints
 from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.checkpoint_options import checkpoint_options
 from gridtrain.sdk.reported_figures import ReportedFigures

@@ -131,6 +131,12 @@ def test_an_example_without_samples_is_refused(example: Any) -> None:
         profile([nn.ReLU()], example, device="cpu")
 
 
+@pytest.mark.parametrize("device", ["cdua", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device is '{device}', which torch .* cannot use here: .* -> "):
+        profile([nn.ReLU()], torch.ones(4, 3), device=device)
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
     found = profile([nn.Linear(64, 64), nn.ReLU()], torch.ones(4, 64), repeats=3)
