@@ -128,8 +128,9 @@ MTU_REMEDY = (
 class JoinRefused(GridtrainError):
     """The coordinator refused this worker; programs should evaluate `code`, because the text may change.
 
-    A script that does not catch this error exits with status `exit_code`, as `gridtrain worker` does: 4, or
-    1 if the code is `DISMISSED`, so that service managers start the worker again.
+    A script that does not catch this error exits with status `exit_code`, as `gridtrain worker` does: 4; 1 if
+    the code is `DISMISSED`, so that service managers start the worker again; or 0 if the run has ended while
+    the agent's script was starting.
     """
 
     exit_code = 4

@@ -21,7 +21,7 @@ from pathlib import Path
 from gridtrain._version import SOFTWARE
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.group.invitation import parse
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -135,7 +135,12 @@ def join(
         connector = _Connector(config, identity)
         transport, allowlist = connector.connect()
         _warn_of_open_grid(config)
-        grid = Grid(transport, config, allowlist, connector.faults)
+        try:
+            grid = Grid(transport, config, allowlist, connector.faults)
+        except JoinRefused as refusal:
+            if refusal.code == "finished" and CONTROL_VARIABLE in os.environ:
+                refusal.exit_code = 0  # the run, which the agent checked, has ended while the script started
+            raise
         open_here = _place(config), grid, config.name
         _open.append(open_here)
         resources.callback(_open.remove, open_here)

@@ -41,7 +41,9 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime import io_loop
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, present_invitation
+from gridtrain.sdk import join as join_module
 from gridtrain.sdk.grid import Grid
 
 pytestmark = pytest.mark.integration
@@ -157,6 +159,29 @@ def test_an_invitation_wrapped_by_a_mail_program_is_accepted(start_coordinator: 
     text = start_coordinator().invitation().text()
     with gridtrain.join(f" <{text[:60]}\n{text[60:]}>") as grid:
         assert grid.step == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "has_agent", "exit_code"), [("finished", True, 0), ("finished", False, 4), ("kicked", True, 4)]
+)
+def test_a_run_that_ends_while_the_agents_script_starts_is_no_failure(
+    start_coordinator: StartCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    has_agent: bool,
+    exit_code: int,
+) -> None:
+    """The agent has checked that the run is not finished."""
+
+    def refuse(*_: object) -> None:
+        raise JoinRefused(code, "refused")
+
+    monkeypatch.setattr(join_module, "Grid", refuse)
+    if has_agent:
+        monkeypatch.setenv(CONTROL_VARIABLE, "nowhere")
+    with pytest.raises(JoinRefused, match="refused") as caught:
+        gridtrain.join(start_coordinator().invitation().text())
+    assert caught.value.exit_code == exit_code
 
 
 def test_an_invitation_admits_the_same_worker_again(start_coordinator: StartCoordinator, state: Path) -> None:
