@@ -181,6 +181,19 @@ def test_every_variable_in_these_files_exists() -> None:
     assert len(named) > 20 and sorted(named - known_variables()) == []
 
 
+UNITS = sorted((ROOT / "packaging" / "systemd").glob("*.service"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_failed_service_is_started_again_for_ever(unit: Path) -> None:
+    """By default, systemd gives up after five starts in ten seconds.  Options that are invalid stay so."""
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE))
+    assert (settings["Restart"], settings["StartLimitIntervalSec"]) == ("on-failure", "0")
+    assert "StartLimitBurst" not in settings and int(settings["RestartSec"]) >= 10
+    final = [2, 4] if "worker" in unit.stem else [2]
+    assert [int(code) for code in settings["RestartPreventExitStatus"].split()] == final
+
+
 @pytest.mark.parametrize("folder", [DOCKER, TEMPLATES], ids=["docker", "new"])
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.volunteer.yaml"])
 def test_the_logs_of_containers_are_limited(folder: Path, name: str) -> None:
