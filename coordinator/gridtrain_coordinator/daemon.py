@@ -34,7 +34,7 @@ from gridtrain.core.messages import (
     StatusReply,
     StatusRequest,
 )
-from gridtrain.errors import JournalError, TransportError
+from gridtrain.errors import VERSION, JournalError, TransportError
 from gridtrain.network.transport.interface import (
     ConnectionDenied,
     PeerDown,
@@ -44,6 +44,7 @@ from gridtrain.network.transport.interface import (
     Transport,
     TransportEvent,
     TransportViolation,
+    VersionMismatch,
 )
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access_handler import AccessHandler, Order
@@ -63,7 +64,13 @@ from gridtrain_coordinator.run.journal_recovery import (
     is_same_run,
     recover_run,
 )
-from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
+from gridtrain_coordinator.status_report import (
+    RateMeter,
+    RefusedVersions,
+    build_status,
+    encode_status,
+    redact_addresses,
+)
 
 MAX_WAIT_S = 0.25
 """The longest single wait; a stop request is detected within this time."""
@@ -238,6 +245,7 @@ class Coordinator:
         self._backups = backups
         self._dashboard = dashboard
         self._rates = RateMeter()
+        self._refused_versions = RefusedVersions()
         self._address = address
         self._started_s = self._clock()
         self._finished_s = math.inf  # when housekeeping first found that the run is finished
@@ -335,6 +343,10 @@ class Coordinator:
                 if (handled := self._checkups.on_dial_back_result(event)) is not None:
                     return handled
                 return self._membership.handle(ev.DialBackResult(peer, address), now_s)
+            case VersionMismatch(_, reason, key):
+                self._refused_versions.record(event, now_s)
+                fields = {"name": "a worker", "peer": key.hex()[:12], "code": VERSION, "reason": reason}
+                return [ev.LogEvent("warning", "refused", fields)]
             case TransportViolation(peer, reason):
                 return self._handle_violation(peer, reason, now_s)
             case ConnectionDenied(peer, address):
@@ -417,6 +429,7 @@ class Coordinator:
     def _track_connection(self, event: TransportEvent) -> None:
         if isinstance(event, PeerUp):
             self._checkups.on_connected(event)
+            self._refused_versions.discard(event)
             if event.pending_key is None and not self._access.is_operator(event.peer):
                 self._connected.add(event.peer)
         elif isinstance(event, PeerDown):
@@ -466,7 +479,7 @@ class Coordinator:
                 return [ev.Send(peer, mode.state()), *mode.queue_event(event, self._real_clock())]
             case PeerDown(peer) if self._access.on_disconnected(peer):
                 return []
-            case ConnectionDenied():
+            case ConnectionDenied() | VersionMismatch():
                 return self._handle_event(event, mode.core_stopped_s)
             case _:
                 return mode.queue_event(event, self._real_clock())
@@ -561,6 +574,7 @@ class Coordinator:
         else:
             redact_addresses(status)
         status["bundle"] = self._bundle_server.status()
+        status["refused_versions"] = self._refused_versions.rows(now_s)
         if self._disk_full is not None:
             self._disk_full.update_status(status, self._connected, self._real_clock())
         return build_status(

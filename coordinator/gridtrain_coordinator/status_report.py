@@ -12,14 +12,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gridtrain.core.messages import PeerId
+from gridtrain.network.transport.interface import PeerUp, VersionMismatch
+from gridtrain_coordinator.run.recent_dict import RecentDict
 from gridtrain_coordinator.run.slow_member import busy_s, find_slow_member
 
 WINDOW_S, LONG_WINDOW_S = 10.0, 300.0
 SAMPLE_S = 1.0
+
+REFUSED_S, MAX_REFUSED, MAX_REFUSED_ROWS = 86_400.0, 1000, 3
+"""How long, and for how many workers, a refusal because of the protocol version is remembered; and how many
+versions the status names."""
 
 
 class RateMeter:
@@ -71,6 +78,33 @@ class RateMeter:
             if figure in figures.get(peer, {})
         ]
         return _slope(*known[0], *known[-1]) if len(known) > 1 else None
+
+
+class RefusedVersions:
+    """Counts the workers that were refused within `REFUSED_S` because of their protocol version."""
+
+    def __init__(self) -> None:
+        # By the key and host of the worker: when, protocol version, software.
+        self._latest: RecentDict[tuple[PeerId, str], tuple[float, int, str]] = RecentDict(MAX_REFUSED)
+
+    def record(self, event: VersionMismatch, now_s: float) -> None:
+        self._latest[event.key, event.host] = now_s, event.version, event.software
+
+    def discard(self, event: PeerUp) -> None:
+        """Record that a worker has connected, and therefore uses this coordinator's version now."""
+        self._latest.pop((event.pending_key or event.peer, event.host), None)
+
+    def rows(self, now_s: float) -> list[dict[str, Any]]:
+        """Return the number of workers for each version, the most frequent versions first."""
+        counts = Counter(
+            (version, software)
+            for at_s, version, software in self._latest.values()
+            if now_s < at_s + REFUSED_S
+        )
+        return [
+            {"version": version, "software": software, "workers": workers}
+            for (version, software), workers in counts.most_common(MAX_REFUSED_ROWS)
+        ]
 
 
 def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> float | None:

@@ -19,7 +19,7 @@ import click
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, make_console
 from gridtrain.event_text import event_text
-from gridtrain.quantities import format_age, format_bytes, format_worker_state
+from gridtrain.quantities import format_age, format_bytes, format_count, format_worker_state
 from gridtrain.status_fields import by_rank, count, mapping, number, rows
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def render(status: Mapping[str, Any]) -> Group:
 
     facts += base_lines(status) + received_states(status)
     notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(status)]
-    notes += [Text(line, style="yellow") for line in problem_lines(status)]
+    notes += [Text(line, style="yellow") for line in problem_lines(status) + refused_lines(status)]
     if slow := mapping(status.get("waited_for")):
         notes.append(Text(f"the others wait for {slow.get('name')}, which {slow.get('reason')}"))
     return Group(head, figures, *dim(facts), MembersTable(status), *notes, *dim(events))
@@ -277,6 +277,16 @@ def problem_lines(status: Mapping[str, Any]) -> list[str]:
     """Return a line for each member that reports problems, such as failed checkpoints."""
     members = rows(status, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
+
+
+def refused_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return a line for each version of the protocol whose workers were refused within a day."""
+    return [
+        f"refused within a day: {format_count(workers, 'worker')} with {row.get('software')} (protocol "
+        f"version {row.get('version')}) -> install the coordinator's version of gridtrain there"
+        for row in rows(status, "refused_versions")
+        if isinstance(workers := row.get("workers"), int)
+    ]
 
 
 def _age(line: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from gridtrain.network.transport.interface import (
     Received,
     TransportEvent,
     TransportViolation,
+    VersionMismatch,
 )
 from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.runtime.client.coordinator_client import (
@@ -228,13 +229,13 @@ def test_a_coordinator_that_connects_and_does_not_answer_times_out() -> None:
 def test_another_protocol_version_is_refused() -> None:
     reason = "peer speaks gridtrain protocol 9, this software speaks 1 -> install the same version"
     with pytest.raises(JoinRefused, match=r"protocol 9.*install the same version") as caught:
-        request_status([TransportViolation(COORDINATOR, reason)])
+        request_status([VersionMismatch(COORDINATOR, reason, COORDINATOR, "", 9, "gridtrain 9.9")])
     assert caught.value.code == "version"
 
 
 def test_another_protocol_is_an_invalid_answer() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent an invalid response: no msgpack"):
-        request_status([TransportViolation(None, "no msgpack")])
+    with pytest.raises(RemoteProtocolError, match="sent an invalid response: no msgpack of this protocol"):
+        request_status([TransportViolation(None, "no msgpack of this protocol")])
 
 
 def test_an_unknown_key_is_denied() -> None:

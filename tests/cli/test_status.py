@@ -110,6 +110,17 @@ def test_reported_problems_are_shown_below_the_table() -> None:
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
 
 
+def test_refused_versions_are_shown_with_the_remedy() -> None:
+    versions = [{"version": 5, "software": "gridtrain [red]0.0", "workers": count} for count in (2, "x")]
+    (line,) = (
+        line for line in drawn({**STATUS, "refused_versions": versions}, 140).splitlines() if "->" in line
+    )
+    assert line == (
+        "refused within a day: 2 workers with gridtrain [red]0.0 (protocol version 5) "
+        "-> install the coordinator's version of gridtrain there"
+    )
+
+
 def test_the_slow_member_is_named_with_the_reason() -> None:
     slow = {"peer": "b" * 64, "name": "[red]bert", "reason": "is busy for 3 s per step; the median is 1 s"}
     said = "the others wait for [red]bert, which is busy for 3 s per step; the median is 1 s\n"

@@ -35,6 +35,7 @@ from gridtrain.network.transport.interface import (
     Received,
     TransportEvent,
     TransportViolation,
+    VersionMismatch,
 )
 from gridtrain.network.wire.codec import encode
 from gridtrain_coordinator import daemon
@@ -286,6 +287,33 @@ def test_a_worker_that_asks_for_the_status_without_end_is_not_answered() -> None
     assert transcript.count("send StatusReply to anna") == most
     assert transcript.count(f"send StatusReply to {NAMES[OPERATOR]}") == 2 * most
     assert transcript.count("send StatusReply to bert") == 1
+
+
+def mismatch(key: m.PeerId, host: str, version: int = 5) -> VersionMismatch:
+    return VersionMismatch(None, "another version", key, host, version, f"gridtrain 0.{version}")
+
+
+def test_the_status_counts_refused_workers_by_their_version_until_they_connect() -> None:
+    """Several workers may hold the same invitation, and one may try again."""
+    asks = Received(OPERATOR, m.StatusRequest(), 9)
+    old: list[TransportEvent] = [mismatch(ANNA, "10.0.0.5"), *[mismatch(INVITATION, "10.0.0.6")] * 2]
+    core = FakeCore()
+    transcript, transport = run_loop(
+        core,
+        [mismatch(BERT, "10.0.0.7", version=99), *old, asks],
+        [PeerUp(PENDING, "", "10.0.0.6", pending_key=INVITATION), PeerUp(BERT, "", "10.0.0.7"), asks],
+    )
+    counts = [json.loads(reply.payload)["refused_versions"] for reply in transport.sent]  # type: ignore[attr-defined]
+    assert counts == [
+        [
+            {"version": 5, "software": "gridtrain 0.5", "workers": 2},
+            {"version": 99, "software": "gridtrain 0.99", "workers": 1},
+        ],
+        [{"version": 5, "software": "gridtrain 0.5", "workers": 1}],
+    ]
+    assert transcript[:4] == ["log warning refused"] * 4 and core.received == [
+        PeerConnected(BERT, "10.0.0.7")
+    ]
 
 
 # -- access control ------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from gridtrain.network.transport.interface import VersionMismatch
+from gridtrain_coordinator import status_report
 from gridtrain_coordinator.run.slow_member import find_slow_member
-from gridtrain_coordinator.status_report import RateMeter, build_status, redact_addresses
+from gridtrain_coordinator.status_report import RateMeter, RefusedVersions, build_status, redact_addresses
 
 
 def core_status(step: int, phase: str = "training", **sent_bytes: float) -> dict[str, Any]:
@@ -50,6 +52,20 @@ def test_unknown_rates_are_none() -> None:
 def test_a_restarted_worker_has_no_negative_rate() -> None:
     meter = observed((0, core_status(100, a=9000)), (1, core_status(0, a=10)))
     assert (meter.steps_per_s(), meter.figure_per_s("a", "sent_bytes")) == (None, None)
+
+
+def test_refusals_of_other_versions_are_forgotten_after_a_day_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anybody with an invitation can cause them."""
+    monkeypatch.setattr(status_report, "MAX_REFUSED", 5)
+    refused = RefusedVersions()
+    for number in range(9):
+        event = VersionMismatch(None, "", b"k" * 32, f"10.0.0.{number}", number, "gridtrain 0.0")
+        refused.record(event, float(number))
+    assert len(refused._latest) == 5
+    assert [row["version"] for row in refused.rows(9.0)] == [4, 5, 6]
+    assert [row["version"] for row in refused.rows(status_report.REFUSED_S + 7.0)] == [8]
 
 
 def test_addresses_and_nothing_else_are_removed() -> None:

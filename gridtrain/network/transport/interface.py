@@ -90,6 +90,23 @@ class TransportViolation:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionMismatch(TransportViolation):
+    """Event: a peer uses another version of the protocol; its connection was not accepted.
+
+    Attributes:
+        key: the peer's key, or that of its invitation.
+        host: see `PeerUp`.
+        version: the version of the protocol that the peer uses.
+        software: the peer's software.
+    """
+
+    key: PeerId
+    host: str
+    version: int
+    software: str
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectionDenied:
     """Event: the dialled peer does not admit our key.  The transport dials again after a back-off."""
 

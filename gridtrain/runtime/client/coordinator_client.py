@@ -46,6 +46,7 @@ from gridtrain.network.transport.interface import (
     Received,
     Transport,
     TransportViolation,
+    VersionMismatch,
 )
 from gridtrain.network.transport.zmq import name_lookup
 from gridtrain.quantities import make_printable
@@ -152,8 +153,17 @@ class CoordinatorClient:
                             f"the coordinator at {self.address} denies access to this key",
                             remedy="ask the run's owner for a new invitation",
                         )
+                    case VersionMismatch(_, reason):
+                        raise JoinRefused(
+                            VERSION,
+                            f"{self.address}: {reason}",
+                            remedy="install the coordinator's version of gridtrain",
+                        )
                     case TransportViolation(_, reason):
-                        raise _refused_error(self.address, reason)
+                        raise RemoteProtocolError(
+                            f"{self.address} sent an invalid response: {reason}",
+                            remedy="check that the address is the coordinator's address",
+                        )
         if is_connected:
             raise CoordinatorUnreachable(
                 f"the coordinator at {self.address} accepted the connection, but did not answer within "
@@ -240,17 +250,6 @@ def _printable(value: Any) -> Any:
             return None  # the number is NaN or too large to be displayed
         case _:
             return value
-
-
-def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
-    if "protocol" in reason:
-        return JoinRefused(
-            VERSION, f"{address}: {reason}", remedy="install the coordinator's version of gridtrain"
-        )
-    return RemoteProtocolError(
-        f"{address} sent an invalid response: {reason}",
-        remedy="check that the address is the coordinator's address",
-    )
 
 
 def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:

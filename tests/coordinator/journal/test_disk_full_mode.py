@@ -24,7 +24,13 @@ from scripted_daemon import (
 )
 
 from gridtrain.core import messages as m
-from gridtrain.network.transport.interface import PeerDown, PeerUp, Received, TransportEvent
+from gridtrain.network.transport.interface import (
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportEvent,
+    VersionMismatch,
+)
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.journal import disk_full_mode
 from gridtrain_coordinator.journal.backups import JOURNAL, Backups, latest_backup
@@ -311,6 +317,13 @@ def test_deferred_events_are_bounded(disk: FullDiskCoordinator, monkeypatch: pyt
     disk.iteration(Received(ANNA, JOIN, 80))
     lines = disk.iteration(*[Received(BERT, m.Leave("tired"), 80)] * 3)
     assert lines == ["hang up on bert"]
+
+
+def test_refusals_of_other_versions_are_not_deferred(disk: FullDiskCoordinator) -> None:
+    disk.iteration(Received(ANNA, JOIN, 80))
+    event = VersionMismatch(None, "", BERT, "10.0.0.5", 5, "gridtrain 0.0")
+    assert disk.iteration(event) == ["log warning refused"]
+    assert [row["workers"] for row in disk.status()["refused_versions"]] == [1]
 
 
 def test_the_disk_fills_again_while_deferred_events_are_handled(disk: FullDiskCoordinator) -> None:

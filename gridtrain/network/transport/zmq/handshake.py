@@ -27,7 +27,7 @@ from gridtrain.network.transport.interface import (
     ConnectionRole,
     PeerUp,
     TrafficCounters,
-    TransportViolation,
+    VersionMismatch,
 )
 from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.transport.zmq.dialer import Connection
@@ -147,9 +147,9 @@ def peer_up_event(connection: Connection) -> PeerUp:
     return PeerUp(connection.peer, connection.software, connection.host, pending_key)
 
 
-def version_mismatch(hello: Hello, peer: PeerId | None) -> TransportViolation:
-    return TransportViolation(
-        peer,
+def version_mismatch(hello: Hello, incoming: sockets.IncomingMessage, peer: PeerId | None) -> VersionMismatch:
+    reason = (
         f"the peer uses protocol version {hello.version}, but this software uses version {PROTOCOL_VERSION} "
-        f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines",
+        f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines"
     )
+    return VersionMismatch(peer, reason, hello.peer, incoming.host, hello.version, hello.software)

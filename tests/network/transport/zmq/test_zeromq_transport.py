@@ -27,6 +27,7 @@ from gridtrain.network.transport.interface import (
     PeerUp,
     Received,
     TransportViolation,
+    VersionMismatch,
     allow_all,
 )
 from gridtrain.network.transport.zmq import sockets
@@ -190,10 +191,11 @@ def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key)
     future.send_multipart(greeting(mallory_key, version=99))
     zeromq_net.until(lambda: anna.events, anna)
     assert anna.events == [
-        TransportViolation(
+        VersionMismatch(
             None,  # old or new software is no offence of the peer's
             "the peer uses protocol version 99, but this software uses version 6 "
             "(the peer runs 'gridtrain 9.9') -> install the same version of gridtrain on both machines",
+            *(mallory_key, "127.0.0.1", 99, "gridtrain 9.9"),
         )
     ]
     assert future.recv_multipart() == new_hello(anna)  # so that the other side can say it too
@@ -208,7 +210,7 @@ def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net,
     routing_id, *_ = coordinator.recv_multipart()
     coordinator.send_multipart([routing_id, *greeting(mallory_key, version=99)])
     zeromq_net.until(lambda: worker.events, worker)
-    (violation,) = worker.of(TransportViolation)
+    (violation,) = worker.of(VersionMismatch)
     assert "the peer uses protocol version 99, but this software uses version 6" in violation.reason
 
 
