@@ -112,8 +112,9 @@ class GenerationPlanner:
         if self.measured_links.record(peer, accepted):
             self.reorder_limits.mark_changed(peer)
         for other, _, back_Bps in accepted:
-            is_outdated = back_Bps and self.reorder_limits.is_outdated(other, peer)
-            if is_outdated and self.measured_links.sent_Bps.pop((other, peer), None):
+            pair, sent_Bps = (other, peer), self.measured_links.sent_Bps
+            if back_Bps and pair in sent_Bps and self.reorder_limits.is_outdated(*pair):
+                del sent_Bps[pair]
                 self.reorder_limits.mark_changed(peer)
 
     def predicted_exchange_s(self) -> float | None:
