@@ -36,6 +36,7 @@ from gridtrain.errors import (
 )
 from gridtrain.extras import install_command
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
@@ -173,7 +174,8 @@ def test_a_run_that_ends_while_the_agents_script_starts_is_no_failure(
 ) -> None:
     """The agent has checked that the run is not finished."""
 
-    def refuse(*_: object) -> None:
+    def refuse(transport: FlowControlTransport, *_: object) -> None:
+        transport.close()  # as a grid does
         raise JoinRefused(code, "refused")
 
     monkeypatch.setattr(join_module, "Grid", refuse)
