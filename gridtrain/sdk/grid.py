@@ -295,8 +295,8 @@ class Grid:
             unused: "zero" gives a parameter that has no gradient on any worker a zero gradient, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
                 optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
-                for models with branches, and to freeze parameters in some steps.  "skip" needs `Dense()` in fp32 without overlap.  `unused` must
-                be the same on all workers.
+                for models with branches, and to freeze parameters in some steps.  "skip" needs `Dense()` in
+                fp32 without overlap.  `unused` must be the same on all workers.
 
         Raises:
             ConfigError: an argument is invalid, or the method was already called.
