@@ -517,6 +517,8 @@ class IoLoop:
                 if not (isinstance(error, JoinRefused) and error.code == STALLED):
                     raise error
                 return self._await_trainer()
+            case ev.LogEvent("offline") if self._reconnect_policy.is_left_out:
+                pass  # this worker has disconnected itself, until its training loop continues
             case ev.LogEvent(event, fields):
                 log_event(event, fields)
             case _:

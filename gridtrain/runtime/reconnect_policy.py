@@ -29,25 +29,28 @@ class ReconnectPolicy:
     Args:
         address: the coordinator's address, which is shown in messages.
         paused_s: the time after which this worker gives up if the run stays paused.
+
+    Attributes:
+        is_left_out: whether this worker was removed for lack of progress and has not reconnected yet.
     """
 
     def __init__(self, address: str, paused_s: float) -> None:
         self._address, self._paused_s = address, paused_s
         self._pause_reason, self._paused_since_s = "", 0.0
         self._denied_since_s: float | None = None
-        self._is_left_out = False  # removed for lack of progress, and not reconnected yet
+        self.is_left_out = False
         self._rejoin_s: float | None = None  # when it began to connect again
         self._has_told_interval = False
         self._next_rejoin_s, self._interval_s = -math.inf, REJOIN_INTERVAL_S
 
     def trainer_stalled(self) -> None:
         """Record that this worker was removed because its training loop made no progress in time."""
-        self._is_left_out, self._rejoin_s, self._has_told_interval = True, None, False
+        self.is_left_out, self._rejoin_s, self._has_told_interval = True, None, False
 
     @property
     def waiting_reason(self) -> str:
         """Why this worker is not training; "" if nothing is known to prevent it.  Thread-safe."""
-        if self._is_left_out:
+        if self.is_left_out:
             why = "its training loop made no progress in time"
             return f"{why}, and the group continues without it until it rejoins"
         return self._pause_reason
@@ -61,7 +64,7 @@ class ReconnectPolicy:
             now_s: the current time.
             trainer_waiting: whether the training loop is waiting for the group, and thus has continued.
         """
-        if not (self._is_left_out and self._rejoin_s is None and trainer_waiting):
+        if not (self.is_left_out and self._rejoin_s is None and trainer_waiting):
             return False
         if now_s < self._next_rejoin_s:
             if not self._has_told_interval:
@@ -78,7 +81,7 @@ class ReconnectPolicy:
     def connected(self) -> None:
         """Record that this worker is connected to the coordinator."""
         self._denied_since_s, self._rejoin_s = None, None
-        self._is_left_out = False
+        self.is_left_out = False
 
     def handle_denial(self, now_s: float, *, member: bool) -> None:
         """Handle a denial of access.
@@ -126,7 +129,7 @@ class ReconnectPolicy:
                 f"and the coordinator at {self._address} has not answered for {REJOIN_TIMEOUT_S:.0f} s",
                 remedy="ask the run's owner whether the run has finished, or start this worker again",
             )
-        if not reason or self._is_left_out:
+        if not reason or self.is_left_out:
             if self._pause_reason:
                 log.warning("the run is no longer paused")
             self._pause_reason = ""

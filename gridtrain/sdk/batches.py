@@ -48,7 +48,15 @@ SKIP_REMEDY = (
     "optimizer.step() for it"
 )
 
-AGAIN_REMEDY = "; if a notebook cell was interrupted, call grid.batches(...) again to repeat this batch"
+NEXT_REMEDY = (
+    "; to read batches ahead, use grid.batches(..., num_workers=n); if a notebook cell was interrupted, call "
+    "grid.batches(...) again to repeat this batch"
+)
+
+INNER_REMEDY = (
+    "; the script itself has changed the parameters: step the optimizer that grid.optimizer(...) returned, "
+    "not the one that it wraps"
+)
 
 
 class Turns:
@@ -268,7 +276,8 @@ class Turns:
         called = f"{self._optimizer.local_calls} times for {batches} of step {step}"
         more = LOADER_REMEDY if self.feeds_loader else ""
         if not self._optimizer.local_calls and isinstance(self._optimizer, GridOptimizer):
-            more += SKIP_REMEDY + AGAIN_REMEDY
+            has_changed = self._optimizer.parameter_watch.has_changed
+            more += INNER_REMEDY if has_changed else SKIP_REMEDY + NEXT_REMEDY
         return self._session.calls_error(called, more)
 
 

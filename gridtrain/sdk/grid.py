@@ -129,6 +129,7 @@ class Grid:
         self._prefetcher: Prefetcher | None = None
         self._is_repeated_later = False  # whether the current micro-batch's sample is
         self._is_closed = False
+        self._tracked: set[str] = set()  # the names of what the script tracks
         atexit.register(self._close_at_exit)
         install_sigterm_handler()
 
@@ -294,8 +295,8 @@ class Grid:
             unused: "zero" gives a parameter that has no gradient on any worker a zero gradient, so that
                 weight decay and momentum continue to change it.  "skip" leaves its `grad` None, so that the
                 optimizer skips it, as torch does in one process; use it for alternating updates, as in a GAN,
-                and for models with branches.  "skip" needs `Dense()` in fp32 without overlap.  `unused` must
-                be the same on all workers.
+                for models with branches, and to freeze parameters in some steps.  "skip" needs `Dense()` in
+                fp32 without overlap.  `unused` must be the same on all workers.
 
         Raises:
             ConfigError: an argument is invalid, or the method was already called.
@@ -691,8 +692,21 @@ class Grid:
 
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add stateful objects, such as schedulers and weight averages, to the state that a newcomer
-        receives."""
+        receives.
+
+        Raises `ConfigError` for a new name after the first batch: newcomers, and workers that continue from a
+        checkpoint, load a state before the loop begins.
+        """
+        names = {name for name in trackers if not name.startswith(serialization.INTERNAL_PREFIX)}
+        if self._session.is_in_turn and (late := sorted(names - self._tracked)):
+            raise ConfigError(
+                f"grid.track was given {late[0]!r} after the first batch, so workers that join later or "
+                "continue from a checkpoint could not load the state",
+                remedy="create the object, and call grid.track(...) with the same names on all workers, "
+                "before the loop",
+            )
         self._wrapped().track(**trackers)
+        self._tracked |= names
 
     def scaler(self, **kwargs: Any) -> GridScaler:
         """Return a `torch.amp.GradScaler` whose scale is always the same on all workers, including

@@ -6,7 +6,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from training_loop import DATA, digest, linear, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.core.group.member_events import MemberPhase
+from gridtrain.core.group.member_events import LogEvent, MemberPhase
+from gridtrain.core.member.peer_links import PeerLinks
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.sdk import local_group
@@ -275,10 +276,17 @@ def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["direct", "relayed"])
 def test_a_worker_whose_loop_stalls_is_left_out_and_rejoins(
-    new_group: Any, hidden: bool, caplog: pytest.LogCaptureFixture
+    new_group: Any, hidden: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 1 stalls until the other one trains alone, which goes on until both have done three steps."""
-    is_alone, last_step = threading.Event(), math.inf
+    is_alone, reaches_nobody, last_step = threading.Event(), threading.Event(), math.inf
+
+    def log_unreachable(links: PeerLinks, names: Sequence[str]) -> LogEvent:
+        reaches_nobody.set()
+        return log_as_usual(links, names)
+
+    log_as_usual = PeerLinks.log_unreachable
+    monkeypatch.setattr(PeerLinks, "log_unreachable", log_unreachable)
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
         nonlocal last_step
@@ -292,6 +300,7 @@ def test_a_worker_whose_loop_stalls_is_left_out_and_rejoins(
                     while "made no progress in time" not in grid.why_waiting():
                         assert time.monotonic() < until_s
                         threading.Event().wait(0.01)
+                    assert not hidden or reaches_nobody.wait(WITHIN_S)
             elif number == 0 and grid.world_size == 1:
                 is_alone.set()
             elif number == 0 and is_alone.is_set():
@@ -312,6 +321,7 @@ def test_a_worker_whose_loop_stalls_is_left_out_and_rejoins(
         r"loop continues \(if its batches take that long: "
     )
     assert any(re.match(text, message) for message in caplog.messages)
+    assert not any("its own network is probably down" in message for message in caplog.messages)
 
 
 # -- status and results ------------------------------------------------------------------------------

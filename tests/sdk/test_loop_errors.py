@@ -18,6 +18,7 @@ import torch
 from brisk import WITHIN_S
 from group_status import status_of
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 from training_loop import DATA, backward, linear, sgd, train_batch, train_steps
 
@@ -122,6 +123,15 @@ def a_loop_after_close(grid: gridtrain.Grid) -> None:
     next(train_steps(grid, model, optimizer, epochs=1))
 
 
+def an_average_tracked_in_the_loop(grid: gridtrain.Grid) -> None:
+    model, optimizer = wrapped(grid)
+    grid.track(average=AveragedModel(model))
+    for _ in train_steps(grid, model, optimizer, steps=4):
+        grid.track(average=AveragedModel(model))
+        if grid.step == 2:
+            grid.track(late=AveragedModel(model))
+
+
 def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
     wrapped(grid)
     indices = iter(grid.sampler(DATA, batch_size=2, steps=3))
@@ -159,7 +169,8 @@ ERRORS = {
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
     forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; to skip a "
     'batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and optimizer.step() for it',
-    step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
+    step_of_the_inner_optimizer: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
+    "the script itself has changed the parameters: step the optimizer that grid.optimizer(...) returned, not",
     two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",
     a_step_for_each_part_of_one: "optimizer.step() was called after only 1 of its 3 batches had been "
     "requested -> call optimizer.step() once per 3 batches, or remove accumulate=3 from grid.batches(...)",
@@ -169,6 +180,8 @@ ERRORS = {
     a_second_data_set: "another data set, size or length was given; a run keeps those of the first call -> c",
     a_loop_for_each_epoch: "the run of 1 epoch has ended -> iterate once, not once for each epoch",
     a_loop_after_close: "this worker has left the run: its grid was closed -> call gridtrain.join()",
+    an_average_tracked_in_the_loop: "grid.track was given 'late' after the first batch, so workers that join "
+    "later or continue from a checkpoint could not load the state -> create the object, and call grid.track(",
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
     "a DataLoader with workers reads the next batch too early: use num_workers=0, or replace the loader with "
     "grid.batches(dataset, ..., num_workers=n)",

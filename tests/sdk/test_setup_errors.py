@@ -213,6 +213,11 @@ def test_a_refusal_names_all_differences(refusal: Any) -> None:
     ]
 
 
+def test_the_refusal_of_a_learning_rate_says_how_to_change_it(refusal: Any) -> None:
+    error = refusal(Script(), Script(lr=0.2))
+    assert "to change the learning rate during the run, set it in the loop, by grid.step" in error.remedy
+
+
 def test_parameters_in_another_group_are_refused(refusal: Any) -> None:
     def other_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
         first, second, *others = parameters

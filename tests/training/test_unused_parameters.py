@@ -1,5 +1,6 @@
 """`unused="skip"`: a parameter that no worker uses in a step is skipped, as by torch in one process."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,40 @@ def test_the_norm_is_that_of_the_gradient(network):
     model, _ = group(network, sgd, branches_of, exchange=Dense(), clip_norm=0.05)
     expected = plain(sgd, branches_of, clip_norm=0.05)
     assert is_close(model, expected)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_a_branch_that_is_frozen_in_some_steps_is_skipped(network, make):
+    """A GAN freezes its discriminator while the generator learns from it."""
+
+    def train(make_step, session=None):
+        model = Branches()
+        optimizer = make_step(make(model), model)
+        for step, inputs in enumerate(INPUTS):
+            model.b.requires_grad_(step % 2 == 0)
+            samples = inputs if session is None else inputs[session.rank : session.rank + 1]
+            (sum(model.loss(each, "ab") for each in samples) / len(samples)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    def work(session):
+        return train(partial(GridOptimizer, exchange=Dense(), session=session, unused="skip"), session)
+
+    one, other = network(2).train(work)
+    expected = train(lambda inner, model: inner)
+    assert same(one, other) and is_close(one, expected)
+
+
+def test_a_frozen_parameter_that_still_has_a_gradient_is_refused(network):
+    """torch would apply the gradient of an earlier step again."""
+    model = Branches()
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session(), unused="skip")
+    model.loss(INPUTS[0, 0], "ab").backward()
+    wrapped.step()
+    model.b.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"'b\.weight' was frozen .* still has a gradient .* grad to None"):
+        wrapped.step()
 
 
 def test_a_gradient_of_zero_is_used(network):

@@ -267,6 +267,8 @@ def _remedy(reference: m.Setup, setup: m.Setup) -> str:
         return f"{remedy}; list the optimizer's parameters in the same order on all of them: a set has none"
     if differing == ["data"]:
         return f"{remedy}; a script that draws or shuffles its data must seed it equally on all of them"
+    if differing == ["optimizer"]:
+        return f"{remedy}; to change the learning rate during the run, set it in the loop, by grid.step"
     if run == here:
         return remedy
     return (

@@ -198,13 +198,16 @@ class FlatGradient:
             )
 
     def _check_not_frozen(self) -> None:
-        """Raise `ConfigError` if a parameter was frozen: its gradient would be zero, but momentum and weight
-        decay would still change the parameter."""
-        if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
+        """Raise `ConfigError` if a parameter was frozen, unless the optimizer skips it: its gradient would be
+        zero, but momentum and weight decay would still change the parameter."""
+        skips = self._used_P.numel() > 0
+        if frozen := [n for n, p in self._named if not p.requires_grad and not (skips and p.grad is None)]:
+            cause = ", and still has a gradient" if skips else ""
             raise ConfigError(
-                f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped",
+                f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped{cause}",
                 remedy="freeze it before grid.optimizer(...), or put it into a separate group and set that "
-                "group's lr to 0 later, in the same way on all workers",
+                'group\'s lr to 0 later, in the same way on all workers; or pass unused="skip" and set its '
+                "grad to None",
             )
 
     @torch.no_grad()
