@@ -925,9 +925,12 @@ class World:
         self.break_edge(peer, COORDINATOR, None)
 
         def begin() -> None:
+            if self.connected(peer, COORDINATOR):
+                return  # the new coordinator was restarted meanwhile, and the worker has reached it
             self._misdirected.add(peer)
             self._pass_to_stale_coordinator(cio.PeerConnected(peer, "open"))
             self._notify(COORDINATOR, peer, _ConnectionChange(True))
+            self.at(self.now_s + for_s, end)
 
         def end() -> None:
             self._misdirected.discard(peer)
@@ -937,7 +940,6 @@ class World:
                 self.connect(peer, COORDINATOR)
 
         self.at(self.now_s + 0.1, begin)
-        self.at(self.now_s + 0.1 + for_s, end)
 
     def _pass_to_stale_coordinator(self, event: cio.Event | None) -> None:
         if self._stale_coordinator is None or self.finished:
