@@ -84,7 +84,7 @@ class RefusedVersions:
     """Counts the workers that were refused within `REFUSED_S` because of their protocol version."""
 
     def __init__(self) -> None:
-        # By the key and host of the worker: when, protocol version, software.
+        # By the worker's key, or by the key of its invitation and its host: when, protocol version, software.
         self._latest: RecentDict[tuple[PeerId, str], tuple[float, int, str]] = RecentDict(MAX_REFUSED)
 
     def record(self, event: VersionMismatch, now_s: float) -> None:
@@ -92,7 +92,8 @@ class RefusedVersions:
 
     def discard(self, event: PeerUp) -> None:
         """Record that a worker has connected, and therefore uses this coordinator's version now."""
-        self._latest.pop((event.pending_key or event.peer, event.host), None)
+        pending = event.pending_key
+        self._latest.pop((event.peer, "") if pending is None else (pending, event.host), None)
 
     def rows(self, now_s: float) -> list[dict[str, Any]]:
         """Return the number of workers for each version, the most frequent versions first."""

@@ -162,7 +162,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
     """Return, as JSON, the layout of the export of `whole`, which contains `model`; None if it cannot be
     exported in the format of PEFT or transformers."""
-    layout = pretrained.describe(whole)
+    layout = pretrained.describe(whole, [p for p in whole.parameters() if p.requires_grad])
     if layout is None:
         return None
     prefix = next(f"{name}." for name, module in whole.named_modules() if module is model).lstrip(".")

@@ -276,8 +276,12 @@ class Turns:
         called = f"{self._optimizer.local_calls} times for {batches} of step {step}"
         more = LOADER_REMEDY if self.feeds_loader else ""
         if not self._optimizer.local_calls and isinstance(self._optimizer, GridOptimizer):
-            has_changed = self._optimizer.parameter_watch.has_changed
-            more += INNER_REMEDY if has_changed else SKIP_REMEDY + NEXT_REMEDY
+            if self._optimizer.delay:  # it has set the parameters itself, and does not weight by tokens
+                more += NEXT_REMEDY
+            elif self._optimizer.parameter_watch.has_changed:
+                more += INNER_REMEDY
+            else:
+                more += SKIP_REMEDY + NEXT_REMEDY
         return self._session.calls_error(called, more)
 
 

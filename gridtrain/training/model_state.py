@@ -720,7 +720,7 @@ class WholeModelState(ModelState):
 
     @cached_property
     def _layout(self) -> pretrained.PretrainedLayout | None:
-        return pretrained.describe(self._optimizer.model)
+        return pretrained.describe(self._optimizer.model, self._optimizer.trained)
 
     @property
     def _residual(self) -> WorkerResidual:

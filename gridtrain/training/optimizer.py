@@ -219,6 +219,11 @@ class GridOptimizer(WrappingOptimizer):
         """The number of committed steps whose update was skipped because a gradient was not finite."""
         return self._skips.total
 
+    @property
+    def trained(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients are exchanged; the script may freeze some of them in some steps."""
+        return self._flat.parameters
+
     def describe_exchange(self) -> str:
         """Return a description of the exchange, which must be equal on all workers."""
         buckets = self.overlap_config.describe() if self.overlap_config is not None else ""

@@ -266,6 +266,16 @@ def test_the_slow_end_of_a_link_is_named_by_its_direction(
     assert (found["name"], found["reason"].split("Mbit/s ")[1].split(";")[0]) == named
 
 
+@pytest.mark.parametrize("false_s", [1.2e308, -10.0])
+def test_two_members_with_impossible_durations_do_not_stop_the_coordinator(false_s: float) -> None:
+    """The others have not reported a step yet."""
+    reported: list[dict[str, float]] = [*[{"computing_s": false_s, "step_s": false_s}] * 2, {}]
+    members = [
+        {"peer": str(n), "name": f"w{n}", "rank": n, "figures": each} for n, each in enumerate(reported)
+    ]
+    assert find_slow_member(members) is None
+
+
 @pytest.mark.parametrize(
     ("stages", "global_batch_size", "is_hinted"), [(1, None, True), (1, 64, False), (2, None, False)]
 )

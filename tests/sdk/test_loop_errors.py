@@ -69,6 +69,14 @@ def forgotten_step(grid: gridtrain.Grid) -> None:
         backward(model, batch)
 
 
+def forgotten_local_steps(grid: gridtrain.Grid) -> None:
+    """With overlap, the optimizer itself sets the parameters at the beginning of a turn."""
+    model = linear()
+    sgd(grid, model, gridtrain.LocalSteps(2, gridtrain.Dense(), overlap=1))
+    for batch in grid.batches(DATA, batch_size=2, steps=3):
+        backward(model, batch)
+
+
 def step_of_the_inner_optimizer(grid: gridtrain.Grid) -> None:
     model, optimizer = wrapped(grid)
     list(train_steps(grid, model, optimizer.inner, steps=3))
@@ -169,6 +177,8 @@ ERRORS = {
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
     forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; to skip a "
     'batch, use grid.optimizer(..., weigh_by="tokens"), and call grid.weigh(0) and optimizer.step() for it',
+    forgotten_local_steps: "optimizer.step() was called 0 times for the 2 batches of step 1; "
+    f"{ONE_STEP}; to read batches ahead, use grid.batches(..., num_workers=n); if a notebook cell",
     step_of_the_inner_optimizer: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
     "the script itself has changed the parameters: step the optimizer that grid.optimizer(...) returned, not",
     two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",

@@ -11,6 +11,9 @@ from torch import nn
 from gridtrain.adapters.site import Site
 from gridtrain.config import Auto, Dense, GTopK, LocalSteps, Overlap
 from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint import pretrained
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.pretrained import PretrainedLayout
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.optimizer import GridOptimizer
 
@@ -148,6 +151,25 @@ def test_a_frozen_parameter_that_still_has_a_gradient_is_refused(network):
     model.b.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"'b\.weight' was frozen .* still has a gradient .* grad to None"):
         wrapped.step()
+
+
+def test_an_export_must_contain_a_branch_that_is_frozen_at_the_moment(network):
+    model = Branches()
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session(), unused="skip")
+    model.b.requires_grad_(False)
+    covers_a = PretrainedLayout({}, {"model.safetensors": {"weight": "a.weight", "bias": "a.bias"}})
+    assert pretrained._uncovered(model, covers_a, wrapped.trained) == ["b.weight", "b.bias"]
+
+
+def test_a_parameter_is_weighted_even_if_it_was_frozen_when_the_weight_was_set():
+    model = Branches()
+    flat = FlatGradient(model, sgd(model), has_used=True)
+    model.b.requires_grad_(False)
+    flat.scale_backward(0.5)
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+    model.b.requires_grad_(True)
+    sum(p.sum() for p in model.parameters()).backward()
+    assert all((p.grad == 0.5).all() for p in model.parameters())
 
 
 def test_a_gradient_of_zero_is_used(network):

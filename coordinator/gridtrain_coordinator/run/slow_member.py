@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 from gridtrain.core.messages import IS_WAITING
@@ -48,7 +48,7 @@ BATCH_HINT = "if this persists, global_batch_size gives it fewer samples"
 
 
 def busy_s(figures: Mapping[str, float]) -> float:
-    """Return the seconds that a worker spent on its own work in its latest step; 0.0 if infinite or NaN."""
+    """Return the seconds that a worker spent on its own work in its latest step; 0.0 if it is not valid."""
     return _sum(figures, BUSY_METRICS)
 
 
@@ -59,7 +59,7 @@ def exchange_duration_s(figures: Sequence[Mapping[str, float]]) -> float:
     equally long, so a member whose durations add up to less than half of the median step is ignored.
     """
     steps_s = [_step_s(each) for each in figures]
-    least_s = median(steps_s) / 2
+    least_s = median_high(steps_s) / 2  # of a member, because a mean of two may be infinite
     known = zip(figures, steps_s, strict=True)
     return min(_sum(each, SHARED_METRICS[:1]) for each, step_s in known if step_s >= least_s)
 
@@ -182,9 +182,9 @@ def _step_s(figures: Mapping[str, float]) -> float:
 
 
 def _sum(figures: Mapping[str, float], names: Iterable[str]) -> float:
-    """Return the sum of these metrics in seconds; 0.0 if it is infinite or NaN."""
+    """Return the sum of these metrics in seconds; 0.0 if it is negative, infinite or NaN."""
     seconds = sum(figures.get(name, 0.0) for name in names)
-    return seconds if math.isfinite(seconds) else 0.0
+    return seconds if 0.0 <= seconds < math.inf else 0.0
 
 
 def _seconds(seconds: float) -> str:

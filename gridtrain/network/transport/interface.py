@@ -95,7 +95,7 @@ class VersionMismatch(TransportViolation):
 
     Attributes:
         key: the peer's key, or that of its invitation.
-        host: see `PeerUp`.
+        host: with an invitation, which several peers may hold: see `PeerUp`; otherwise empty.
         version: the version of the protocol that the peer uses.
         software: the peer's software.
     """

@@ -264,9 +264,11 @@ class FlatGradient:
             )
 
         if factor != 1.0:
-            trained = [parameter for _, parameter in self._named if parameter.requires_grad]
             with torch.enable_grad():
-                self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
+                for parameter in self.parameters:
+                    is_trained = parameter.requires_grad  # a frozen one may be trained in this backward pass
+                    self._accumulators.append(get_gradient_edge(parameter.requires_grad_()).node)
+                    parameter.requires_grad_(is_trained)
             self._hooks += [node.register_prehook(scaled) for node in self._accumulators]
 
     @torch.no_grad()

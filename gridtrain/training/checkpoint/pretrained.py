@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,9 +188,9 @@ def adapter_facts(model: nn.Module) -> Facts:
     return (("adapter", "; ".join(described)),)
 
 
-def describe(model: nn.Module) -> PretrainedLayout | None:
+def describe(model: nn.Module, trained: Iterable[Tensor]) -> PretrainedLayout | None:
     """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, if its
-    library cannot save it in a permitted form, or if a trained parameter would be missing.
+    library cannot save it in a permitted form, or if a parameter in `trained` would be missing.
 
     The names in an adapter's file are found by letting the library itself save one-element tensors that
     contain the positions of the tensors in the state_dict.
@@ -235,7 +235,7 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
             error,
         )
         return None
-    if outside := _uncovered(model, layout):
+    if outside := _uncovered(model, layout, trained):
         log.warning(
             "the model can only be exported as a .safetensors or .pt file, because %s does not have %s, such "
             "as %r",
@@ -252,11 +252,12 @@ def _stored_names(model: nn.Module, prefix: str, names: list[str]) -> list[str]:
     return [stored[prefix + name] for name in names]
 
 
-def _uncovered(model: nn.Module, layout: PretrainedLayout) -> list[str]:
-    """Return the names of the trained parameters that no file of the directory contains."""
+def _uncovered(model: nn.Module, layout: PretrainedLayout, trained: Iterable[Tensor]) -> list[str]:
+    """Return the names of the parameters in `trained` that no file of the directory contains."""
     named = canonical_state(model.state_dict(keep_vars=True))
     covered = {id(named[name]) for names in layout.names.values() for name in names.values()}
-    return [name for name, p in canonical_parameters(model) if p.requires_grad and id(p) not in covered]
+    outside = {id(parameter) for parameter in trained} - covered
+    return [name for name, parameter in canonical_parameters(model) if id(parameter) in outside]
 
 
 def export_final(model: nn.Module, layout: PretrainedLayout, folder: Path) -> Path | None:

@@ -240,15 +240,15 @@ def test_a_model_that_cannot_be_exported_is_not_described(
     monkeypatch.setitem(sys.modules, "peft.peft_model", SimpleNamespace(PeftModel=Adapter))
     model = Adapter(2, 1)
     for model.folder in ("", "second", "my adapter_2"):
-        layout = pretrained.describe(model)
+        layout = pretrained.describe(model, model.parameters())
         assert layout is not None and PretrainedLayout.from_json(layout.to_json()) == layout
         assert [list(names) for names in layout.names.values()] == [["bias", "weight"]]
     assert not caplog.records
     model.folder = ".hidden"
-    assert pretrained.describe(model) is None
+    assert pretrained.describe(model, model.parameters()) is None
     assert "can only be exported as .safetensors or .pt files: its description" in caplog.text
 
 
 def test_a_plain_model_is_not_described() -> None:
     assert pretrained.find_pretrained(nn.Linear(2, 1)) is None
-    assert pretrained.describe(nn.Linear(2, 1)) is None
+    assert pretrained.describe(nn.Linear(2, 1), []) is None

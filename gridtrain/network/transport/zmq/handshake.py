@@ -147,9 +147,9 @@ def peer_up_event(connection: Connection) -> PeerUp:
     return PeerUp(connection.peer, connection.software, connection.host, pending_key)
 
 
-def version_mismatch(hello: Hello, incoming: sockets.IncomingMessage, peer: PeerId | None) -> VersionMismatch:
+def version_mismatch(hello: Hello, peer: PeerId | None, host: str = "") -> VersionMismatch:
     reason = (
         f"the peer uses protocol version {hello.version}, but this software uses version {PROTOCOL_VERSION} "
         f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines"
     )
-    return VersionMismatch(peer, reason, hello.peer, incoming.host, hello.version, hello.software)
+    return VersionMismatch(peer, reason, hello.peer, host, hello.version, hello.software)

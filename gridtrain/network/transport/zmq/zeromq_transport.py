@@ -475,7 +475,7 @@ class ZeroMQTransport:
             return
         self._count_hello()  # only the Hello that was answered; a failed attempt sends none
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(handshake.version_mismatch(hello, incoming, dial.peer))
+            self._events.append(handshake.version_mismatch(hello, dial.peer))
             self._dialer.close(dial)  # a retry would fail in the same way
         elif not access_control.is_still_admitted(self._access_policy, dial.peer, is_pending=False):
             self._redial(dial, "the peer's key is not admitted")
@@ -505,7 +505,8 @@ class ZeroMQTransport:
                 self._count_hello()
         if hello.version != PROTOCOL_VERSION:
             # Old software is not a violation.
-            self._events.append(handshake.version_mismatch(hello, incoming, None))
+            host = connection.host if connection.is_pending else ""
+            self._events.append(handshake.version_mismatch(hello, None, host))
             self._listener.ignore(incoming)
         elif self._encrypted or hello.software != PROBE_SOFTWARE:
             self._accept(connection)

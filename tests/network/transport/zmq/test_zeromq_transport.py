@@ -185,8 +185,11 @@ def new_hello(endpoint) -> list[bytes]:
 # -- who answers ---------------------------------------------------------------------------------
 
 
-def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key):
+@pytest.mark.parametrize(("is_pending", "host"), [(False, ""), (True, "127.0.0.1")])
+def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key, is_pending, host):
+    """The host distinguishes the holders of an invitation; a peer with its own key may change its host."""
     anna = zeromq_net.add("anna")
+    anna.policy.only(mallory=ConnectionRole.PENDING_MEMBER if is_pending else ConnectionRole.MEMBER)
     future = mallory(anna)
     future.send_multipart(greeting(mallory_key, version=99))
     zeromq_net.until(lambda: anna.events, anna)
@@ -195,7 +198,7 @@ def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key)
             None,  # old or new software is no offence of the peer's
             "the peer uses protocol version 99, but this software uses version 6 "
             "(the peer runs 'gridtrain 9.9') -> install the same version of gridtrain on both machines",
-            *(mallory_key, "127.0.0.1", 99, "gridtrain 9.9"),
+            *(mallory_key, host, 99, "gridtrain 9.9"),
         )
     ]
     assert future.recv_multipart() == new_hello(anna)  # so that the other side can say it too
