@@ -124,14 +124,13 @@ def test_a_bundle_that_was_not_used_for_long_is_removed(
 ) -> None:
     """Except for one that a worker uses, or in whose folder a script has written."""
     fetch, folders = Job((), invitation, dry_run=True), {}
-    for word in ("unused", "recent", "used", "written", "changed", "latest"):
+    for word in ("unused", "recent", "used", "written", "latest"):
         (owner.folder / "helper.py").write_text(f"WORD = '{word}'\n")
         folders[word] = folder_of(state, invitation, owner.serve()).parent
         assert supervise(fetch) == 0
     (folders["unused"] / "files" / "data.bin").symlink_to(owner.folder / "run.toml")
     (folders["unused"] / "files" / "helper.pyc").write_bytes(b"x")
     (folders["written"] / "files" / "adapter.bin").write_bytes(b"x")
-    (folders["changed"] / "files" / "helper.py").write_text("WORD = 'CHANGED'\n")
     for word in folders.keys() - {"recent"}:
         os.utime(folders[word], (0.0, time.time() - bundle_consent.UNUSED_S - 1.0))
 
@@ -158,53 +157,6 @@ def test_a_bundle_is_not_removed_while_its_worker_runs(
     with pytest.raises(NotAccepted, match="did not accept"):
         supervise(Job((), invitation), ask=lambda offer: not is_there(offer))
     assert not is_there(None)
-
-
-def test_a_bundle_counts_as_used_until_its_worker_ends(
-    owner: Owner, invitation: Invitation, state: Path
-) -> None:
-    folder = folder_of(state, invitation, owner.serve()).parent
-
-    def runs_for_long(offer: BundleOffer) -> bool:
-        os.utime(folder, (0.0, 0.0))
-        return False
-
-    with pytest.raises(NotAccepted, match="did not accept"):
-        supervise(Job((), invitation), ask=runs_for_long)
-    assert folder.stat().st_mtime > time.time() - 60.0
-
-
-def test_a_worker_does_not_begin_to_use_a_bundle_while_another_one_removes_it(
-    owner: Owner, invitation: Invitation, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, locked = folder_of(state, invitation, owner.serve()).parent, []
-    use, look = os.utime, bundle_consent._has_content
-
-    def is_locked() -> bool:
-        with (folder.parent / bundle_consent.LOCK).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-    def utime(path: Path, *times: tuple[float, float]) -> None:
-        locked.append(("use", is_locked()))
-        use(path, *times)
-
-    def has_content(path: Path, content: bytes | None) -> bool:
-        locked.append((path.name, is_locked()))
-        return look(path, content)
-
-    assert supervise(Job((), invitation, dry_run=True)) == 0
-    monkeypatch.setattr(os, "utime", utime)
-    assert supervise(Job((), invitation, dry_run=True)) == 0
-    assert locked == [("use", True), ("use", False)], "it ends to use the bundle, which it still holds"
-    locked.clear()
-    monkeypatch.setattr(bundle_consent, "UNUSED_S", -60.0)
-    monkeypatch.setattr(bundle_consent, "_has_content", has_content)
-    bundle_consent._remove_unused(state / "gridtrain")
-    assert not folder.exists() and ("train.py", True) in locked and all(each for _, each in locked)
 
 
 def test_only_a_bundle_with_an_accepted_digest_runs(owner: Owner, invitation: Invitation) -> None:

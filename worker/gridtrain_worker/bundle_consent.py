@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gridtrain.core.group.invitation import comparable_key
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
@@ -39,7 +39,7 @@ from gridtrain.training.data.shard_fetch import copy_rest
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
 from gridtrain.training.data.shard_index import ShardIndex, read_index
 
-ARCHIVE, ACCEPTED, LOCK = "bundle.tar", "accepted.json", "lock"
+ARCHIVE, ACCEPTED = "bundle.tar", "accepted.json"
 MAX_CONSENTS = 1000
 UNUSED_S = 30 * 86_400.0
 """A stored bundle is removed when no worker has used it for this long.  Its consent remains valid: it is
@@ -106,10 +106,8 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     home = state_directory(entry.run) / "bundles" / entry.coordinator_key.hex()[:16]
     folder = home / announced.digest.removeprefix("sha256:")[:32]
     with _disk(home):
-        make_private_folder(home)
-        with _locked(home):  # otherwise another worker may be removing this bundle
-            folder.mkdir(exist_ok=True, mode=0o700)
-            os.utime(folder)
+        make_private_folder(folder)
+        os.utime(folder)
         _remove_unused(state_directory(entry.run).parent)
         bundle = _cached_archive(folder / ARCHIVE, announced) or _fetch_archive(entry, announced, timeout_s)
         _put(folder / ARCHIVE, bundle.archive)
@@ -126,17 +124,11 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     return BundleOffer(bundle, entry, files, next(reversed(accepted), ""), data, index, missing)
 
 
-@contextlib.contextmanager
-def hold_bundle(offer: BundleOffer) -> Iterator[None]:
-    """Use the bundle until the end of the context; no other worker removes its files before."""
-    folder = offer.folder.parent
-    with (folder / ARCHIVE).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.utime(folder)
+def hold_bundle(offer: BundleOffer) -> BinaryIO:
+    """Return an open file; no other worker removes the bundle's files before it is closed."""
+    file = (offer.folder.parent / ARCHIVE).open("rb")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
@@ -287,40 +279,21 @@ def _remove_unused(state: Path) -> None:
     whose folders contain files that a script or the volunteer has written."""
     for path in state.glob(f"*/bundles/*/*/{ARCHIVE}"):
         folder = path.parent
-        with (
-            contextlib.suppress(OSError, RemoteProtocolError),
-            _locked(folder.parent),
-            path.open("rb") as file,
-        ):
+        with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
             if time.time() < folder.stat().st_mtime + UNUSED_S:
                 continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             archive = file.read(MAX_BUNDLE_BYTES + 1)
             files = Bundle.from_archive(archive, digest_of(archive)).files
-            known = {path: archive} | {folder / "files" / name: files[name] for name in files}
-            found = (each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
-            if all(each.suffix == ".pyc" or _has_content(each, known.get(each)) for each in found):
+            known = {path, *(folder / "files" / name for name in files)}
+            written = (each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
+            if all(each in known or each.suffix == ".pyc" for each in written):
                 shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    """Wait until no other worker begins to use, or removes, bundles in this folder; then prevent it."""
-    with os.fdopen(os.open(home / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _has_content(path: Path, content: bytes | None) -> bool:
-    """Whether this is a plain file with this content; a file of another size may be large and is not read."""
-    if content is None or path.is_symlink() or not path.is_file():
-        return False
-    return path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def _put(path: Path, content: bytes) -> None:
     """Write a file that only its owner can read, unless it already has the given content."""
-    if _has_content(path, content):
+    if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     make_private_folder(path.parent)
     replace_private_file(path, content)
