@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
 import re
 import stat
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -117,46 +115,6 @@ def test_a_bundle_runs_once_it_is_accepted_and_a_changed_one_asks_again(
     assert f"--accept {second}" in caught.value.remedy and owner.ran() == ""
     assert supervise(job, ask=ask) == 0
     assert owner.ran().endswith(" two") and asked == [first, first, second]
-
-
-def test_a_bundle_that_was_not_used_for_long_is_removed(
-    owner: Owner, invitation: Invitation, state: Path
-) -> None:
-    """Except for one that a worker uses, or in whose folder a script has written."""
-    fetch, folders = Job((), invitation, dry_run=True), {}
-    for word in ("unused", "recent", "used", "written", "latest"):
-        (owner.folder / "helper.py").write_text(f"WORD = '{word}'\n")
-        folders[word] = folder_of(state, invitation, owner.serve()).parent
-        assert supervise(fetch) == 0
-    (folders["unused"] / "files" / "data.bin").symlink_to(owner.folder / "run.toml")
-    (folders["unused"] / "files" / "helper.pyc").write_bytes(b"x")
-    (folders["written"] / "files" / "adapter.bin").write_bytes(b"x")
-    for word in folders.keys() - {"recent"}:
-        os.utime(folders[word], (0.0, time.time() - bundle_consent.UNUSED_S - 1.0))
-
-    def removed() -> list[str]:
-        assert supervise(fetch) == 0
-        return [word for word, folder in folders.items() if not folder.exists()]
-
-    with (folders["used"] / bundle_consent.ARCHIVE).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        assert removed() == ["unused"]
-    assert removed() == ["unused", "used"]
-
-
-def test_a_bundle_is_not_removed_while_its_worker_runs(
-    owner: Owner, invitation: Invitation, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundle_consent, "UNUSED_S", -60.0)
-    folder = folder_of(state, invitation, owner.serve())
-
-    def is_there(offer: BundleOffer | None) -> bool:
-        bundle_consent._remove_unused(state / "gridtrain")
-        return folder.exists()
-
-    with pytest.raises(NotAccepted, match="did not accept"):
-        supervise(Job((), invitation), ask=lambda offer: not is_there(offer))
-    assert not is_there(None)
 
 
 def test_only_a_bundle_with_an_accepted_digest_runs(owner: Owner, invitation: Invitation) -> None:

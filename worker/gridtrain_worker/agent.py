@@ -63,14 +63,7 @@ from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
 from gridtrain_worker import watchdog as watchdog_program
-from gridtrain_worker.bundle_consent import (
-    Ask,
-    BundleOffer,
-    fetch_data_file,
-    fetch_offer,
-    hold_bundle,
-    require_consent,
-)
+from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_data_file, fetch_offer, require_consent
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors
@@ -231,8 +224,6 @@ def supervise(
         public = Identity.read(entry.identity).public
         job = replace(job, name=job.name or name_of_key(public))
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
-        if offer is not None:
-            stack.enter_context(hold_bundle(offer))
         console.flush()  # before a question to the user
         if job.dry_run:
             show(job, offer)

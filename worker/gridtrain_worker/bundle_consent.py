@@ -11,19 +11,15 @@ This module executes nothing, and writes files only below this machine's state f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import secrets
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gridtrain.core.group.invitation import comparable_key
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
@@ -33,7 +29,7 @@ from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.client.enrollment import Enrollment
 from gridtrain.runtime.client.private_file import replace_private_file
 from gridtrain.runtime.client.worker_defaults import state_directory
-from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle, digest_of
+from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
 from gridtrain.training.data.shard_fetch import copy_rest
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
@@ -41,9 +37,6 @@ from gridtrain.training.data.shard_index import ShardIndex, read_index
 
 ARCHIVE, ACCEPTED = "bundle.tar", "accepted.json"
 MAX_CONSENTS = 1000
-UNUSED_S = 30 * 86_400.0
-"""A stored bundle is removed when no worker has used it for this long.  Its consent remains valid: it is
-fetched again if a coordinator announces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +100,6 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     folder = home / announced.digest.removeprefix("sha256:")[:32]
     with _disk(home):
         make_private_folder(folder)
-        os.utime(folder)
-        _remove_unused(state_directory(entry.run).parent)
         bundle = _cached_archive(folder / ARCHIVE, announced) or _fetch_archive(entry, announced, timeout_s)
         _put(folder / ARCHIVE, bundle.archive)
         for name, content in bundle.files.items():
@@ -122,13 +113,6 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
         missing = error
     index = read_index(files / run.data_index) if run.data_index else None
     return BundleOffer(bundle, entry, files, next(reversed(accepted), ""), data, index, missing)
-
-
-def hold_bundle(offer: BundleOffer) -> BinaryIO:
-    """Return an open file; no other worker removes the bundle's files before it is closed."""
-    file = (offer.folder.parent / ARCHIVE).open("rb")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
@@ -272,23 +256,6 @@ def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
 def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: float) -> Bundle:
     with entry.connect() as client:
         return Bundle.from_archive(fetch_bundle(client, announced, timeout_s), announced.digest)
-
-
-def _remove_unused(state: Path) -> None:
-    """Remove the stored bundles of all runs that no worker uses or has used for `UNUSED_S`, except for those
-    whose folders contain files that a script or the volunteer has written."""
-    for path in state.glob(f"*/bundles/*/*/{ARCHIVE}"):
-        folder = path.parent
-        with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
-            if time.time() < folder.stat().st_mtime + UNUSED_S:
-                continue
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            archive = file.read(MAX_BUNDLE_BYTES + 1)
-            files = Bundle.from_archive(archive, digest_of(archive)).files
-            known = {path, *(folder / "files" / name for name in files)}
-            written = (each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
-            if all(each in known or each.suffix == ".pyc" for each in written):
-                shutil.rmtree(folder)
 
 
 def _put(path: Path, content: bytes) -> None:
