@@ -230,7 +230,9 @@ def test_a_repeated_export_keeps_the_earlier_model_once(
 ) -> None:
     final = tmp_path / "final.safetensors"
     save_model({"weight": torch.ones(1)}, final)
-    state._optimizer = SimpleNamespace(model=nn.Linear(2, 1), base=SimpleNamespace(describe=lambda: ""))
+    state._optimizer = SimpleNamespace(
+        model=nn.Linear(2, 1), trained=(), base=SimpleNamespace(describe=lambda: "")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(model_export, "write_safetensors", Mock(side_effect=OSError(28, "No space left")))
         for _ in range(2):
