@@ -992,6 +992,45 @@ def test_what_a_stopped_and_killed_agent_leaves_can_end_in_order(agent: StartAge
     assert process.communicate(timeout=WITHIN_S)[0] == "saved\n"
 
 
+STARTS_A_WATCHDOG = """
+import subprocess, sys, time
+watchdog = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+print("ready", flush=True)
+watchdog.stdin.write(sys.stdin.readline().encode())
+watchdog.stdin.flush()
+time.sleep(600)
+"""
+
+
+@needs_proc
+def test_a_script_whose_agent_is_stopped_as_it_starts_is_stopped_too() -> None:
+    """The agent tells the watchdog the script's process id only after it has been continued."""
+    mark = f"{CONTROL_VARIABLE}=/{os.getpid()}/stopped"
+    program = [sys.executable, "-I", "-S", watchdog_program.__file__, "60", mark]
+    starts_it = (sys.executable, "-c", STARTS_A_WATCHDOG, *program)
+    command = (sys.executable, "-c", LEAVES_GRACEFULLY)
+    variables = os.environ | dict([mark.split("=")])
+    with (
+        subprocess.Popen(starts_it, stdin=PIPE, stdout=PIPE, text=True) as agent,
+        subprocess.Popen(command, env=variables, stdout=PIPE, text=True, process_group=0) as script,
+    ):
+        try:
+            for process in (agent, script):
+                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            agent.send_signal(signal.SIGSTOP)
+            until(lambda: state_of(script.pid) == "T")
+            agent.send_signal(signal.SIGCONT)
+            assert agent.stdin is not None
+            agent.stdin.write(f"{script.pid}\n")
+            agent.stdin.flush()
+            until(lambda: state_of(script.pid) in "RS")
+            agent.kill()
+            assert script.communicate(timeout=WITHIN_S)[0] == "leaving on SIGTERM\n"
+        finally:
+            agent.kill()
+            script.kill()
+
+
 @needs_proc
 def test_a_script_whose_agent_was_killed_as_it_started_is_no_orphan() -> None:
     """The agent has not told the watchdog the script's process id."""

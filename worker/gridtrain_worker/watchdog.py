@@ -44,18 +44,24 @@ def _find_started(mark: str) -> int:
     return 0
 
 
-def _follow_agent(script: set[Process], mark: str) -> None:
+def _follow_agent(script: set[Process], mark: str, is_stopped: bool) -> bool:
     """Until stdin is readable, stop the script while the agent is stopped and therefore enforces no rules.
 
     After Ctrl-Z, the agent has stopped the processes itself; SIGSTOP gives it no time to do so.
+
+    Args:
+        is_stopped: whether the script is stopped because the agent was.
+
+    Returns the new value of `is_stopped`.
     """
-    agent, is_stopped = os.getppid(), False
+    agent = os.getppid()
     while not select.select([sys.stdin], [], [], WATCH_S)[0]:
         was_stopped, is_stopped = is_stopped, is_suspended(agent)
         if is_stopped or was_stopped:  # on each pass: a process may have started another one meanwhile
             found = read_processes()
             everyone = with_descendants(script | marked(found, mark), found)
             send(everyone, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+    return is_stopped
 
 
 def watch(grace_s: float, mark: str) -> None:
@@ -67,13 +73,14 @@ def watch(grace_s: float, mark: str) -> None:
     Args:
         mark: the environment variable, NAME=VALUE, that only this script was started with.
     """
+    is_stopped = _follow_agent(set(), mark, False)  # the agent may be stopped before it writes the id
     line = sys.stdin.readline()
     script = int(line) if line else _find_started(mark)
     first = read_process(script) if script else None
     if not script:
         return
     roots = {first[0]} if first else set()
-    _follow_agent(roots, mark)
+    _follow_agent(roots, mark, is_stopped)
     if sys.stdin.readline():
         return
     # Descendants are recorded while their parents live, because this process does not adopt them.
